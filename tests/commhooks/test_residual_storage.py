@@ -112,7 +112,8 @@ def test_the_models_own_parameters_are_not_counted_as_the_hooks() -> None:
     workers = Workers(make_compressor("fp16", error_feedback=True), 2, zeros((60, 40)))
     workers.step(normal(workers.parameters, 2, seed=0))
     report = workers.engines[0].memory_report()
-    assert (report.gradients, report.residuals, report.working) == (9600, 9600, 0)  # it works in the bucket's memory
+    assert (report.gradients, report.residuals) == (9600, 9600)
+    assert 4800 <= report.working < 9600  # the message, of 2 bytes an element, in a block of the pool; no more
 
 
 def test_an_unknown_storage_is_refused() -> None:
