@@ -20,7 +20,7 @@ from commhooks.compressors import COMPRESSORS, Registered
 from commhooks.language.spelling import short_name
 from commhooks.making import ENTRY_POINTS, kind_of, settings_of
 
-from .seldom import Seldom
+from .seldom import OTHERS, RECIPES, Seldom
 from .specs import DILOCO, Spec, is_seldom
 from .tasks import TASKS
 from .tasks.loading import task_function
@@ -82,9 +82,10 @@ def hook_card(name: str) -> Card:
         return Card(spec.name, f"PyTorch's own {spec.name.removeprefix(PREFIX)}, to compare with.", found)
     if is_seldom(spec):
         about, defaults = _documented(Seldom), _defaults_of(Seldom)
+        recipes = [f"{each}: {recipe}." for each, recipe in (*RECIPES.items(), ("any other", OTHERS))]
         return Card(
             DILOCO,
-            inspect.getdoc(Seldom) or "",
+            "\n".join([inspect.getdoc(Seldom) or "", "", "Outer recipes, by compressor:", *recipes]),
             tuple(Setting(each, _in_words(default), about[each]) for each, default in defaults.items()),
         )
     kind = kind_of(spec.name)

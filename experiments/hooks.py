@@ -18,8 +18,8 @@ def make_hook(spec: Spec, seed: int = 0) -> Compressor:
     """
     if is_seldom(spec):
         raise ValueError(
-            f"hook {spec.label!r}: DiLoCo averages models, not gradients, so only compare and sweep run it; name its "
-            f"compressor by itself, such as {Seldom.of(spec).compressor.label}"
+            f"hook {spec.label!r}: DiLoCo averages models, not gradients, which only compare, sweep and simulate know; "
+            f"name its compressor by itself, such as {Seldom.of(spec).compressor.label}"
         )
     policy_of(spec)
     plain = spec.having(policy=None)

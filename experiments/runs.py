@@ -17,7 +17,7 @@ from commhooks.checkpoints.disk import named
 from commhooks.units import unknown
 
 from .links.link import LinkSettings
-from .specs import Spec, is_under_way_between_steps
+from .specs import Spec, steps_under_way
 
 FORMAT = 2  # of the result files; increased when readers must change
 PARTIAL = ".json.part"  # suffix of a result's name while it is being written
@@ -104,9 +104,9 @@ class RunSettings:
         """The same settings without a hook: runs of one scene take turns, so that their times can be compared.
 
         Hosts whose rates change as time passes cannot serve several runs in turns; nor can a run take turns whose
-        exchanges go on meanwhile.
+        exchanges would go on meanwhile, hidden by the others.
         """
-        alone = (self.link.kind == "hosts" and self.link.schedule) or is_under_way_between_steps(self.hook)
+        alone = (self.link.kind == "hosts" and self.link.schedule) or steps_under_way(self.hook) > 0
         return self if alone else dataclasses.replace(self, hook=Spec(""))
 
     @property

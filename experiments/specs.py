@@ -67,6 +67,7 @@ def steps_of_a_round(hook: Spec) -> int:
     return every if isinstance(every, int) and every > 0 else 1
 
 
-def is_under_way_between_steps(hook: Spec) -> bool:
-    """Return whether exchanges go on after the step that began them, so that turns of other runs would hide them."""
-    return is_seldom(hook) and dict(hook.settings).get("delay", 0) != 0
+def steps_under_way(hook: Spec) -> int:
+    """Return how many steps after the one that began it an exchange may go on: 0, unless it is DiLoCo with a delay."""
+    delay = dict(hook.settings).get("delay", 0) if is_seldom(hook) else 0
+    return delay if isinstance(delay, int) and delay > 0 else 0

@@ -196,7 +196,8 @@ def _to_target(versus: Versus) -> Cell:
 def _cost_row(one: Outcome, setting: Setting, fastest: bool, *, interface: bool) -> Iterator[Cell]:
     versus = setting.versus.get(one.hook)
     yield _name(one, setting, versus)
-    yield Cell(bytes_in_words(one.moved_bytes.mean))
+    peak = (f"peak {bytes_in_words(one.peak_bytes.mean)} a step",) if one.peak_bytes.seeds else ()
+    yield Cell(bytes_in_words(one.moved_bytes.mean), peak)
     yield Cell(times(one.ratio))
     spread = quartiles_in_words(one.step_spread)
     yield (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..runs import RunResult, RunSettings, StepRecord
-from ..specs import Spec
+from ..specs import Spec, steps_of_a_round, steps_under_way
 from .intervals import Estimate, differences, ratios
 from .moments import Moment
 from .summary import (
@@ -112,6 +112,14 @@ class Outcome:
     def moved_bytes(self) -> Estimate:
         """Bytes that one rank moved in the whole run, warm-up included."""
         return self._each(total_bytes)
+
+    @cached_property
+    def peak_bytes(self) -> Estimate:
+        """Bytes of the largest exchange over the steps for which it may be under way; no seeds if every step sends."""
+        any_hook = next(iter(self.results.values())).settings.hook
+        if steps_of_a_round(any_hook) == 1:
+            return Estimate.of({})
+        return self._each(lambda steps: max(step.moved_bytes for step in steps) / max(1, steps_under_way(any_hook)))
 
     @cached_property
     def ratio(self) -> float:

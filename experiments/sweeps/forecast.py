@@ -15,8 +15,8 @@ from commhooks.tensors import tensor_bytes
 from ..hooks import make_hook
 from ..machine import cores
 from ..runs import Compute, RunResult, RunSettings
-from ..seldom import Seldom
-from ..specs import Spec, is_seldom, steps_of_a_round
+from ..seldom import exchanged
+from ..specs import Spec, steps_of_a_round
 from ..tasks import load_task
 from ..training.lockstep import join_workers
 from ..training.stock import is_stock
@@ -87,9 +87,7 @@ def _counted(settings: RunSettings) -> float:
     dense = 2 * (settings.ranks - 1) / settings.ranks * sum(tensor_bytes(p) for p in model.parameters())
     if is_stock(settings.hook):
         return dense
-    hook, every = settings.hook, steps_of_a_round(settings.hook)
-    if is_seldom(hook):
-        hook = Seldom.of(hook).compressor
+    hook, every = exchanged(settings.hook), steps_of_a_round(settings.hook)
     start_after = every * int(dict(hook.settings).get("start_after", 0))
     others = tuple((name, value) for name, value in hook.settings if name != "start_after")
     workers = join_workers(model, make_hook(Spec(hook.name, others)), settings.ranks)

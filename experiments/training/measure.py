@@ -32,7 +32,7 @@ class Split:
 
 
 class StepClock:
-    """Times the steps of one model in its DDP."""
+    """Times the steps of one model in its DDP, or of one without a DDP (`ddp` is `model`)."""
 
     def __init__(self, ddp: nn.Module, model: nn.Module, waits: WaitClock) -> None:
         self._waits = waits
@@ -41,10 +41,12 @@ class StepClock:
         self._stepped: float | None = None  # when the optimizer was done, if there is communication after it
         self._entered: float | None = None  # when the DDP was called that has not called the inner model yet
         self._for_buffers: list[Interval] = []
-        self._handles = [
-            ddp.register_forward_pre_hook(self._mark_call, prepend=True),
-            model.register_forward_pre_hook(self._mark_forward),
-        ]
+        self._handles = []
+        if ddp is not model:  # a plain module waits for no buffers
+            self._handles += [
+                ddp.register_forward_pre_hook(self._mark_call, prepend=True),
+                model.register_forward_pre_hook(self._mark_forward),
+            ]
         self._handles += [
             p.register_post_accumulate_grad_hook(self._mark_gradient) for p in model.parameters() if p.requires_grad
         ]

@@ -96,7 +96,7 @@ MISTAKES = {
     "hooks powersdg": "Did you mean 'powersgd'",
     "hooks torch.bf16": "accepts bf16_compress_hook, by its name, only with NCCL",
     "compare --hook diloco": "say how many steps a round has, such as diloco:every=30",
-    "profile --task gpt --hook diloco:every=3": "only compare and sweep run it",
+    "profile --task gpt --hook diloco:every=3": "DiLoCo averages models, not gradients",
     "tasks digts": "did you mean 'digits'",
     "cluster create": "Missing argument 'name'",
     "cluster crate": "Did you mean 'create'",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from experiments.links.link import LinkSettings
 from experiments.report.writing import write
 from experiments.results.outcomes import settings_of
 from experiments.runs import RunResult, RunSettings
-from experiments.seldom import PUBLISHED, RECIPES, Seldom
+from experiments.seldom import OTHERS, RECIPES, Seldom
 from experiments.specs import Spec
 from experiments.sweeps.forecast import Forecast
 from experiments.sweeps.plan import plan
@@ -83,15 +84,19 @@ def test_what_cannot_work_is_refused_before_anything_starts(hook: str, message: 
 
 
 def test_a_compressor_has_its_own_outer_recipe_unless_one_is_given() -> None:
-    assert Seldom.of(Spec.parse("diloco:every=3,compressor=int4")).recipe == PUBLISHED
+    assert Seldom.of(Spec.parse("diloco:every=3,compressor=fp16")).recipe == OTHERS
     for name, recipe in RECIPES.items():
         assert Seldom.of(Spec.parse(f"diloco:every=3,compressor=({name})")).recipe == recipe
-        half = Seldom.of(Spec.parse(f"diloco:every=3,compressor={name},outer_rate=0.5")).recipe
-        assert (half.rate, half.momentum) == (0.5, recipe.momentum)
+        asked = Seldom.of(Spec.parse(f"diloco:every=3,compressor={name},outer_momentum=0.5")).recipe
+        assert (asked.rate, asked.momentum) == (recipe.rate, 0.5)
+        assert str(make_hook(Spec(name))) == name, "there is such a compressor"
 
 
-def test_every_recipe_is_of_a_compressor_that_exists() -> None:
-    assert {str(make_hook(Spec(name))) for name in RECIPES} == RECIPES.keys()
+def test_the_guide_has_the_outer_recipe_of_every_compressor() -> None:
+    text = (Path(__file__).parents[2] / "docs/guide/diloco.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:`([a-z0-9-]+)`|any other) \| ([\d.]+) \| ([\d.]+|none) \|", text, re.M)
+    found = {name: (float(rate), 0.0 if momentum == "none" else float(momentum)) for name, rate, momentum in rows}
+    assert found == {name: (one.rate, one.momentum) for name, one in {**RECIPES, "": OTHERS}.items()}
 
 
 def test_settings_of_a_ddp_are_said_to_have_no_effect() -> None:
@@ -117,7 +122,8 @@ def test_bytes_are_sent_at_the_rounds_turns_and_take_their_time_on_the_link(resu
     for step in steps:
         assert step.dense_bytes == results[DENSE].steps[0].dense_bytes
         assert step.compute + step.compression + step.waiting == pytest.approx(step.seconds, abs=1e-6)
-        assert step.waiting >= 8 * step.moved_bytes / BITS_PER_SECOND
+        assert step.seconds >= 8 * step.moved_bytes / BITS_PER_SECOND
+        assert (step.waiting > 0) == (step.moved_bytes > 0)
     sent = [sum(step.moved_bytes for step in results[hook].steps) for hook in (SELDOM, STREAMED)]
     assert 0 < sent[1] < sent[0] < sum(step.dense_bytes for step in steps) / 4
 
@@ -132,15 +138,17 @@ def test_ranks_share_the_model_that_is_evaluated(results: dict[str, RunResult]) 
     assert last < second < first
 
 
-def test_the_typical_step_is_that_of_a_round(results: dict[str, RunResult], tmp_path: Path) -> None:
+def test_a_report_has_the_mean_step_and_the_peak_of_a_round(results: dict[str, RunResult], tmp_path: Path) -> None:
     (setting,) = settings_of([results[hook] for hook in HOOKS])
     found = {one.hook: one for one in setting.outcomes}
     rounds = [results[SELDOM].steps[begin : begin + 6] for begin in (0, 6)]
     means = [statistics.fmean(step.seconds for step in own) for own in rounds]
     assert found[SELDOM].step.mean == pytest.approx(statistics.median(means))
     assert found[SELDOM].typical["waiting"].mean > 0
+    assert found[SELDOM].peak_bytes.mean == results[SELDOM].steps[5].moved_bytes and not found[DENSE].peak_bytes.seeds
     write(list(results.values()), tmp_path, baseline=None, target_loss=None, command="")
-    assert all(hook in (tmp_path / "report.html").read_text(encoding="utf-8") for hook in HOOKS)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert all(hook in page for hook in HOOKS) and page.count("peak ") == 2
 
 
 def test_a_forecast_spreads_a_round_over_its_steps() -> None:
