@@ -197,14 +197,40 @@ class SeldomHook(Registered):
             **settings_of(settings.hook, settings.seed),
         )
         self._bytes = sum(tensor_bytes(parameter) for parameter in self._diloco.trained_parameters)
+        self._rounds = 0
+        self._payload = self._moved = 0  # bytes of exchanges whose means have been used
+        self._earlier = (0, 0)  # what to add to the bytes that this process counts
 
     @property
     def _hooks(self) -> commhooks.DiLoCo:
         return self._diloco
 
     def after_step(self) -> None:
-        """Count the step, and exchange what is due."""
+        """Count the step, and exchange what is due; bytes are those of the step that uses the mean."""
         self._diloco.step()
+        if (rounds := self._diloco.statistics().rounds) != self._rounds:
+            self._rounds = rounds
+            self._payload, self._moved = self._sent()
+
+    def _sent(self) -> tuple[int, int]:
+        """Return the bytes of payload and those moved, also those of exchanges whose means are yet to be used."""
+        counts = self._diloco.statistics().traffic
+        return self._earlier[0] + counts.payload_bytes, self._earlier[1] + counts.moved_bytes
+
+    def save(self, folder: Path, step: int, extra: Mapping[str, Any]) -> None:
+        """Save as for a hook, with the bytes of exchanges whose means are yet to be used."""
+        self._diloco.snapshot()  # waits for what is under way
+        payload, moved = self._sent()
+        super().save(folder, step, {**extra, "to_be_used": [payload - self._payload, moved - self._moved]})
+
+    def load(self, folder: Path) -> Mapping[str, Any] | None:
+        """Load what `save` saved last, and return its `extra`; None: nothing was saved."""
+        found = super().load(folder)
+        if found is not None:
+            self._rounds = self._diloco.statistics().rounds
+            (payload, moved), (old_payload, old_moved) = found["to_be_used"], self._sent()
+            self._earlier = payload - old_payload, moved - old_moved
+        return found
 
     def shared_model(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the model has the outer copies, with what is under way taken into account."""
@@ -212,8 +238,7 @@ class SeldomHook(Registered):
 
     def counted(self) -> Counted:
         """Return the bytes so far, without those of buffers; those of gradients are the ones that a DDP averages."""
-        counts = self._diloco.statistics().traffic
-        return Counted(self._bytes * self._diloco.steps, counts.payload_bytes, counts.moved_bytes)
+        return Counted(self._bytes * self._diloco.steps, self._payload, self._moved)
 
     def payload_by_parameter(self) -> dict[str, float]:
         """Return each parameter's bytes in messages, mean over the rounds so far."""

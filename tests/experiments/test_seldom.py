@@ -124,6 +124,7 @@ def test_bytes_are_sent_at_the_rounds_turns_and_take_their_time_on_the_link(resu
         assert step.compute + step.compression + step.waiting == pytest.approx(step.seconds, abs=1e-6)
         assert step.seconds >= 8 * step.moved_bytes / BITS_PER_SECOND
         assert (step.waiting > 0) == (step.moved_bytes > 0)
+    assert [step.step for step in results[STREAMED].steps if step.moved_bytes] == [2, 4, 6, 8, 10, 12, 14]
     sent = [sum(step.moved_bytes for step in results[hook].steps) for hook in (SELDOM, STREAMED)]
     assert 0 < sent[1] < sent[0] < sum(step.dense_bytes for step in steps) / 4
 
