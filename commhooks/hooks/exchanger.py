@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,9 @@ from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.table import ResidualStorage
 from commhooks.tensors import is_dense
+
+_LIGHTEST, _HEAVIEST = 1e-30, 1e30
+"""Weights that are not 0: fp32 holds the sum and the quotient of any number of them."""
 
 
 class Averaging:
@@ -210,12 +212,13 @@ class Exchanger(Handle):
         """Copy the tensors and start averaging; the tensors may change as soon as this returns.
 
         Without tensors, what was written into `room` is averaged. With `weighted`, `weight` is this rank's in the mean:
-        at least 0, and finite; if all weights are 0, so are the means. Several rounds may be begun before the first
-        one's means are written. Each is compressed once the one before has kept what it did not send, so this waits for
-        that one. Raises as `average`.
+        0, or from 1e-30 to 1e30, so that fp32 holds the sum; if all weights are 0, so are the means. Several rounds may
+        be begun before the first one's means are written. Each is compressed once the one before has kept what it did
+        not send, so this waits for that one. Raises as `average`.
         """
-        if (weight is not None) != self._is_weighted or not 0 <= (weight or 0) < math.inf:
-            wanted = "at least 0, and finite" if self._is_weighted else "None unless the Exchanger is weighted"
+        if (weight is not None) != self._is_weighted or not (not weight or _LIGHTEST <= weight <= _HEAVIEST):
+            allowed = f"0, or from {_LIGHTEST} to {_HEAVIEST}"
+            wanted = allowed if self._is_weighted else "None unless the Exchanger is weighted"
             self.fail(f"begin(weight={weight!r}): weight must be {wanted}.")
         if tensors is not None:
             self._check(tensors)

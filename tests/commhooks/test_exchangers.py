@@ -117,11 +117,25 @@ def test_means_of_weights_that_are_all_zero_are_zero() -> None:
     assert averaging.means["w"].tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("weighted", "weight"), [(True, None), (True, -1.0), (True, math.inf), (False, 1.0)])
+@pytest.mark.parametrize(
+    ("weighted", "weight"), [(True, None), (True, -1.0), (True, math.inf), (True, math.nan), (False, 1.0)]
+)
 def test_a_weight_is_given_if_and_only_if_the_exchanger_is_weighted(weighted: bool, weight: float | None) -> None:
     exchanger = alone("all-reduce", {"w": torch.zeros(3)}, weighted=weighted)
-    with pytest.raises(CompressorError, match=r"weight must be (at least 0, and finite|None unless)"):
+    with pytest.raises(CompressorError, match=r"weight must be (0, or from 1e-30 to 1e\+30|None unless)"):
         exchanger.begin({"w": torch.zeros(3)}, weight=weight)
+
+
+@pytest.mark.parametrize("weight", [1e-46, 1e38, 1e39])
+def test_weights_are_those_whose_sum_fp32_holds(weight: float) -> None:
+    """Two of 1e-46 were 0 there, and the means NaN."""
+    exchanger = alone("all-reduce", {"w": torch.zeros(3)}, weighted=True)
+    with pytest.raises(CompressorError, match=r"weight must be 0, or from 1e-30 to 1e\+30"):
+        exchanger.begin({"w": torch.zeros(3)}, weight=weight)
+    for lightest_or_heaviest in (1e-30, 1e30):
+        averaging = exchanger.begin({"w": torch.ones(3)}, weight=lightest_or_heaviest)
+        in_turns_of_one(exchanger)
+        assert averaging.means["w"].tolist() == [1, 1, 1]
 
 
 def test_votes_have_no_weights() -> None:
