@@ -176,12 +176,15 @@ class DiLoCo:
     def begin_at_mean(self) -> None:
         """Set the parameters and outer copies to the mean of the ranks' parameters, uncompressed; every rank calls it.
 
-        For models that trained in another way since construction. Raises `CompressorError` for workers of one process.
+        For models that trained in another way since construction. A rank does not count if one of its parameters is
+        not finite. Raises `CompressorError` if that is so on every rank, and for workers of one process.
         """
         if self.process_group is None:
             raise CompressorError("DiLoCo.begin_at_mean: workers of one process have no process group.")
         self._inner.count()
-        average_over(self.trained_parameters, self.process_group)
+        if not average_over(self.trained_parameters, self.process_group):
+            raise CompressorError("DiLoCo.begin_at_mean: on every rank, parameters are not finite.")
+        self._inner.clear(self.trained_parameters)  # where they were not, moments would spoil them again
         for fragment in self._fragments:
             fragment.begin_here()
 

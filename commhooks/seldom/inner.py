@@ -66,7 +66,9 @@ class Inner:
     def close(self) -> None:
         """Stop checking."""
         self._handle.remove()
-        _of_optimizers.pop(self.optimizer, None)
+        own = _of_optimizers.get(self.optimizer)
+        if own is not None and own() is self:  # not if this was closed before, and another one counts by now
+            del _of_optimizers[self.optimizer]
 
 
 _of_optimizers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Inner]] = weakref.WeakKeyDictionary()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from commhooks.hooks.watching import optimizer_of
 from commhooks.language.compressor import Compressor
 from commhooks.seldom.cutting import Arrangement, cut, turns
 from commhooks.seldom.inner import check_is_free
-from commhooks.tensors import bytes_of, computing_dtype
+from commhooks.tensors import all_finite, bytes_of, computing_dtype
 from commhooks.unwrapping import bare, is_ddp, is_sharded, plain_name, unwrapped
 
 
@@ -153,13 +153,21 @@ def share_from_rank_0(module: Module, group: dist.ProcessGroup) -> None:
 
 
 @torch.no_grad()
-def average_over(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite parameters with their means over a group, uncompressed and in at least fp32."""
-    ranks = dist.get_world_size(group)
-    for parameter in parameters:
-        sent = parameter.detach().to(computing_dtype(parameter.dtype)).contiguous() / ranks
+def average_over(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> bool:
+    """Overwrite parameters with their means, uncompressed and in at least fp32, over the ranks where all are finite.
+
+    Returns whether there is such a rank; otherwise nothing is changed.
+    """
+    is_finite = all_finite(parameters).to(torch.float32)
+    dist.all_reduce(counting := is_finite.clone(), group=group)
+    counted = round(float(counting))
+    for parameter in parameters if counted else ():
+        sent = parameter.detach().to(computing_dtype(parameter.dtype)).contiguous() / counted
+        if not is_finite:
+            sent.zero_()
         dist.all_reduce(sent, group=group)
         parameter.copy_(sent)
+    return counted > 0
 
 
 def _check_model(model: object, group: dist.ProcessGroup | None) -> None:

@@ -153,6 +153,37 @@ def test_a_step_that_a_scaler_leaves_out_on_one_rank_counts_if_averaging_is_call
 
 
 @on_ranks(2, check_exit=False)
+def test_a_rank_that_is_not_finite_does_not_count_in_the_first_average(rank: int) -> None:
+    """Otherwise all ranks would begin with NaN, and drop every round from then on."""
+    for spoilt in ([1], [0, 1]):
+        model = network()
+        optimizer = adamw(model)
+        averager = ModelAverager(model, optimizer, every=2)
+        Worker.gradients(model, rank, 0)
+        if rank in spoilt:
+            next(model.parameters()).grad.view(-1)[0] = math.nan  # type: ignore[union-attr]  # None has no view
+        optimizer.step()
+        if spoilt == [0, 1]:
+            told = told_by(lambda averager=averager, model=model: averager.average_parameters(model.parameters()))  # type: ignore[misc]
+            assert "on every rank, parameters are not finite" in told.text
+            averager.close()
+            return
+        averager.average_parameters(model.parameters())
+        expected = network()
+        own = adamw(expected)
+        Worker.gradients(expected, 0, 0)
+        own.step()
+        assert distance(dict(model.state_dict()), dict(expected.state_dict())) == 0, "rank 0's"
+        for step in range(1, 5):
+            Worker.gradients(model, rank, step)
+            optimizer.step()
+            averager.average_parameters(model.parameters())
+        counts = averager.statistics()
+        assert (counts.rounds, counts.dropped_rounds, counts.cleared) == (2, 0, rank)
+        averager.close()
+
+
+@on_ranks(2, check_exit=False)
 def test_an_averager_refuses_what_pytorchs_leaves_out_without_a_word(rank: int) -> None:
     """PyTorch's average nothing after `zero_grad()`, and fewer parameters on ranks that do not use some."""
     for settings, complaint in ({"every": 0}, "every must be"), ({"every": 2, "warmup_steps": -1}, "warmup_steps=-1"):

@@ -633,6 +633,9 @@ def test_an_optimizer_is_used_by_one_diloco_until_that_is_closed_or_gone() -> No
         make()
     first.close()
     second = make()
+    first.close()
+    with pytest.raises(SettingsError, match="used by another DiLoCo"):
+        make()
     copy.deepcopy(optimizer)  # without what watches it
     del second
     gc.collect()
