@@ -193,9 +193,18 @@ def _make_group(
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
         options._devices, options._timeout = devices or _make_devices(), address.timeout
         options._threads = threads or 2 * len(options._devices)  # as many as PyTorch gives a group
-        return ProcessGroupGloo(store, place, len(ranks), options)
+        return ProcessGroupGloo(_with_a_connection_of_its_own(store), place, len(ranks), options)
     except RuntimeError as error:
         raise CollectiveError(f"could not connect to every rank: {error}.") from error
+
+
+def _with_a_connection_of_its_own(store: Store) -> Store:
+    """Return the same store over another connection; PyTorch before 2.8 knows none.
+
+    Gloo waits in the store for the other ranks' addresses, and while it does, nobody else reaches the store over that
+    connection: two ranks that each open two groups, in different orders, would wait for each other.
+    """
+    return store.clone() if hasattr(store, "clone") else store
 
 
 def _make_devices() -> list[Any]:

@@ -148,6 +148,18 @@ def test_votes_have_no_weights() -> None:
     assert str(exchanger.compressor) == "top-k"
 
 
+@on_ranks(2, store="tcp")
+def test_exchangers_of_their_own_lines_connect_at_once_in_any_order(rank: int) -> None:
+    """Gloo waits in the store for peers; over one connection to it, each rank waited for the group that it made."""
+    for _ in range(4):
+        several = [Exchanger({"w": torch.zeros(3)}, "all-reduce") for _ in range(4)]
+        in_order = several if rank == 0 else several[::-1]
+        rounds = [one.begin({"w": torch.full((3,), 2.0 * rank)}) for one in in_order]
+        assert all(averaging.means["w"].tolist() == [1, 1, 1] for averaging in rounds)
+        for one in several:
+            one.close()
+
+
 @on_ranks(2)
 def test_groups_are_saved_and_resumed_together_with_rounds_under_way(rank: int) -> None:
     """The state is that after the rounds, and a resumed handle goes on as the saved one does."""
