@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 from commhooks.communicators.links import Network
@@ -42,9 +43,9 @@ def part_of(exchange: Sequence[Bucket], parts: int) -> Bucket:
     stages = []
     for of_round in itertools.zip_longest(*(bucket.stages for bucket in exchange)):
         own = [stage for stage in of_round if stage is not None]
-        payloads: dict[str, int] = {}
+        payloads: Counter[str] = Counter()
         for kind, payload in itertools.chain.from_iterable(stage.collectives for stage in own):
-            payloads[kind] = payloads.get(kind, 0) + payload
+            payloads[kind] += payload
         shared = tuple((kind, -(-payload // parts)) for kind, payload in payloads.items())
         stages.append(Stage(sum(stage.seconds for stage in own) / parts, shared))
     return Bucket(0.0, tuple(stages), sum(bucket.after for bucket in exchange) / parts)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from commhooks.communicators.connection import WrapCommunicator
 from commhooks.errors import CheckpointError, CommHooksError, CompressorError, SettingsError
 from commhooks.hooks.exchanger import Exchanger
 from commhooks.hooks.exchangers import Exchangers, read_groups
@@ -61,8 +62,8 @@ class DiLoCo:
     - `on_host`: outer copies, what is sent, and residuals are in the host's memory.
     - `weighted`: ranks count by `weight`, which is 1 until you set it, such as to the tokens that a rank has trained on
       since its last exchange; one without any, of weight 0, counts as if it were not there.
-    - `process_group`, `hook_timeout` and `residuals` are those of `attach`. With a `line` of `lockstep_lines`, workers
-      of one process, whose models begin equal, meet in `step_in_lockstep`.
+    - `process_group`, `hook_timeout`, `wrap_communicator` and `residuals` are those of `attach`. With a `line` of
+      `lockstep_lines`, workers of one process, whose models begin equal, meet in `step_in_lockstep`.
 
     Memory, in bytes for each fp32 parameter: 4 for the outer copy and 4 for what is sent, those of the outer optimizer
     (SGD with momentum: 4), and those of the compressor (a residual: 4, and 4/W for what it serves in two hops).
@@ -90,6 +91,7 @@ class DiLoCo:
         weighted: bool = False,
         process_group: dist.ProcessGroup | None = None,
         hook_timeout: float | None = None,
+        wrap_communicator: WrapCommunicator | None = None,
         residuals: ResidualStorage = "fp32",
         line: Line | None = None,
     ) -> None:
@@ -127,7 +129,9 @@ class DiLoCo:
         copies = [held for fragment in self._fragments for held in fragment.outer.values()]
         self._outer_optimizer = made_of(outer, copies, group)
         if group is not None:
-            line = ProcessGroupLine(group, label="DiLoCo", policy="fused", hook_timeout=hook_timeout)
+            line = ProcessGroupLine(
+                group, label="DiLoCo", policy="fused", hook_timeout=hook_timeout, wrap_communicator=wrap_communicator
+            )
         self._is_weighted = weighted
         self.weight = 1.0
         """This rank's weight in the means of what is sent from now on, if DiLoCo is weighted. It is not saved."""

@@ -177,26 +177,18 @@ def _measure(rank: int, ranks: int, plan: Plan, send: Send) -> None:
         send(median_of(found))
 
 
-def median_of(found: Sequence[Costs]) -> Costs:
-    """Return each figure's median over several passes."""
-    kept = {name: getattr(found[0], name) for name in ("hooks", "machine", "versions", "level")}
-    numbers = _median([{k: v for k, v in dataclasses.asdict(one).items() if k not in kept} for one in found])
-    kept["hooks"] = {hook: _median([one.hooks[hook] for one in found]) for hook in kept["hooks"]}
-    return Costs(**kept, **numbers)
-
-
-def _median(values: Sequence[Any]) -> Any:
+def median_of(values: Sequence[Any]) -> Any:
     """Return the median of numbers, or what holds the medians of the numbers in what is alike."""
     first = values[0]
     if isinstance(first, float):
         return statistics.median(values)
     if isinstance(first, dict):
-        return {key: _median([one[key] for one in values]) for key in first}
+        return {key: median_of([one[key] for one in values]) for key in first}
     if isinstance(first, tuple):
-        return tuple(_median(some) for some in zip(*values, strict=True))
-    if isinstance(first, HookCosts | Sample):
+        return tuple(median_of(some) for some in zip(*values, strict=True))
+    if isinstance(first, Costs | HookCosts | Sample):
         own = [field.name for field in dataclasses.fields(first)]
-        return type(first)(**{name: _median([getattr(one, name) for one in values]) for name in own})
+        return type(first)(**{name: median_of([getattr(one, name) for one in values]) for name in own})
     return first
 
 

@@ -26,7 +26,7 @@ from ..links.linked_group import LinkedGroup
 from ..links.waits import WaitClock
 from ..runs import RunSettings
 from ..specs import Spec, is_seldom
-from .seldom import LinkedDiLoCo, settings_of
+from .seldom import settings_of
 from .stock import check_stock, is_stock, register_stock
 
 _LOOPBACKS = {"lo", "lo0"}
@@ -189,7 +189,7 @@ class SeldomHook(Registered):
         return self._model
 
     def _register(self, settings: RunSettings) -> None:
-        self._diloco = LinkedDiLoCo(
+        self._diloco = commhooks.DiLoCo(
             self._model,
             self._optimizer,
             process_group=_world(),

@@ -9,29 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import commhooks
-from commhooks.communicators.connection import WrapCommunicator
-from commhooks.language.compressor import Compressor
-from commhooks.scheduling.line import Line, ProcessGroupLine
-from commhooks.state.table import ResidualStorage
 
 from ..hooks import make_hook
 from ..seldom import Recipe, Seldom
 from ..specs import Spec
-
-
-class LinkedDiLoCo(commhooks.DiLoCo):
-    """DiLoCo on a process group, all of whose exchanges pass a wrapped communicator, such as an emulated link."""
-
-    def __init__(self, *args: Any, wrap_communicator: WrapCommunicator, **settings: Any) -> None:
-        self._wrap_communicator = wrap_communicator
-        super().__init__(*args, **settings)
-
-    def _make_exchangers(self, compressor: Compressor, line: Line | None, residuals: ResidualStorage) -> None:
-        assert self.process_group is not None, "it is made on one"
-        linked = ProcessGroupLine(
-            self.process_group, label="DiLoCo", policy="fused", wrap_communicator=self._wrap_communicator
-        )
-        super()._make_exchangers(compressor, linked, residuals)
 
 
 def settings_of(hook: Spec, seed: int = 0) -> dict[str, Any]:
