@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -178,6 +180,25 @@ def test_replacing_on_one_rank_only_is_named_on_every_rank_at_once(rank: int, ki
     assert told.seconds < 5.0
 
 
+@contextlib.contextmanager
+def interrupting() -> Iterator[None]:
+    """Press Ctrl-C until it is felt: Python loses one that comes just before its main thread goes to sleep."""
+
+    def interrupt(*_: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    def press() -> None:
+        while not is_over.wait(0.3):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    is_over = threading.Event()
+    signal.signal(signal.SIGINT, interrupt)
+    threading.Thread(target=press, daemon=True).start()
+    yield
+    is_over.set()
+
+
 @on_ranks(2, check_exit=False)
 def test_replacing_that_is_interrupted_on_one_rank_ends_the_line_on_every_rank(rank: int) -> None:
     """Rank 1 is interrupted while it waits for rank 0, which comes later and would go on with another compressor."""
@@ -185,9 +206,7 @@ def test_replacing_that_is_interrupted_on_one_rank_ends_the_line_on_every_rank(r
     exchanger.average({"w": torch.ones(8)})
     store = dist.distributed_c10d._get_default_store()
     if rank:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
+        with interrupting(), pytest.raises(KeyboardInterrupt):
             exchanger.replace("random-k:seed=1")
         store.set("interrupted", "")
     else:
