@@ -325,6 +325,7 @@ class DiLoCo:
             yield
             return
         under_way = [fragment for fragment in self._fragments if fragment.due is not None]
+        under_way.sort(key=lambda fragment: fragment.due or 0)  # counts of the outer optimizer follow the turns
         for fragment in under_way:
             fragment.means()  # raises what it failed of before anything is changed
         own = {name: parameter.detach().clone() for name, parameter in self._named.items()}
@@ -343,7 +344,7 @@ class DiLoCo:
         before = [fragment.foresee(self._outer_optimizer) for fragment in under_way]
         for fragment in self._fragments:
             fragment.mix(0.0)
-        for fragment, kept in zip(under_way, before, strict=True):
+        for fragment, kept in reversed([*zip(under_way, before, strict=True)]):
             fragment.go_back(self._outer_optimizer, kept)
 
     # --- saving and loading -------------------------------------------------------------------------------------------

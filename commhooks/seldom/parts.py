@@ -20,8 +20,8 @@ _COUNT = "ranks with finite buffers"
 """The name under which ranks count those of them whose buffers are finite."""
 
 
-Before = tuple[dict[str, Tensor], dict[Tensor, Any]]
-"""Outer copies, by name, and the outer optimizer's state of each."""
+Before = tuple[dict[str, Tensor], dict[Tensor, Any], list[dict[str, Any]]]
+"""Outer copies, by name, the outer optimizer's state of each, and what its groups hold, such as counters."""
 
 
 class Part(ABC):
@@ -114,15 +114,21 @@ class Fragment(Part):
         """Take the outer step of what is under way ahead of its turn; return what `go_back` needs to undo it."""
         copies = {name: outer.clone() for name, outer in self.outer.items()}
         kept = {outer: optimizer.state[outer] for outer in self.outer.values() if outer in optimizer.state}
-        before = copies, {outer: cloned(dict(state)) for outer, state in kept.items()}
+        groups = [
+            {name: cloned(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        before = copies, {outer: cloned(dict(state)) for outer, state in kept.items()}, cloned(groups)
         means = self.means()
         if all_finite(means.values()):
             self.apply(means, optimizer)
         return before
 
     def go_back(self, optimizer: Optimizer, before: Before) -> None:
-        """Undo `foresee`."""
-        copies, states = before
+        """Undo `foresee`, of several fragments that of the last one first: they share what the groups count."""
+        copies, states, groups = before
+        for group, counts in zip(optimizer.param_groups, groups, strict=True):
+            group.update(counts | {"params": group["params"]})
         for name, outer in self.outer.items():
             outer.copy_(copies[name])
             optimizer.state.pop(outer, None)
