@@ -11,6 +11,7 @@ from torch.nn import Module
 from commhooks.communicators.links import Network
 from commhooks.errors import ProbeError, SettingsError
 from commhooks.planning.candidates import ALL_REDUCE, NOOP
+from commhooks.planning.every import SeldomChoice, seldom_choices
 from commhooks.planning.ladder import MOST_SECONDS, seconds_to_reach
 from commhooks.planning.predicting import (
     Effortless,
@@ -85,6 +86,9 @@ class Plan:
     """What carries messages: the probe's backend, or "none"."""
     seconds_per_byte: float = 0.0
     """Of the processor, for each byte that a rank sends in an all-reduce."""
+    seldom: tuple[SeldomChoice, ...] = ()
+    """DiLoCo with each compressor, in the shortest rounds that reach `wanted_utilisation`; the shortest first. It
+    trains differently from hooks of every step, so it is never recommended here: compare the loss."""
 
     @property
     def dense(self) -> Choice:
@@ -107,7 +111,7 @@ def plan(
         profile: Of the model, on the hosts and over the link of the probe.
         probe: Of the network. It must have sent messages at least a fourth as large as those of the profile's hooks.
         model: If given, the profile must be of this model.
-        wanted_utilisation: For which a rate is computed.
+        wanted_utilisation: For which rates, and DiLoCo's rounds, are computed.
         bucket_caps_mb: Bucket sizes to consider besides the profile's, in MiB; those that send larger messages than the
             probe can predict are left out.
         backend: None: that of the probe, in whose times it is. "none": transfers take the time that was probed and
@@ -164,6 +168,7 @@ def plan(
         plain_error=dense.seconds / profile.plain.seconds.median - 1,
         backend=backend or probe.backend,
         seconds_per_byte=link_like(probe, math.inf, is_effortless=is_effortless).seconds_per_byte,
+        seldom=seldom_choices(profile, probe, network, wanted_utilisation),
     )
 
 

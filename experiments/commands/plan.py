@@ -49,6 +49,7 @@ def plan(
         )
         from ..planning.probing import check_probe
         from ..planning.profiling import Asked as ProfileAsked
+        from ..planning.seldom import is_asked, seldom_sentences, seldom_table
         from ..planning.worlds import check_place, check_world
         from ..specs import Spec
 
@@ -86,6 +87,10 @@ def plan(
             return
         console.print(plan_table(found))
         for sentence in sentences(found):
+            console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+        if is_asked(found.plan):
+            console.print(seldom_table(found.plan))
+        for sentence in seldom_sentences(found.plan, found.profile):
             console.print(sentence, highlight=False, markup=False, soft_wrap=True)
         if found.measured:
             console.print(validation_table(found))

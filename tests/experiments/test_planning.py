@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ import commhooks
 from commhooks.planning import Probe
 from experiments.commands.cli import app
 from experiments.planning.planning import Planned, hooks_to_validate, sentences, validation_table
+from experiments.planning.seldom import compare_command
 from experiments.planning.worlds import check_world
+from experiments.seldom import Seldom
+from experiments.specs import Spec
 from experiments.studies.predictions.plans import Case, summary
-from tests.commhooks.test_plan import a_probe, a_profile, hook
+from tests.commhooks.test_plan import a_probe, a_profile, hook, parts
 
 
 @pytest.fixture
@@ -51,6 +55,50 @@ def test_a_plan_names_its_backend(files: list[str]) -> None:
 def test_a_plan_says_that_none_pays(files: list[str], tmp_path: Path) -> None:
     a_profile(hook("fp16", 0.150, 2)).write(tmp_path / "profile.json")
     assert "None pays: the plain all-reduce is predicted to be fastest." in said(files)
+
+
+def test_a_plan_says_how_long_rounds_of_seldom_communication_must_be(files: list[str], tmp_path: Path) -> None:
+    text = said(files)
+    assert "Without any communication" in text
+    assert "No hook of every step reaches 90.0 % compute. DiLoCo is predicted to in rounds of 2 steps: " in text
+    assert 'commhooks.DiLoCo(model, optimizer, every=2, compressor="fp16")' in text
+    assert "It trains differently" in text
+    command = "commhooks compare --task my_task.py:task --link real --hook all-reduce --hook "
+    assert f"torchrun ... --no-python {command}diloco:compressor=fp16,every=2" in text
+    assert " ".join(["all-reduce, 3 fragments, delay 5", "6", "100.0 %", "666.7"]) in text
+
+
+def test_the_command_that_compares_the_loss_has_the_shortest_rounds_of_each_compressor() -> None:
+    """On the link and the task that were profiled; and the hooks are some that train."""
+    hooks = [
+        hook(name, 0.113, size) for name, size in (("powersgd:rank=4", 0.5), ("int4", 0.4), ("fp16", 2), ("int8", 1))
+    ]
+    profile = a_profile(*hooks, model="gpt:size=small", link="hosts:10Mbit/s")
+    plan = commhooks.plan(profile, a_probe(per_byte=4e-6))
+    words = shlex.split(compare_command(plan, profile))
+    assert " ".join(words[:8]) == "commhooks compare --task gpt:size=small --link hosts:10Mbit/s --ranks 2"
+    assert words[8:10] == ["--hook", "all-reduce"]
+    seldom = [Seldom.of(Spec.parse(word)) for word in words[11::2]]
+    assert [one.compressor.label for one in seldom] == ["int4", "powersgd:rank=4", "int8"]
+    assert [one.rounds for one in seldom] == [
+        next(one.rounds for one in plan.seldom if one.compressor == name)
+        for name in ("int4", "powersgd:rank=4", "int8")
+    ]
+
+
+def test_a_plan_says_when_seldom_communication_brings_nothing(files: list[str], tmp_path: Path) -> None:
+    a_profile(hook("fp16", 0.110, 0.1)).write(tmp_path / "profile.json")
+    text = said(files)
+    assert "Seldom communication (DiLoCo) is not needed: a hook of every step reaches 90.0 % compute." in text
+    assert "rounds for" not in text
+
+
+def test_a_plan_says_when_rounds_would_have_to_be_too_long(files: list[str], tmp_path: Path) -> None:
+    a_probe(per_byte=4e-6).write(tmp_path / "probe.json")  # 16 s of sending
+    a_profile(plain=parts(16.0)).write(tmp_path / "profile.json")
+    text = said(files)
+    assert "would not reach 90.0 % compute in rounds of up to 500 steps with any of these compressors" in text
+    assert "over 500" in text and "It trains differently" not in text
 
 
 @pytest.mark.parametrize(

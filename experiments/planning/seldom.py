@@ -1,0 +1,86 @@
+"""What `commhooks plan` says about seldom communication."""
+
+from __future__ import annotations
+
+import shlex
+
+from rich.table import Table
+
+from commhooks.planning import Plan, Profile
+from commhooks.planning.candidates import DENSE
+from commhooks.planning.every import MOST_STEPS, SeldomChoice
+
+from ..report.table import plain_table
+from ..report.words import percent
+from ..specs import DILOCO, Spec
+from ..tasks import TASKS
+
+_OWN_TASK = "my_task.py:task"
+_COMPARED = 3  # compressors in the command that compares the loss: they lose differently much
+
+
+def is_asked(plan: Plan) -> bool:
+    """Return whether seldom communication is worth a word: no hook of every step reaches the utilisation."""
+    return max(choice.utilisation for choice in plan.choices) < plan.wanted_utilisation
+
+
+def seldom_table(plan: Plan) -> Table:
+    """Return for each compressor the shortest rounds that reach the utilisation, at once and in fragments."""
+    table = plain_table(
+        f"DiLoCo: rounds for {percent(plan.wanted_utilisation)} compute", ("steps of a round", "compute", "kB a step")
+    )
+    for one in plan.seldom:
+        streamed = f", {one.rounds.fragments} fragments, delay {one.rounds.delay}" if one.rounds.delay else ""
+        table.add_row(
+            one.compressor + streamed,
+            str(one.rounds.every) if one.is_enough else f"over {MOST_STEPS}",
+            percent(one.utilisation),
+            f"{one.bytes_per_step / 1e3:,.1f}",
+        )
+    table.caption = f"compute, kB a step: with these rounds; with {MOST_STEPS} steps if more are needed."
+    return table
+
+
+def seldom_sentences(plan: Plan, profile: Profile) -> list[str]:
+    """Return what follows from the table, or why there is none."""
+    wanted = f"{percent(plan.wanted_utilisation)} compute"
+    if not is_asked(plan):
+        return [f"Seldom communication (DiLoCo) is not needed: a hook of every step reaches {wanted}."]
+    best = plan.seldom[0]
+    if not best.is_enough:
+        return [
+            f"Seldom communication (DiLoCo) would not reach {wanted} in rounds of up to {MOST_STEPS} steps with any of "
+            "these compressors: profile others (--hook int4)."
+        ]
+    return [
+        f"No hook of every step reaches {wanted}. DiLoCo is predicted to in rounds of {best.rounds.every} steps: "
+        f"{best.code}",
+        "It trains differently: ranks' models go apart within a round, so an equal number of steps may end at another "
+        f"loss, and nothing here predicts it. Compare the loss: {compare_command(plan, profile)}",
+    ]
+
+
+def compare_command(plan: Plan, profile: Profile) -> str:
+    """Return the command that trains with the all-reduce and DiLoCo, on the profile's task and link.
+
+    DiLoCo with the compressors of the shortest rounds, at most `_COMPARED` of them, each with its shortest.
+    """
+    shortest: dict[str, SeldomChoice] = {}
+    for one in plan.seldom:
+        if one.is_enough:
+            shortest.setdefault(one.compressor, one)
+    compared = list(shortest.values())[:_COMPARED]
+    is_task = ":" in profile.model or profile.model in TASKS  # otherwise a class, which was profiled in Python
+    words = ["commhooks", "compare", "--task", profile.model if is_task else _OWN_TASK]
+    if profile.link == "real" or not profile.link:
+        words = ["torchrun", "...", "--no-python", *words, "--link", "real"]
+    else:
+        words += ["--link", profile.link, "--ranks", str(profile.ranks)]
+    return shlex.join([*words, *(word for hook in (DENSE, *map(_hook, compared)) for word in ("--hook", hook))])
+
+
+def _hook(choice: SeldomChoice) -> str:
+    """Return it as comparisons write it."""
+    given = vars(choice.rounds) if choice.rounds.fragments > 1 else {"every": choice.rounds.every}
+    compressor = Spec.parse(choice.compressor)
+    return Spec(DILOCO, (*given.items(), ("compressor", compressor if compressor.settings else compressor.name))).label
