@@ -50,8 +50,8 @@ class SeldomChoice:
 def seldom_choices(profile: Profile, probe: Probe, network: Network, wanted: float) -> tuple[SeldomChoice, ...]:
     """Return DiLoCo and Streaming DiLoCo with each compressor of a profile, those of the shortest rounds first.
 
-    With equally long rounds DiLoCo comes before Streaming DiLoCo, which uses means that are some steps old. A compressor
-    counts once, whatever policies it was profiled with: DiLoCo sends a fragment at a time.
+    With equally long rounds DiLoCo comes before Streaming DiLoCo, which uses means that are some steps old. Each
+    compressor counts once, whatever policies it was profiled with: DiLoCo sends a fragment at a time.
 
     Args:
         profile: Of a step under each compressor.
