@@ -8,12 +8,13 @@ import pytest
 
 from commhooks import plan
 from commhooks.planning.every import SeldomChoice
+from commhooks.planning.profile import HookProfile
 from tests.commhooks.test_plan import a_probe, a_profile, hook
 
 SLOW = 1e-6  # seconds a byte: 4 MB take 4 s, and a step without communication 0.11
 
 
-def choices(*hooks: object, largest: int = 10_000_000, wanted: float = 0.9) -> dict[tuple[str, int], SeldomChoice]:
+def choices(*hooks: HookProfile, largest: int = 10_000_000, wanted: float = 0.9) -> dict[tuple[str, int], SeldomChoice]:
     """Return the choices by compressor and number of fragments."""
     found = plan(
         a_profile(*hooks), a_probe(per_byte=SLOW, largest=largest), wanted_utilisation=wanted, bucket_caps_mb=()
