@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -26,29 +27,37 @@ class Rounds:
     every: int
     fragments: int = 1
     delay: int = 0
+    shares: tuple[float, ...] = ()
+    """The part of the parameters in each fragment, for the time of their exchanges; empty: equal parts."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.fragments <= self.every or not 0 <= self.delay < self.every:
             raise ValueError(
                 f"{self}: fragments must be from 1 to every, and delay from 0 to {self.every - 1}, below every"
             )
+        if not self.shares:
+            object.__setattr__(self, "shares", (1 / self.fragments,) * self.fragments)
+        if len(self.shares) != self.fragments or not math.isclose(sum(self.shares), 1) or min(self.shares) < 0:
+            raise ValueError(f"{self}: shares must be one for each fragment, at least 0, with a sum of 1")
 
     def turns(self) -> list[int]:
         """Return each fragment's step within a round, from 1 on."""
         return [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
 
 
-def part_of(exchange: Sequence[Bucket], parts: int) -> Bucket:
-    """Return a fragment's exchange, of which all of them together are a step's: rounds are fused, and shared out."""
+def part_of(exchange: Sequence[Bucket], share: float) -> Bucket:
+    """Return the exchange of a fragment, whose share it is of a step's: rounds are fused, and shared out."""
     stages = []
     for of_round in itertools.zip_longest(*(bucket.stages for bucket in exchange)):
         own = [stage for stage in of_round if stage is not None]
         payloads: Counter[str] = Counter()
         for kind, payload in itertools.chain.from_iterable(stage.collectives for stage in own):
             payloads[kind] += payload
-        shared = tuple((kind, -(-payload // parts)) for kind, payload in payloads.items())
-        stages.append(Stage(sum(stage.seconds for stage in own) / parts, shared))
-    return Bucket(0.0, tuple(stages), sum(bucket.after for bucket in exchange) / parts)
+        shared = tuple(
+            (kind, math.ceil(share * payload - 1e-6)) for kind, payload in payloads.items()
+        )  # not 5.0…1 to 6
+        stages.append(Stage(share * sum(stage.seconds for stage in own), shared))
+    return Bucket(0.0, tuple(stages), share * sum(bucket.after for bucket in exchange))
 
 
 def round_time(
@@ -65,14 +74,14 @@ def round_time(
         cores: Of each rank; with 2 or more, compression runs beside training.
 
     """
-    fragment = part_of(exchange, rounds.fragments)
+    fragments = [part_of(exchange, share) for share in rounds.shares]
 
     def first(count: int) -> StepTime:
-        turns = [number * rounds.every + turn for number in range(count) for turn in rounds.turns()]
         buckets = [
             dataclasses.replace(fragment, ready=(turn - rounds.delay) * step_seconds, due=turn * step_seconds)
-            for turn in turns
-            if turn >= rounds.delay
+            for number in range(count)
+            for fragment, own in zip(fragments, rounds.turns(), strict=True)
+            if (turn := number * rounds.every + own) >= rounds.delay
         ]
         compute = count * rounds.every * step_seconds
         return step_time(Step(compute=compute, buckets=tuple(buckets), cores=cores), link, ranks)

@@ -81,6 +81,8 @@ def compare_command(plan: Plan, profile: Profile) -> str:
 
 def _hook(choice: SeldomChoice) -> str:
     """Return it as comparisons write it."""
-    given = vars(choice.rounds) if choice.rounds.fragments > 1 else {"every": choice.rounds.every}
-    compressor = Spec.parse(choice.compressor)
-    return Spec(DILOCO, (*given.items(), ("compressor", compressor if compressor.settings else compressor.name))).label
+    compressor, rounds = Spec.parse(choice.compressor), choice.rounds
+    given = {"every": rounds.every, "compressor": compressor if compressor.settings else compressor.name}
+    if rounds.fragments > 1:
+        given |= {"fragments": rounds.fragments, "delay": rounds.delay}
+    return Spec(DILOCO, tuple(given.items())).label

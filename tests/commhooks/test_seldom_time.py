@@ -46,6 +46,14 @@ def test_a_delay_hides_what_the_link_can_carry_meanwhile(delay: int, takes: floa
     assert seconds_of(Rounds(every=30, fragments=3, delay=delay), exchange(takes)) == pytest.approx(3 + waits)
 
 
+def test_fragments_may_be_of_different_sizes() -> None:
+    """1.5 s in fragments of 0.3, 0.3 and 0.9: five steps hide all of the first two, and 0.5 of the last."""
+    unequal = Rounds(every=30, fragments=3, delay=5, shares=(0.2, 0.2, 0.6))
+    assert seconds_of(unequal, exchange(1.5)) == pytest.approx(3.4)
+    with pytest.raises(ValueError, match="shares must be one for each fragment, at least 0, with a sum of 1"):
+        Rounds(every=30, fragments=3, shares=(0.5, 0.5))
+
+
 def test_compression_takes_a_core_of_its_own_if_there_is_one() -> None:
     buckets = exchange(0.9, compression=0.3, after=0.15)  # 0.1 s, 0.3 s on the link, and 0.05 s for each of three
     seldom = Rounds(every=30, fragments=3, delay=5)
@@ -57,7 +65,7 @@ def test_compression_takes_a_core_of_its_own_if_there_is_one() -> None:
 def test_a_fragment_is_sent_as_one_with_the_rounds_of_all_buckets() -> None:
     first = Bucket(0.1, (Stage(0.2, (("all-reduce", 10),)), Stage(0.4, (("all-gather", 7),))), 0.6)
     second = Bucket(0.3, (Stage(0.1, (("all-reduce", 5), ("all-gather", 2))),), 0.3)
-    found = part_of([first, second], 3)
+    found = part_of([first, second], 1 / 3)
     assert [one.collectives for one in found.stages] == [(("all-reduce", 5), ("all-gather", 1)), (("all-gather", 3),)]
     assert [*(one.seconds for one in found.stages), found.after] == pytest.approx([0.1, 0.4 / 3, 0.3])
 
