@@ -11,8 +11,9 @@ from torch import Tensor
 
 from commhooks.errors import SettingsError
 
-Arrangement = Literal["strided", "sequential"]
-"""How layers are dealt to fragments: layer i to fragment i modulo their number, or in runs of about equal size."""
+Arrangement = Literal["strided", "sequential", "even"]
+"""How fragments are made: layer i goes to fragment i modulo their number; or layers are cut into runs of about equal
+size; or parameters are dealt out, so that sizes are as equal as they can be."""
 
 
 def cut(
@@ -23,6 +24,9 @@ def cut(
     A number cuts between layers, which are the modules that the first number in a name counts ("blocks.3"), or the
     module of a parameter that has none in its name; if there are fewer of those, between parameters. Otherwise each
     fragment is given by shell patterns for names, of which every parameter must match those of one fragment.
+
+    "even" deals out parameters, the largest first, each to the fragment that has the fewest elements so far. Fragments
+    of few layers differ by up to a layer; these differ by at most one parameter.
     """
     if arrangement not in get_args(Arrangement):
         options = ", ".join(get_args(Arrangement))
@@ -34,6 +38,8 @@ def cut(
             f"DiLoCo(fragments={fragments}): fragments must be at least 1, and at most as many as the trained "
             f"parameters, {len(named)}."
         )
+    if arrangement == "even":
+        return _even({name: parameter.numel() for name, parameter in named.items()}, fragments)
     layers: dict[str, list[str]] = {}
     for name in named:
         layers.setdefault(_layer_of(name), []).append(name)
@@ -47,6 +53,17 @@ def _layer_of(name: str) -> str:
     *modules, _ = name.split(".")
     numbers = [place for place, part in enumerate(modules) if part.isdecimal()]
     return ".".join(modules[: numbers[0] + 1] if numbers else modules)
+
+
+def _even(sizes: Mapping[str, int], count: int) -> list[list[str]]:
+    """Deal out names, the largest size first, each to the part with the smallest sum; parts keep the given order."""
+    place: dict[str, int] = {}
+    filled = [(0, 0)] * count  # elements and names of each part
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        place[name] = number = filled.index(min(filled))
+        elements, names = filled[number]
+        filled[number] = elements + sizes[name], names + 1
+    return [[name for name in sizes if place[name] == number] for number in range(count)]
 
 
 def _runs(layers: Sequence[list[str]], sizes: Sequence[int], count: int) -> list[list[str]]:

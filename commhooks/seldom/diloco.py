@@ -56,7 +56,7 @@ class DiLoCo:
     - `optimizer` trains all parameters of the model that require a gradient, and no others. Learning-rate schedules,
       also of `outer_optimizer`, are the caller's.
     - `fragments` is how many parts are sent one after another in each round, or shell patterns for the names of each
-      part. A number deals layer i to part i modulo the number, or with arrangement="sequential" cuts runs of layers.
+      part. A number deals layers to parts in turn; arrangement="sequential" cuts runs, and "even" deals parameters.
     - `delay`: the mean is used so many steps after it was sent, so that training hides the exchange.
     - `mixing`: parameters become mixing·(their value then) + (1 - mixing)·(outer copy). 0: they become the outer copy.
     - `on_host`: outer copies, what is sent, and residuals are in the host's memory.

@@ -258,6 +258,19 @@ def test_layers_are_dealt_to_fragments_or_cut_into_runs_of_about_equal_size() ->
     ]
 
 
+def test_even_fragments_differ_by_at_most_one_parameter() -> None:
+    """Four layers in three fragments leave one with two; parameters can be dealt out more evenly."""
+    parts = {"attend": 300, "merge": 100, "widen": 400, "narrow": 400, "bias": 1}
+    named = sized(**{f"{n}_{part}": elements for n in range(4) for part, elements in parts.items()})
+    even = cut(named, 3, "even")
+    sizes = [sum(named[name].numel() for name in own) for own in even]
+    assert sorted(itertools.chain(*even)) == sorted(named) and max(sizes) - min(sizes) <= 400
+    assert sizes == [1602, 1601, 1601]
+    assert all(own == [name for name in named if name in own] for own in even), "in the model's order"
+    assert max(sum(named[name].numel() for name in own) for own in cut(named, 3, "strided")) == 2402
+    assert cut(sized(a=0, b=0, c=5), 3, "even") == [["c"], ["a"], ["b"]], "none is left without a parameter"
+
+
 @pytest.mark.parametrize(("fragments", "every", "expected"), [(3, 30, [10, 20, 30]), (2, 5, [2, 5]), (1, 1, [1])])
 def test_turns_are_evenly_spaced(fragments: int, every: int, expected: list[int]) -> None:
     assert turns(fragments, every) == expected
@@ -608,7 +621,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(where: str, value: Any, 
         ({"every": 4, "fragments": [["0.*"], ["2.*", "4.*"]]}, "'6.weight' matches no pattern"),
         ({"every": 4, "fragments": [["0.*"], ["*"]]}, r"'0.weight' matches the patterns of 2 fragments, \['0"),
         ({"every": 4, "fragments": [["*"], ["head"]]}, r"\['head'\] must match a parameter"),
-        ({"every": 4, "arrangement": "random"}, "arrangement must be one of strided, sequential"),
+        ({"every": 4, "arrangement": "random"}, "arrangement must be one of strided, sequential, even"),
         ({"every": 4, "compressor": "powersdg"}, "Did you mean 'powersgd'"),
         ({"every": 4, "outer": lambda parameters: 3}, "outer must return a torch.optim.Optimizer"),
         ({"every": 4, "outer": lambda parameters: plain(parameters[:2])}, "of the tensors that it is given"),
