@@ -20,7 +20,7 @@ class AttachError(CommHooksError, RuntimeError):
 
 
 class HookDidNotRunError(AttachError):
-    """An optimizer step on gradients that did not pass through the attached compressor."""
+    """An optimizer step on gradients that did not pass through the attached compressor, or DiLoCo without a round."""
 
 
 class GradientError(CommHooksError, TypeError):

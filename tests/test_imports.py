@@ -21,6 +21,7 @@ MAY_IMPORT = {
 # An integration may import the framework that it is named after; ddp_core, which some offer inside it, too.
 FRAMEWORKS = {
     "lightning": {"lightning", "ddp_core"},
+    "lightning_diloco": {"lightning"},
     "fabric": {"lightning", "ddp_core"},
     "accelerate": {"accelerate"},
     "transformers": {"transformers"},
@@ -159,9 +160,10 @@ def test_all_is_sorted_and_names_what_exists(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in sources("commhooks") if frameworks_of(path)], ids=module_name)
 def test_an_integration_says_what_to_install(path: Path) -> None:
-    if importlib.util.find_spec(path.stem.replace("fabric", "lightning")) is not None:
+    extra = "lightning" if "lightning" in frameworks_of(path) else path.stem
+    if importlib.util.find_spec(extra) is not None:
         pytest.skip("its framework is installed, and tests/frameworks imports it")
-    with pytest.raises(ImportError, match=rf"pip install 'commhooks\[{path.stem.replace('fabric', 'lightning')}\]'"):
+    with pytest.raises(ImportError, match=rf"pip install 'commhooks\[{extra}\]'"):
         importlib.import_module(module_name(path))
 
 
