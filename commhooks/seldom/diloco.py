@@ -339,6 +339,7 @@ class DiLoCo:
                 for name, parameter in self._named.items():
                     parameter.copy_(own[name])
 
+    @torch.inference_mode(False)  # what is made in it, such as the momentum to go back to, could not be trained on
     @torch.no_grad()
     def _show_outer(self, under_way: Sequence[Fragment]) -> None:
         before = [fragment.foresee(self._outer_optimizer) for fragment in under_way]
