@@ -32,6 +32,7 @@ MODULES: dict[str, str] = {
     "simulation-clusters": ".simulation.clusters",
     "diloco-table-4": ".simulation.diloco",
     "diloco-measured": ".simulation.diloco_measured",
+    "diloco-utilisation": ".utilisation",
     "control-link": ".control",
 }
 """Where each reproduction is, by its name; in the order in which they are listed."""
