@@ -6,6 +6,7 @@ import os
 import runpy
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,12 @@ def run_script(rank: int, path: str, arguments: tuple[str, ...], wanted: str) ->
 
 
 def run_example(name: str, *arguments: str, wanted: str = "") -> list[Any]:
-    """Run the example on two ranks, which meet in a store of this process, as in an agent's of torchrun."""
+    """Run the example on two ranks."""
+    return on_two_ranks(run_script, name, arguments, wanted)
+
+
+def on_two_ranks(function: Callable[..., Any], name: str, *arguments: Any) -> list[Any]:
+    """Call a function of a script on two ranks, which meet in a store of this process, as in an agent's of torchrun."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         "MASTER_ADDR": "127.0.0.1",
@@ -38,7 +44,11 @@ def run_example(name: str, *arguments: str, wanted: str = "") -> list[Any]:
     }
     path = str(EXAMPLES / name)
     # PyTorch's DistributedDataParallel aborts in some exits.
-    return run_world(run_script, 2, path, arguments, wanted, backend=None, environment=environment, check_exit=False)
+    return run_world(function, 2, path, *arguments, backend=None, environment=environment, check_exit=False)
+
+
+def run_house(rank: int, path: str, parent: str, steps: str) -> None:
+    run_script(rank, path, (f"{parent}/{rank}", steps), "")
 
 
 def tensors_in(content: Any, at: str = "") -> dict[str, torch.Tensor]:
@@ -62,6 +72,23 @@ def test_plain_ddp_resumes_bit_for_bit(tmp_path: Path) -> None:
         expected, found = (tensors_in(torch.load(folder / end / file)) for folder in (whole, resumed))
         assert expected.keys() == found.keys()
         assert expected
+        assert all(torch.equal(tensor, found[where]) for where, tensor in expected.items())
+
+
+def test_two_houses_resume_from_the_newest_checkpoint_that_both_have(tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    for folder in (whole, resumed):
+        folder.mkdir()
+    on_two_ranks(run_house, "two_houses.py", str(whole), "120")
+    for house in "01":
+        assert {path.name for path in (whole / house).iterdir()} == {"60.pt", "120.pt"}
+        (resumed / house).mkdir()
+        shutil.copy(whole / house / "60.pt", resumed / house)
+    (resumed / "1" / "120.pt").write_bytes(b"of a run in which house 0 came no further than 60")
+    on_two_ranks(run_house, "two_houses.py", str(resumed), "120")
+    for house in "01":
+        expected, found = (tensors_in(torch.load(folder / house / "120.pt")) for folder in (whole, resumed))
+        assert expected.keys() == found.keys() and expected
         assert all(torch.equal(tensor, found[where]) for where, tensor in expected.items())
 
 
