@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
+import re
+import runpy
+import shutil
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,6 +27,7 @@ from tests.frameworks.huggingface import (
     train_and_resume,
     what_it_became,
 )
+from tests.frameworks.launch import ROOT
 from tests.world import run_world, run_world_outcomes
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(180)]
@@ -357,3 +364,54 @@ def test_metrics_go_to_the_trackers_and_three_ranks_may_take_over_from_two(tmp_p
 
 def test_the_example_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert "5,752 bytes a step instead of 76,840" in train_and_resume("accelerate_ddp.py", tmp_path, "step-*")
+
+
+def test_the_example_with_diloco_resumes_bit_for_bit_in_the_middle_of_a_round(tmp_path: Path) -> None:
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    first = run_world(runs_a_script, 2, "accelerate_diloco.py", str(whole))
+    halfway, end = sorted(path.name for path in whole.iterdir())
+    assert halfway.endswith("step-25"), "rounds are of 10 steps"
+    shutil.copytree(whole / halfway, again / halfway)
+    (_, printed), (_, nothing) = run_world(runs_a_script, 2, "accelerate_diloco.py", str(again))
+    found = re.match(r"steps 26 to 60: loss ([0-9.]+), ([0-9,]+) bytes a step", printed)
+    assert found and not nothing, printed
+    assert float(found[1]) < 0.6 and float(found[2].replace(",", "")) < 1_300, "an fp32 gradient has 76,840 bytes"
+    for file in ("shared.pt", "rank0.pt", "rank1.pt"):
+        one, other = (torch.load(folder / end / file) for folder in (whole, again))
+        for state in (one, other):
+            state.pop("save")
+            state.pop("generators", None)  # the loader has drawn a seed more where it was made again
+        assert differences(one, other, file) == []
+    seen = [set(samples) for samples, _ in first]
+    assert not seen[0] & seen[1] and len(seen[0]) == len(seen[1]) == 60 * 2 * 64, "no sample on both ranks"
+
+
+def runs_a_script(rank: int, example: str, folder: str) -> tuple[list[Any], str]:
+    """Run an example; return the first features of every sample that this rank trained on, and what it printed."""
+    settle_in(rank)
+    samples: list[Any] = []
+    forward = nn.functional.linear
+
+    def recording(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if inputs.shape == (64, 64):  # 256 samples are evaluated
+            samples.extend(map(tuple, inputs[:, :3].tolist()))
+        return forward(inputs, weight, bias)
+
+    functional: Any = nn.functional
+    functional.linear = recording
+    sys.argv = [example, folder]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(ROOT / "docs" / "examples" / example), run_name="__main__")
+    return samples, printed.getvalue()
+
+
+def prepares_the_model(rank: int) -> str:
+    settle_in(rank)
+    run = Run(compressor=None)
+    return raised(lambda: commhooks.DiLoCo(run.model, run.optimizer, every=10))
+
+
+def test_a_model_that_accelerate_wrapped_is_refused_by_diloco() -> None:
+    for told in run_world(prepares_the_model, 2):
+        assert told.startswith("SettingsError: DiLoCo: the model's DistributedDataParallel averages"), told
