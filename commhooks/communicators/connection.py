@@ -78,9 +78,9 @@ class Connection:
     """A private Gloo group that carries requests, and groups of some of its ranks.
 
     To make one blocks until every rank has come to `address`, or its timeout has passed. The first sparse sum opens
-    another group for itself, within `hook_timeout`. So does the first collective among some of the ranks, once `wait`
-    has seen that all ranks have reached it. Raises `CollectiveError`, which names the ranks that have not come, or the
-    store if it does not answer.
+    another group for itself, within `hook_timeout`. So do the first collective among some of the ranks and the first
+    exchange that goes over two groups, once `wait` has seen that all ranks have reached it. Raises `CollectiveError`,
+    which names the ranks that have not come, or the store if it does not answer.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class Connection:
         of_sparse = PrefixStore("sparse", address.store)
         open_for_sparse = functools.partial(_open_group, address, of_sparse, everyone, limit, devices, threads=1)
         open_some = functools.partial(_open_some, address, limit, devices)
-        carrier = ProcessGroupCommunicator(group, open_for_sparse, open_some, wait)
+        open_back = functools.partial(_open_back, address, limit, devices)
+        carrier = ProcessGroupCommunicator(group, open_for_sparse, open_some, wait, open_back=open_back)
         self._carrier: ProcessGroupCommunicator | None = carrier
         self._agreements: Agreements | None = Agreements(carrier, address)
         wrapped = carrier if wrap is None else wrap(carrier)
@@ -131,11 +132,21 @@ class Connection:
         return True
 
 
-def _open_some(address: Address, patience: float, devices: list[Any], group: Group) -> ProcessGroupGloo:
-    """Return the group of some of the ranks once all of them have come."""
+def _open_some(
+    address: Address, patience: float, devices: list[Any], group: Group, store: Store | None = None
+) -> ProcessGroupGloo:
+    """Return the group of some of the ranks once all of them have come to `store`, by default the address's."""
     ranks = group.ranks(address.rank, address.world_size)
-    store = PrefixStore(f"{group.kind} group of rank {ranks[0]}, machines of {group.size}", address.store)
-    return _open_group(address, store, ranks, patience, devices)
+    name = f"{group.kind} group of rank {ranks[0]}, machines of {group.size}"
+    return _open_group(address, PrefixStore(name, store or address.store), ranks, patience, devices)
+
+
+def _open_back(address: Address, patience: float, devices: list[Any], group: Group | None) -> ProcessGroupGloo:
+    """Return a second group of all ranks, or of those that the group names."""
+    store = PrefixStore("back", address.store)
+    if group is None:
+        return _open_group(address, store, range(address.world_size), patience, devices)
+    return _open_some(address, patience, devices, group, store)
 
 
 def _open_group(

@@ -14,6 +14,10 @@ ready to receive. Gloo's all-to-all and all-gather send first: the announcement 
 its own data, and the other rank can send only after that. So between two ranks an all-to-all takes the time of both
 directions, one after the other, and an all-gather (in halves) that of three halves. In a longer ring the neighbour that
 sends is not the one that receives.
+
+The private groups of attachments and exchangers therefore come in pairs, one for each direction
+([`both_ways.py`](both_ways.py)), for exchanges that are large enough. Between two ranks these take the time of their
+bytes. Among more, a rank that is late still sends some of its data to one rank before it announces itself to another.
 """
 
 from __future__ import annotations
@@ -30,7 +34,12 @@ ACKNOWLEDGEMENT = (_ETHERNET + _HEADERS) / (MTU - _HEADERS) / 2  # 66 bytes for 
 MESSAGE_BYTES = 390
 """Bytes of a message besides its data: its header and two announcements (ready to send, ready to receive), three frames
 of 48 bytes and 66 bytes of headers, and part of an acknowledgement. Measured: 380 to 413."""
-_UNFAIR_SHARES = 1.5  # an all-to-all of more than two ranks: some pairs exchange in turns; measured: 1.4 to 1.6 times
+_UNFAIR_SHARES = 1.5  # an all-to-all of more than two ranks over one group: measured 1.4 to 1.7 times
+_LEAST_ROW_OF_TWO = 16 * 1024  # bytes to the other one of two ranks, to go over two groups
+_LEAST_ROW = 128 * 1024  # bytes to each of more
+_AHEAD = (
+    250_000  # bytes: about what a socket takes for one rank before another one's announcement; measured 130 to 310 kB
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +68,23 @@ class Course:
 NOTHING = Course(0, 0, 0, 0)
 
 
-def course_of(kind: str, payload: int, ranks: int, *, is_sparse: bool = False) -> Course:
-    """Return what a collective of this payload costs; the kind must be one of those above."""
+def goes_both_ways(kind: str, payload: int, ranks: int) -> bool:
+    """Return whether private groups carry this over two groups: the same on all ranks, whatever their link.
+
+    Smaller exchanges gain less than a second group costs: its threads must wake up too, and among more than two ranks
+    every connection carries an empty message back. Gloo's ring carries an all-gather of more than two ranks as fast.
+    """
+    if kind == "all-gather":
+        return ranks == 2 and payload >= _LEAST_ROW_OF_TWO
+    least = _LEAST_ROW_OF_TWO if ranks == 2 else _LEAST_ROW
+    return kind == "all-to-all" and ranks > 1 and payload >= least * ranks
+
+
+def course_of(kind: str, payload: int, ranks: int, *, is_sparse: bool = False, is_private: bool = True) -> Course:
+    """Return what a collective of this payload costs, over private groups or another one.
+
+    The kind must be one of those above.
+    """
     if ranks == 1:
         return NOTHING
     others = ranks - 1
@@ -70,8 +94,14 @@ def course_of(kind: str, payload: int, ranks: int, *, is_sparse: bool = False) -
         return _ring(2 * others / ranks * payload, 4 * others, 2 * others)
     if kind == "reduce-scatter":
         return _ring(2 * others / ranks * payload, 4 * others * ranks, 2 * others * ranks)
+    both_ways = is_private and goes_both_ways(kind, payload, ranks)
+    if kind == "all-gather" and both_ways:
+        return _ring(payload, 1, 1)
     if kind == "all-gather":
         return _ring(others * payload * (1.5 if ranks == 2 else 1.0), 2 * others, others)
+    if kind == "all-to-all" and both_ways:
+        row = payload / ranks
+        return _ring(row, 1, 1) if ranks == 2 else _ring(others * row + min(row, _AHEAD), 2 * others, 1)
     if kind == "all-to-all":
         turns, hops = (2.0, 2) if ranks == 2 else (_UNFAIR_SHARES, 1)
         return _ring(others / ranks * payload * turns, others, hops)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import operator
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.communicators.both_ways import all_to_all, gather_of_two
 from commhooks.communicators.collective import Collective
+from commhooks.communicators.gloo import goes_both_ways
 from commhooks.errors import CollectiveError
 from commhooks.language.requests import Group
 
@@ -23,8 +28,9 @@ class ProcessGroupCommunicator:
     `open_for_sparse` returns another group of the same ranks, for sums of sparse tensors: over a Gloo group with two
     threads these occasionally corrupt the heap. Without it they go over `process_group`. `open_some` returns a group of
     some of the ranks; it is called for the first collective that names the group, at the same point on all ranks, which
-    `wait` waits for. `has_tensor_forms` tells that the group gathers and scatters whole tensors, as NCCL does, which
-    copies lists of them.
+    `wait` waits for. `open_back` returns another group of all ranks, or of those that a group names, and is called as
+    `open_some` is: exchanges that are large enough then go over two groups (`both_ways.py`). `has_tensor_forms` tells
+    that the group gathers and scatters whole tensors, as NCCL does, which copies lists of them.
     """
 
     def __init__(
@@ -34,6 +40,7 @@ class ProcessGroupCommunicator:
         open_some: Callable[[Group], Any] | None = None,
         wait: Callable[[WorkPending], None] | None = None,
         has_tensor_forms: bool = False,
+        open_back: Callable[[Group | None], Any] | None = None,
     ) -> None:
         group = dist.group.WORLD if process_group is None else process_group
         if group is None:
@@ -47,7 +54,9 @@ class ProcessGroupCommunicator:
         self._open_some = open_some
         self._wait = wait
         self._has_tensor_forms = has_tensor_forms
+        self._open_back = open_back
         self._of_some: dict[Group, Any] = {}
+        self._back: dict[Group | None, Any] = {}
         self.rank: int = self.group.rank()
         self.world_size: int = self.group.size()
         self._under_way: deque[WorkPending] = deque()
@@ -65,7 +74,7 @@ class ProcessGroupCommunicator:
 
         No request's collective can be taken for this one, as Gloo ends the process if two of unequal sizes are.
         """
-        pending = WorkPending(self.group.barrier(), "barrier", torch.empty(0))
+        pending = WorkPending([self.group.barrier()], "barrier", torch.empty(0))
         self._under_way.append(pending)
         return pending
 
@@ -75,7 +84,8 @@ class ProcessGroupCommunicator:
 
     def groups(self) -> list[Any]:
         """Return every group that is open."""
-        return [group for group in (self.group, self._for_sparse, *self._of_some.values()) if group is not None]
+        opened = (self.group, self._for_sparse, *self._of_some.values(), *self._back.values())
+        return [group for group in opened if group is not None]
 
     def release(self) -> None:
         """Drop the groups and all works, so that remaining references to this object do not keep them alive.
@@ -87,26 +97,42 @@ class ProcessGroupCommunicator:
             pending.release()
         self._under_way.clear()
         self._of_some.clear()
-        self.group = self._for_sparse = self._open_for_sparse = self._open_some = self._wait = None
+        self._back.clear()
+        self.group = self._for_sparse = None
+        self._open_for_sparse = self._open_some = self._open_back = self._wait = None
 
     def _start(self, collective: Collective) -> WorkPending:
         tensor, room = collective.tensor, collective.room_for_answer(self.world_size)
         group = self.group if collective.group is None else self._group_of_some(collective.group)
         if collective.kind == "all-reduce":
             group = self._group_for_sparse() if tensor.is_sparse else group
-            work = group.allreduce([tensor])
+            works = [group.allreduce([tensor])]
+        elif self._goes_both_ways(collective):
+            exchange = all_to_all if collective.kind == "all-to-all" else gather_of_two
+            works = exchange(group, self._group_back(collective.group), tensor, room)
         elif collective.kind == "all-to-all":
-            work = group.alltoall_base(room, tensor, [], [])
+            works = [group.alltoall_base(room, tensor, [], [])]
         elif collective.kind == "all-gather":
             if self._has_tensor_forms:
-                work = group._allgather_base(room.view(-1), tensor.view(-1))
+                works = [group._allgather_base(room.view(-1), tensor.view(-1))]
             else:
-                work = group.allgather([list(room.unbind(0))], [tensor])
+                works = [group.allgather([list(room.unbind(0))], [tensor])]
         elif self._has_tensor_forms:
-            work = group._reduce_scatter_base(room.view(-1), tensor.view(-1))
+            works = [group._reduce_scatter_base(room.view(-1), tensor.view(-1))]
         else:
-            work = group.reduce_scatter([room], [list(tensor.unbind(0))])
-        return WorkPending(work, f"{collective.kind} of {collective.payload_bytes} bytes", room)
+            works = [group.reduce_scatter([room], [list(tensor.unbind(0))])]
+        return WorkPending(works, f"{collective.kind} of {collective.payload_bytes} bytes", room)
+
+    def _goes_both_ways(self, collective: Collective) -> bool:
+        ranks = collective.ranks_in(self.world_size)
+        return self._open_back is not None and goes_both_ways(collective.kind, collective.payload_bytes, ranks)
+
+    def _group_back(self, group: Group | None) -> Any:
+        if group not in self._back:
+            assert self._open_back is not None, "there is no second group without it"
+            self._meet()
+            self._back[group] = self._open_back(group)
+        return self._back[group]
 
     def _group_of_some(self, group: Group) -> Any:
         if self._open_some is None:
@@ -136,11 +162,14 @@ class ProcessGroupCommunicator:
         return self._for_sparse
 
 
-class WorkPending:
-    """A c10d Work, and its result once it is done."""
+_is_completed = operator.methodcaller("is_completed")
 
-    def __init__(self, work: dist.Work, what: str, output: Tensor) -> None:
-        self._work: dist.Work | None = work
+
+class WorkPending:
+    """One c10d Work, or several that form a collective, and its result once they are done."""
+
+    def __init__(self, works: Sequence[dist.Work], what: str, output: Tensor) -> None:
+        self._works: Sequence[dist.Work] | None = works
         self._what = what
         self.result = output
         """The answer, once it is there."""
@@ -148,32 +177,37 @@ class WorkPending:
 
     def is_completed(self) -> bool:
         """Return whether the backend has finished this collective, successfully or not."""
-        return self._work is None or self._work.is_completed()
+        return self._works is None or all(map(_is_completed, self._works))
 
     def release(self) -> None:
-        """Drop the work."""
-        self._work = None
+        """Drop the works."""
+        self._works = None
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Return when the result is ready; see `Pending.wait`."""
         if self._done:
             return
         try:
-            self._wait_for_work(timeout_seconds)
+            self._wait_for_works(timeout_seconds)
         except RuntimeError as error:
             raise CollectiveError(f"{self._what} failed: {error}") from error
         self._done = True
 
-    def _wait_for_work(self, timeout_seconds: float | None) -> None:
-        if self._work is None:
+    def _wait_for_works(self, timeout_seconds: float | None) -> None:
+        if self._works is None:
             raise RuntimeError("the process group was dropped")
-        if timeout_seconds is None:
-            self._work.wait()
-            return
-        try:
-            self._work.wait(timedelta(seconds=timeout_seconds))
-        except RuntimeError:
-            # Gloo reports the end of a slice and a failure of the work in the same way.
-            if not self._work.is_completed():
-                raise TimeoutError(f"{self._what} is not done after {timeout_seconds} s") from None
-            self._work.wait()
+        deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        for work in self._works:
+            if deadline == math.inf:
+                work.wait()
+                continue
+            try:
+                # Of less than a millisecond Gloo makes none, and that is no limit.
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError:
+                # Gloo reports the end of a slice and a failure of the work in the same way.
+                for other in self._works:
+                    if other.is_completed():
+                        other.wait()
+                if not work.is_completed():
+                    raise TimeoutError(f"{self._what} is not done after {timeout_seconds} s") from None

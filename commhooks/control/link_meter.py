@@ -125,7 +125,7 @@ class LinkMeter:
             return
         work = dist.all_reduce(tensor, operation, group=self._group, async_op=True)
         assert work is not None, "this rank is in the group"
-        _wait(WorkPending(work, "all-reduce of a measurement", tensor), self._limit, self._board)
+        _wait(WorkPending([work], "all-reduce of a measurement", tensor), self._limit, self._board)
 
 
 def _wait(pending: WorkPending, limit: float, board: Noticeboard) -> None:

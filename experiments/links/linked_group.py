@@ -79,7 +79,8 @@ class LinkedGroup(dist.ProcessGroup):
             counts.collectives += 1
             counts.payload_bytes += payload
             counts.moved_bytes += moved_bytes(kind, payload, ranks, is_sparse=is_sparse)
-            arrival = self.wire.carry(course_of(kind, payload, ranks, is_sparse=is_sparse))
+            course = course_of(kind, payload, ranks, is_sparse=is_sparse, is_private=False)
+            arrival = self.wire.carry(course)
             work = LinkedWork(getattr(self.inner, method)(*arguments), arrival, self.wire, self._waits)
             self._threads = [*(thread for thread in self._threads if thread.is_alive()), work.thread]
         return work

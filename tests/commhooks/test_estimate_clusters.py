@@ -39,7 +39,7 @@ NAMED = (
     Cluster(2**18, 64, 100e9, 0.0, "none"),
     Cluster(2**16, 64, 1e8, 50e-6, "gloo"),  # few blocks for many ranks
     Cluster(2**16, 64, 1e8, 0.0, "none"),
-    Cluster(2**18, 2, 1e9, 50e-6, "gloo"),  # two ranks, which take all-to-all and all-gather in turns
+    Cluster(2**18, 2, 1e9, 50e-6, "gloo"),  # two ranks, which exchange in both directions at once
     Cluster(2**18, 2, math.inf, 0.0, "none"),
 )
 _ALL = itertools.product((2**16, 2**18), (2, 3, 8, 32), (1e6, 3e8, 25e9), (0.0, 2e-4, 0.02), ("gloo", "none"))
@@ -72,9 +72,16 @@ def by_hand(cluster: Cluster, hook: str, rate: float) -> float:
 
     if hook == "int8":
         served = math.ceil(n / BLOCK / W) * (BLOCK + SCALE)  # bytes of the blocks that one rank serves, padded
-        two = W == 2
-        exchange = collective(others * served * (2 if two else 1.5), others, 2 if two else 1, others * served)
-        gather = collective(others * served * (1.5 if two else 1), 2 * others, others, others * served)
+        sent = others * served
+        if W == 2 and served >= 16 * 1024:  # a message in each direction, at the same time
+            exchange = gather = collective(served, 1, 1, sent)
+        else:
+            two, is_large = W == 2, served >= 128 * 1024
+            data, messages = sent * (2 if two else 1.5), others
+            if is_large:  # over two groups; up to 250 kB for one rank delay an announcement to another
+                data, messages = sent + min(served, 250_000), 2 * others
+            exchange = collective(data, messages, 2 if two else 1, sent)
+            gather = collective(sent * (1.5 if two else 1), 2 * others, others, sent)
         link, rounds = exchange + gather, 2
     else:
         elements = {DENSE: 4 * n, "fp16": 2 * n}.get(hook, 4 * (math.ceil(n / 100) + 1))  # and whether all is finite

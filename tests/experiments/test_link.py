@@ -180,6 +180,18 @@ def test_a_broadcast_passes_the_link_once_for_every_branch_and_level_of_its_tree
     assert link.seconds_of(course_of("broadcast", 1000, ranks)) == pytest.approx(transfers * 1e-3)
 
 
+def test_large_exchanges_of_two_ranks_need_the_time_of_their_bytes_and_of_more_that_of_a_row_besides() -> None:
+    link = LinkSettings(bits_per_second=8e6, framing=False)
+    for kind in ("all-gather", "all-to-all"):
+        assert link.seconds_for(Collective(kind, torch.zeros(2, 25_000)), 2) == pytest.approx(
+            0.2 if kind == "all-gather" else 0.1
+        )
+    rows = Collective("all-to-all", torch.zeros(4, 50_000))
+    assert link.seconds_for(rows, 4) == pytest.approx(3 * 0.2 + 0.2)
+    larger = Collective("all-to-all", torch.zeros(4, 100_000))
+    assert link.seconds_for(larger, 4) == pytest.approx(3 * 0.4 + 0.25)  # what waits in a socket
+
+
 def test_packets_add_their_headers_and_acknowledgements_and_messages_their_own() -> None:
     link = LinkSettings(bits_per_second=8e6)
     packets = 1_448_000 / 1448

@@ -1,0 +1,48 @@
+"""Exchanges over two Gloo groups of the same ranks, each of which carries data in one direction between any two ranks.
+
+Over one group, an announcement "ready to receive" waits behind data for the same rank (`gloo.py`). Here `upward`
+carries what a rank sends to higher ranks, and `downward` what it sends to lower ones, so data and announcements never
+share a direction of a connection. Nor does the thread that sends hold the lock that Gloo's event loop needs to receive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_to_all(upward: Any, downward: Any, tensor: Tensor, room: Tensor) -> list[dist.Work]:
+    """Start to send row r of `tensor` to rank r, and to receive row r of `room`, of equal shape, from rank r."""
+    rank, ranks = upward.rank(), upward.size()
+    if ranks == 2:
+        return _swap(upward, downward, tensor[1 - rank], tensor[rank], room)
+    lower, higher = [1] * rank, [1] * (ranks - 1 - rank)
+    none_lower, none_higher = [0] * rank, [0] * (ranks - 1 - rank)
+    return [  # a rank's own row goes upward
+        upward.alltoall_base(room[: rank + 1], tensor[rank:], [*lower, 1, *none_higher], [*none_lower, 1, *higher]),
+        downward.alltoall_base(room[rank + 1 :], tensor[:rank], [*none_lower, 0, *higher], [*lower, 0, *none_higher]),
+    ]
+
+
+def gather_of_two(upward: Any, downward: Any, tensor: Tensor, room: Tensor) -> list[dist.Work]:
+    """Start to fill row r of `room` with the tensor of rank r, of two ranks."""
+    return _swap(upward, downward, tensor, tensor, room)
+
+
+def _swap(upward: Any, downward: Any, sent: Tensor, kept: Tensor, room: Tensor) -> list[dist.Work]:
+    """Start to send a tensor to the other one of two ranks, receive its tensor in `room`, and keep one there."""
+    rank = upward.rank()
+    outward, inward = (upward, downward) if rank == 0 else (downward, upward)
+    # The announcement should leave before the data: both pass the link in the order in which they are sent.
+    receiving = _broadcast(inward, room[1 - rank], 1 - rank)
+    room[rank].copy_(kept)
+    return [receiving, _broadcast(outward, sent, rank)]
+
+
+def _broadcast(group: Any, tensor: Tensor, root: int) -> dist.Work:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    work: dist.Work = group.broadcast([tensor], options)
+    return work

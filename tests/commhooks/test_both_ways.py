@@ -1,0 +1,212 @@
+"""Large exchanges over two groups, one for each direction."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import commhooks
+from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator
+from commhooks.communicators.connection import Address, Connection
+from commhooks.communicators.gloo import course_of, goes_both_ways
+from commhooks.language.requests import Group
+from tests.commhooks.told import Told, told_by
+from tests.world import on_ranks, run_world, run_world_outcomes
+from tests.world.launcher import ROOT
+
+KB = 1024
+DTYPES = (torch.uint8, torch.int32, torch.float32, torch.bfloat16)
+
+
+def connect() -> tuple[Connection, Communicator]:
+    """Return a private connection of the default group's ranks, and its communicator."""
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    connection = Connection(Address.under(group, "both ways"))
+    assert connection.communicator is not None
+    return connection, connection.communicator
+
+
+def message(rank: int, ranks: int, turn: int, row: int) -> Tensor:
+    """Return `ranks` rows of random bytes as some dtype: equal on all ranks that ask for the same."""
+    generator = torch.Generator().manual_seed(100 * turn + rank)
+    bits = torch.randint(0, 256, (ranks, row), dtype=torch.uint8, generator=generator)
+    return bits.view(DTYPES[turn % len(DTYPES)])
+
+
+@on_ranks("ranks")
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_exchanges_of_every_size_bring_what_was_sent_however_many_are_under_way(rank: int, ranks: int) -> None:
+    connection, communicator = connect()
+    sent, started = [], []
+    for turn, row in enumerate([4, 16 * KB, 128 * KB, 300 * KB, 8, 256 * KB, 16 * KB - 4]):
+        sent.append(message(rank, ranks, turn, row))
+        exchange, gather = Collective("all-to-all", sent[-1]), Collective("all-gather", sent[-1][0])
+        total = Collective("all-reduce", torch.full((row,), float(rank)))
+        started.append([communicator.start(one) for one in (exchange, gather, total)])
+        if len(started) == 2:
+            time.sleep(0.02 * rank)  # ranks come at different times
+    for turn, (exchanged, gathered, total_pending) in enumerate(started):
+        own = sent[turn]
+        everyone = [message(other, ranks, turn, own.element_size() * own[0].numel()) for other in range(ranks)]
+        for pending, expected in (
+            (exchanged, torch.stack([theirs[rank] for theirs in everyone])),
+            (gathered, torch.stack([theirs[0] for theirs in everyone])),
+        ):
+            wait(pending)
+            assert torch.equal(pending.result.view(torch.uint8), expected.view(torch.uint8)), turn
+        total_pending.wait()
+        assert bool((total_pending.result == sum(range(ranks))).all())
+    assert len(connection.groups) == 2
+    assert connection.close(5.0)
+
+
+def wait(pending: Pending) -> None:
+    """Wait in slices, as the scheduler does."""
+    while True:
+        try:
+            pending.wait(0.005)
+        except TimeoutError:
+            continue
+        return
+
+
+@on_ranks(2)
+def test_the_second_group_is_opened_by_the_first_exchange_that_is_large(rank: int) -> None:
+    connection, communicator = connect()
+    for row, opened in ((1 * KB, 1), (16 * KB - 1, 1), (16 * KB, 2), (64 * KB, 2)):
+        communicator.start(Collective("all-to-all", torch.zeros(2, row, dtype=torch.uint8))).wait()
+        communicator.start(Collective("all-gather", torch.zeros(row, dtype=torch.uint8))).wait()
+        assert len(connection.groups) == opened, row
+    assert connection.close(5.0)
+
+
+@on_ranks(4)
+def test_groups_of_some_ranks_have_a_second_group_too(rank: int) -> None:
+    connection, communicator = connect()
+    for kind in ("inner", "outer"):
+        group = Group(kind, 2)
+        ranks = group.ranks(rank, 4)
+        own = message(rank, 2, 0, 64 * KB)
+        pending = communicator.start(Collective("all-to-all", own, group=group))
+        wait(pending)
+        place = ranks.index(rank)
+        assert torch.equal(pending.result, torch.stack([message(other, 2, 0, 64 * KB)[place] for other in ranks]))
+    assert len(connection.groups) == 5
+    assert connection.close(5.0)
+
+
+def exchange_until_it_fails(rank: int, how: str) -> Told:
+    """Exchange megabytes; in the fourth round rank 1 is killed, or comes seconds too late."""
+    exchanger = commhooks.Exchanger({"w": torch.zeros(2**20)}, "int8", hook_timeout=1.0 if how == "late" else None)
+    for step in range(6):
+        if (rank, step) == (1, 3):
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3.0)
+        told = told_by(lambda: exchanger.average({"w": torch.ones(2**20)}))
+        if told.error != "nothing":
+            break
+    return told
+
+
+def test_a_rank_that_is_killed_fails_the_others_at_once() -> None:
+    first, killed, last = run_world_outcomes(exchange_until_it_fails, 3, "kill", timeout=40.0)
+    assert killed.exit_code == -signal.SIGKILL
+    for outcome in (first, last):
+        assert outcome.ok, outcome
+        assert outcome.value.error == "CollectiveError" and outcome.value.seconds < 10
+        assert "Connection" in outcome.value.text and "No answer from rank 1" in outcome.value.text
+
+
+def test_a_rank_that_comes_too_late_is_given_up() -> None:
+    prompt, late = run_world(exchange_until_it_fails, 2, "late", check_exit=True)
+    assert 1.0 < prompt.seconds < 10
+    assert prompt.error == late.error == "CollectiveError"
+    assert "a collective was not done after hook_timeout=1.0 s" in prompt.text
+    assert prompt.text.removeprefix("rank 0, ") in late.text or "hook_timeout" in late.text
+
+
+FORKS = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import commhooks
+
+store, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+exchanger = commhooks.Exchanger({"w": torch.zeros(2**21)}, "int8")
+exchanger.average({"w": torch.ones(2**21)})
+averaging = exchanger.begin({"w": torch.ones(2**21)})
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # if it hangs
+    sys.exit(7)
+averaging.wait()
+print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_process_forked_in_the_midst_of_an_exchange_ends_by_itself(tmp_path: Path) -> None:
+    commands = [[sys.executable, "-c", FORKS, str(tmp_path / "store"), str(rank)] for rank in range(2)]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command in commands
+    ]
+    for process in processes:
+        told, _ = process.communicate(timeout=50)
+        assert process.returncode == 0 and "child: 7" in told, told
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "ranks", "both_ways"),
+    [
+        ("all-to-all", 32 * KB, 2, True),
+        ("all-to-all", 32 * KB - 2, 2, False),
+        ("all-gather", 16 * KB, 2, True),
+        ("all-gather", 16 * KB - 1, 2, False),
+        ("all-to-all", 512 * KB, 4, True),
+        ("all-to-all", 512 * KB - 4, 4, False),
+        ("all-gather", 512 * KB, 4, False),
+        ("all-reduce", 512 * KB, 2, False),
+        ("all-to-all", 512 * KB, 1, False),
+    ],
+)
+def test_the_size_alone_says_what_goes_over_two_groups(kind: str, payload: int, ranks: int, both_ways: bool) -> None:
+    assert goes_both_ways(kind, payload, ranks) is both_ways
+
+
+@pytest.mark.parametrize("kind", ["all-to-all", "all-gather"])
+def test_between_two_ranks_the_model_has_a_link_busy_with_the_bytes_alone(kind: str) -> None:
+    payload = 2**20
+    course, alone = (course_of(kind, payload, 2, is_private=private) for private in (True, False))
+    moved = payload if kind == "all-gather" else payload / 2
+    assert course.up_bytes == course.down_bytes == moved
+    assert alone.up_bytes == (1.5 if kind == "all-gather" else 2) * moved
+
+
+def test_a_group_that_is_not_private_is_used_as_it_is() -> None:
+    communicator = ProcessGroupCommunicator(Alone())
+    communicator._start(Collective("all-to-all", torch.zeros(2, 64 * KB, dtype=torch.uint8)))
+    assert communicator.groups() == [communicator.group]
+
+
+class Alone:
+    """A group of two ranks that does nothing."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def alltoall_base(self, *arguments: object) -> Any:
+        return torch.futures.Future[None]()
