@@ -21,7 +21,6 @@ from commhooks.communicators.connection import WrapCommunicator
 from commhooks.errors import CheckpointError, CommHooksError, CompressorError, SettingsError
 from commhooks.hooks.exchanger import Exchanger
 from commhooks.hooks.exchangers import Exchangers, read_groups
-from commhooks.hooks.sockets import group_or_default
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.ledger import total
 from commhooks.scheduling.line import Line, ProcessGroupLine
@@ -32,7 +31,7 @@ from commhooks.seldom.inner import Inner
 from commhooks.seldom.loading import misfits
 from commhooks.seldom.outer import Outer, made_of, nesterov
 from commhooks.seldom.parts import Buffers, Fragment
-from commhooks.seldom.starting import Beginning, agree, average_over, share_from_rank_0, trained
+from commhooks.seldom.starting import Beginning, agree, average_over, group_of_ranks, share_from_rank_0, trained
 from commhooks.state.groups import Snapshots
 from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 from commhooks.state.table import ResidualStorage
@@ -97,7 +96,7 @@ class DiLoCo:
     ) -> None:
         if line is not None and not isinstance(line, LockstepLine):
             raise SettingsError(f"DiLoCo(line={line!r}): line must be one of lockstep_lines; pass a process_group.")
-        group = group_or_default(process_group) if line is None else None
+        group = group_of_ranks(process_group) if line is None else None
         try:
             beginning = Beginning.checked(
                 model,

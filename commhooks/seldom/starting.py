@@ -13,9 +13,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from commhooks.communicators.disagreement import describe, refusal_as_fingerprint
+from commhooks.communicators.parent_group import name_and_store
 from commhooks.errors import CommHooksError, SettingsError
 from commhooks.hooks.exchanger import check_takes_weights
 from commhooks.hooks.handle import check_run_settings, checked_compressor
+from commhooks.hooks.sockets import group_or_default
 from commhooks.hooks.watching import optimizer_of
 from commhooks.language.compressor import Compressor
 from commhooks.seldom.cutting import Arrangement, cut, turns
@@ -128,6 +130,13 @@ def kept_buffers(module: Module) -> dict[str, Tensor]:
     """Return the buffers that are in the module's state_dict; others may be caches, of any shape."""
     kept = module.state_dict().keys()
     return {plain_name(name): buffer for name, buffer in module.named_buffers() if name in kept and buffer.numel()}
+
+
+def group_of_ranks(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the process group, or the default one; raise `AttachError` for one whose ranks come and go."""
+    group = group_or_default(process_group)
+    name_and_store(group)
+    return group
 
 
 def agree(group: dist.ProcessGroup | None, fingerprint: str | CommHooksError) -> None:

@@ -87,7 +87,8 @@ def test_what_cannot_work_is_refused(lighthouse: str) -> None:
     assert "use_async_quorum=False" in told["asynchronous"]
     assert "find_unused_parameters=True" in told["buckets"]
     assert "Use one that only sums" in told["gathers"]
-    assert "commhooks.integrations.torchft.compress" in told["group"]
+    for name in ("group", "diloco"):
+        assert "ManagedProcessGroup is torchft's, and its ranks come and go" in told[name]
 
 
 def refusals(rank: int, lighthouse: str) -> dict[str, str]:
@@ -106,6 +107,9 @@ def refusals(rank: int, lighthouse: str) -> dict[str, str]:
         )
         model = DistributedDataParallel(nn.Linear(64, 64), find_unused_parameters=searches)
         try:
+            if name == "diloco":
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                commhooks.DiLoCo(model.module, optimizer, every=2, process_group=ManagedProcessGroup(manager))
             if name == "group":
                 commhooks.attach(model, compressor, process_group=ManagedProcessGroup(manager))
             compress(model, compressor, manager, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
@@ -118,5 +122,6 @@ def refusals(rank: int, lighthouse: str) -> dict[str, str]:
     attempt("asynchronous", "powersgd", asynchronous=True)
     attempt("buckets", "powersgd", searches=False)
     attempt("group", "powersgd")
+    attempt("diloco", "powersgd")
     attempt("gathers", "top-k")
     return told
