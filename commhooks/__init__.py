@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from commhooks.seldom.averaging import ModelAverager
     from commhooks.seldom.counts import DiLoCoStatistics
     from commhooks.seldom.diloco import DiLoCo, step_in_lockstep
+    from commhooks.sharded.attach import ShardedAttachment, attach_sharded
     from commhooks.state.memory import MemoryReport
     from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
     from commhooks.wrappers import ErrorFeedback, Hierarchical, Match, PerParameter, StartAfter, WireDtype, schedule
@@ -129,6 +130,7 @@ __all__ = [
     "RandomK",
     "SVD",
     "SettingsError",
+    "ShardedAttachment",
     "Signum",
     "Snapshot",
     "SparseLoCo",
@@ -141,6 +143,7 @@ __all__ = [
     "WireDtype",
     "allreduce_hook",
     "attach",
+    "attach_sharded",
     "average_in_lockstep",
     "batched_powerSGD_hook",
     "bf16_compress_hook",

@@ -44,6 +44,7 @@ _PLACES = {
     "seldom.averaging": "ModelAverager",
     "seldom.counts": "DiLoCoStatistics",
     "seldom.diloco": "DiLoCo step_in_lockstep",
+    "sharded.attach": "ShardedAttachment attach_sharded",
     "state.memory": "MemoryReport",
     "state.snapshot": "LoadRules Snapshot merge_state_dicts",
     "wrappers": "ErrorFeedback Hierarchical Match PerParameter StartAfter WireDtype schedule",

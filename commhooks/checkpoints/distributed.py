@@ -69,7 +69,7 @@ def _read_state(
     world_size: int,
     rules: LoadRules,
 ) -> dict[str, Any]:
-    """Return a state_dict with those per-rank parts that this rank needs."""
+    """Return a state_dict with those per-rank parts that this rank needs, also one of several engines."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     if reader is None:
@@ -77,6 +77,28 @@ def _read_state(
     else:
         reader.reset(checkpoint_id)
     metadata = reader.read_metadata()
+    paths = _paths_under(key, metadata)
+    labels = list(dict.fromkeys(str(path[1]) for path in paths.values() if path[:1] == ("groups",)))
+    if not labels:
+        return _read_one(str(checkpoint_id), reader, metadata, key, rank, world_size, rules)
+    groups = {
+        label: _read_one(str(checkpoint_id), reader, metadata, f"{key}.groups.{label}", rank, world_size, rules)
+        for label in labels
+    }
+    shared = _read(reader, metadata, {name: path for name, path in paths.items() if path[0] != "groups"})
+    return {"shared": {}} | shared | {"groups": groups}
+
+
+def _read_one(
+    checkpoint_id: str,
+    reader: StorageReader,
+    metadata: Metadata,
+    key: str,
+    rank: int,
+    world_size: int,
+    rules: LoadRules,
+) -> dict[str, Any]:
+    """Return the state_dict of one engine."""
     paths = _paths_under(key, metadata)
     sizes = [name for name, path in paths.items() if path == ("world_size",)]
     if not sizes:

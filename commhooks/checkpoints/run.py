@@ -87,7 +87,16 @@ class Run:
         return bare(self.ddp)
 
     def ranks(self) -> Ranks:
-        """Return the ranks of the model's process group, or of those that average their own models."""
+        """Return the ranks of the model's process group, or of those that average their own models.
+
+        Raises `CheckpointError` for a model of which every rank has a shard: rank 0's would be taken for the whole.
+        """
+        sharded = next((name for name, one in self.model.named_parameters() if hasattr(one, "to_local")), None)
+        if sharded is not None:
+            raise CheckpointError(
+                f"every rank has a shard of {sharded!r} only; save with torch.distributed.checkpoint.save, the hooks' "
+                "state_dict() beside the model's, and load that with commhooks.load_distributed."
+            )
         if of_own_models(self.hooks):
             return Ranks(self.hooks.process_group)
         return Ranks(getattr(unwrapped(self.ddp), "process_group", None))

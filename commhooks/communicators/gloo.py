@@ -5,7 +5,8 @@ Gloo's algorithms, as PyTorch 2.13 calls them:
 - all-reduce: around a ring, as a reduce-scatter and an all-gather. Each rank's share travels in two halves, so that one
   is sent while the other is added up.
 - all-gather: around a ring, in halves too.
-- reduce-scatter: an all-reduce of every rank's row, of which a rank keeps its own: twice the bytes of a ring.
+- reduce-scatter: an all-reduce of every rank's row, of which a rank keeps its own: twice the bytes of a ring. Private
+  groups carry an all-to-all of the rows instead, and each rank adds up its own.
 - all-to-all: every rank sends its rows to all others at once, in one hop.
 - broadcast: down a tree. The root sends to log2(ranks) others, which share its link; those pass it on.
 
@@ -92,6 +93,8 @@ def course_of(kind: str, payload: int, ranks: int, *, is_sparse: bool = False, i
         return _ring(others * payload, 6 * others, 3 * others)
     if kind == "all-reduce":
         return _ring(2 * others / ranks * payload, 4 * others, 2 * others)
+    if kind == "reduce-scatter" and is_private:
+        kind = "all-to-all"  # of rows, which every rank adds up by itself
     if kind == "reduce-scatter":
         return _ring(2 * others / ranks * payload, 4 * others * ranks, 2 * others * ranks)
     both_ways = is_private and goes_both_ways(kind, payload, ranks)

@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from commhooks.errors import CheckpointError, SettingsError
-from commhooks.hooks.exchangers import read_groups
+from commhooks.hooks.grouped import read_groups
 from commhooks.language.compressor import Compressor
 from commhooks.seldom.counts import DiLoCoStatistics
 from commhooks.seldom.diloco import DiLoCo

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from commhooks.communicators.connection import WrapCommunicator
 from commhooks.errors import CheckpointError, CommHooksError, CompressorError, SettingsError
 from commhooks.hooks.exchanger import Exchanger
-from commhooks.hooks.exchangers import Exchangers, read_groups
+from commhooks.hooks.exchangers import Exchangers
+from commhooks.hooks.grouped import read_groups
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.ledger import total
 from commhooks.scheduling.line import Line, ProcessGroupLine
@@ -323,8 +324,7 @@ class DiLoCo:
         if self._is_at_outer:  # within another evaluation
             yield
             return
-        under_way = [fragment for fragment in self._fragments if fragment.due is not None]
-        under_way.sort(key=lambda fragment: fragment.due or 0)  # counts of the outer optimizer follow the turns
+        under_way = sorted((one for one in self._fragments if one.due), key=lambda one: one.due or 0)  # as they end
         for fragment in under_way:
             fragment.means()  # raises what it failed of before anything is changed
         own = {name: parameter.detach().clone() for name, parameter in self._named.items()}

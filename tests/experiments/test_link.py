@@ -161,7 +161,7 @@ RING = 3 * 4000 // 4  # once around a ring of four, of 4,000 bytes
         (Collective("all-reduce", torch.zeros(1000)), (4000, 2), (2 * RING, 6)),
         (Collective("all-gather", torch.zeros(1000)), (1.5 * 4000, 1), (4 * RING, 3)),  # two wait for each other's half
         (Collective("all-to-all", torch.zeros(4, 250)), (2 * 2000, 2), (1.5 * RING, 1)),  # two exchange in turns
-        (Collective("reduce-scatter", torch.zeros(4, 250)), (4000, 4), (2 * RING, 24)),  # an all-reduce of every row
+        (Collective("reduce-scatter", torch.zeros(4, 250)), (2 * 2000, 2), (1.5 * RING, 1)),  # an exchange of rows
     ],
     ids=lambda value: value.kind if isinstance(value, Collective) else "",
 )

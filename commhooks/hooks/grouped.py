@@ -1,0 +1,123 @@
+"""Several engines on one line as one handle: each with its own state, saved, loaded and replaced together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, Unpack
+
+from commhooks.engine.resume import agreed, restore
+from commhooks.errors import CheckpointError, SettingsError
+from commhooks.hooks.handle import Handle, complete
+from commhooks.language.compressor import Compressor
+from commhooks.scheduling.ledger import ParameterTraffic, Statistics, total
+from commhooks.state.groups import Snapshots
+from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
+
+One = TypeVar("One", bound=Handle)
+"""The handle of one engine."""
+
+
+class Grouped(Mapping[str, One]):
+    """Handles of engines on one line, by label; no parameter's name is in two of them."""
+
+    _handles: Mapping[str, One]
+    keeps_own_model = False
+    """Every rank has the same model, or a shard of it."""
+
+    def __getitem__(self, label: str) -> One:
+        """Return a group's handle."""
+        return self._handles[label]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the labels, in the order in which the groups were given."""
+        return iter(self._handles)
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def __str__(self) -> str:
+        """Return a summary of each group."""
+        return "\n".join(f"{label}: {one}" for label, one in self.items())
+
+    def statistics(self) -> Statistics:
+        """Return this rank's totals over all groups; its steps are the rounds of all of them."""
+        return total(one.statistics() for one in self.values())
+
+    def by_parameter(self) -> dict[str, ParameterTraffic]:
+        """Return each tensor's share of this rank's totals, by name."""
+        return {name: share for one in self.values() for name, share in one.by_parameter().items()}
+
+    def replace(self, compressor: Compressor | str | Mapping[str, Compressor | str]) -> None:
+        """Switch to another compressor from the next rounds on, in all groups or in those named; see `Handle.replace`.
+
+        If it does not suit one of the groups on any rank, no group switches.
+        """
+        given = dict(compressor) if isinstance(compressor, Mapping) else dict.fromkeys(self, compressor)
+        if unknown := given.keys() - self.keys():
+            raise SettingsError(
+                f"replace: there is no group {', '.join(sorted(unknown))}; there are {', '.join(self)}."
+            )
+        for label, one in given.items():  # the first error is raised in the first group, where all ranks learn of it
+            try:
+                self[label].checked(one)
+            except SettingsError:
+                self[label].replace(one)
+        for label, one in given.items():
+            self[label].replace(one)
+
+    def snapshot(self, shared: Mapping[str, Any] | None = None) -> Snapshots:
+        """Return the same as `state_dict`, with the tensors themselves; `shared` is added to it."""
+        return Snapshots(groups={label: one.snapshot() for label, one in self.items()}, shared=dict(shared or {}))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all groups as plain data, once what is under way has ended; see `Handle.state_dict`."""
+        groups = {label: one.state_dict() for label, one in self.items()}
+        return Snapshots(groups={}, shared={}).as_dict() | {"groups": groups}
+
+    def differences(self, snapshots: Snapshots, rules: LoadRules) -> list[str]:
+        """List every difference between a state and this run that would cause an error on loading."""
+        if snapshots.groups.keys() != self.keys():
+            return [f"it has the groups {', '.join(snapshots.groups)}, and this run has {', '.join(self)}"]
+        return [
+            f"{label}: {fault}"
+            for label, one in self.items()
+            for fault in one.differences(snapshots.groups[label], rules)
+        ]
+
+    def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
+        """Restore what `state_dict` returned, in all groups or, if it does not match one on any rank, in none.
+
+        See `Handle.load_state_dict`.
+        """
+        self.restore(read_groups(state), LoadRules(**rules))
+
+    def restore(self, loaded: Snapshots | CheckpointError, rules: LoadRules) -> None:
+        """Continue from a state; an error instead of it is raised on every rank, and nothing changes."""
+        first = next(iter(self.values()))
+        if not isinstance(loaded, CheckpointError) and (faults := self.differences(loaded, rules)):
+            loaded = refuse(f"rank {first.rank_and_world_size[0]}: the checkpoint does not fit", faults)
+        agreed(first._made_engine(), loaded)
+        if isinstance(loaded, CheckpointError):
+            raise loaded
+        for label, one in self.items():
+            restore(one._made_engine(), loaded.groups[label], rules, 0)
+
+    def close(self) -> None:
+        """Close all lanes; the thread stops with the line's last one. Later rounds fail."""
+        for one in self.values():
+            one._made_engine().stop()
+
+
+def read_groups(state: Mapping[str, Any] | CheckpointError) -> Snapshots | CheckpointError:
+    """Read a state_dict of several exchangers; return the error if it cannot be read, for the other ranks to learn."""
+    if isinstance(state, CheckpointError):
+        return state
+    try:
+        snapshots = Snapshots.from_dict(state)
+        for one in state["groups"].values():
+            complete(one)
+    except CheckpointError as error:
+        return error
+    except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
+        return CheckpointError(f"the state is damaged ({type(error).__name__}: {error}).")
+    return snapshots

@@ -1,0 +1,1 @@
+"""Sharded models: compressed communication for FSDP2."""

@@ -1,0 +1,163 @@
+"""What PyTorch's FSDP2 keeps to itself: the modules that communicate, their parameters and process groups.
+
+FSDP2 lets others run its collectives (`set_custom_reduce_scatter`), but does not say what is in them. That is known
+from attributes whose names begin with an underscore, all of which are looked up in this file. A version of PyTorch that
+has others is refused, naming what is missing.
+
+FSDP2 runs a reduce-scatter for each module that has parameters of its own, in every backward pass that synchronises.
+Its input is a matrix of one row for each rank: what that rank keeps of every parameter in turn, a part of the first
+dimension, padded with zeros to the same size on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
+
+from commhooks.errors import AttachError, SettingsError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardedParameter:
+    """A parameter of which each rank keeps a shard."""
+
+    name: str
+    """Its name in the model."""
+    shard: torch.nn.Parameter
+    """What this rank keeps: a DTensor, which the optimizer trains."""
+    shape: torch.Size
+    """Of the whole parameter."""
+    chunk: int
+    """How many elements of it a row of the reduce-scatter's input has, the same for every rank."""
+
+    def like(self) -> Tensor:
+        """Return a tensor of the whole parameter's shape and dtype, without memory."""
+        whole = torch.empty(self.shape, dtype=self.shard.dtype, device=self.shard.device)
+        whole.untyped_storage().resize_(0)
+        return whole
+
+
+class Unit:
+    """A module whose parameters FSDP2 gathers and reduces together."""
+
+    def __init__(self, name: str, module: FSDPModule, names: Mapping[Module, str]) -> None:
+        self.name = name or "the model"
+        """Its name in the model."""
+        self._module = weakref.ref(module)  # who holds a unit must not keep the model alive
+        self._prefixes = {id(one): f"{prefix}." if prefix else "" for one, prefix in names.items()}
+        if len(_held(module._get_fsdp_state(), "_fsdp_param_groups")) > 1:
+            raise SettingsError(
+                f"attach_sharded: {self.name} shards its parameters over several meshes; FSDP2 runs others' "
+                "collectives only for modules with one."
+            )
+
+    @property
+    def module(self) -> FSDPModule:
+        """The module; raises `AttachError` if it is gone."""
+        module = self._module()
+        if module is None:
+            raise AttachError(f"{self.name}: the model that was attached is gone.")
+        return module
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the module still exists."""
+        return self._module() is not None
+
+    @property
+    def _group(self) -> Any:
+        return _held(self.module._get_fsdp_state(), "_fsdp_param_groups")[0]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group of the ranks that have the shards."""
+        group: dist.ProcessGroup = _held(_held(self._group, "mesh_info"), "shard_process_group")
+        return group
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether FSDP2 itself averages the shards over replicas (HSDP)."""
+        return bool(_held(self._group, "_is_hsdp"))
+
+    @property
+    def divide_factor(self) -> float | None:
+        """What sums are divided by; None: the number of ranks."""
+        factor: float | None = _held(self._group, "gradient_divide_factor")
+        return factor
+
+    def parameters(self) -> list[ShardedParameter]:
+        """Return the parameters that are trained, in the order in which they are sent.
+
+        Raises:
+            SettingsError: A parameter is sharded along another dimension than the first.
+
+        """
+        found = []
+        for one in _held(self._group, "fsdp_params"):
+            where, shard = _held(one, "_module_info"), _held(one, "sharded_param")
+            name = self._prefixes[id(_held(where, "module"))] + _held(where, "param_name")
+            dimension = _held(one, "fsdp_placement").dim
+            if dimension != 0:
+                raise SettingsError(
+                    f"attach_sharded: {name!r} is sharded along dimension {dimension}; only the first one is supported."
+                )
+            if shard.requires_grad:
+                chunk = _held(one, "padded_sharded_param_size").numel()
+                found.append(ShardedParameter(name, shard, _held(one, "_orig_size"), chunk))
+        return found
+
+    def fingerprint(self) -> str:
+        """Return the text that must be the same on every rank."""
+        return "\n".join(f"parameter {p.name}: shape {tuple(p.shape)}, {p.shard.dtype}" for p in self.parameters())
+
+    def reduce_scatter(self) -> Any:
+        """Return what runs the reduce-scatter now."""
+        return _held(self._group, "_reduce_scatter_comm")
+
+    def has_default_reduce_scatter(self) -> bool:
+        """Return whether that is PyTorch's own."""
+        return type(self.reduce_scatter()).__module__.startswith("torch.")
+
+    def sends_unused(self) -> bool:
+        """Return whether zeros are sent for parameters without a gradient."""
+        return bool(_held(self._group, "reduce_scatter_unused_params"))
+
+
+def units_of(model: Module) -> list[Unit]:
+    """Return the FSDP modules of a model that have parameters of their own, in the order of `model.named_modules()`.
+
+    Raises:
+        AttachError: There is none.
+
+    """
+    named = list(model.named_modules())
+    names = {module: name for name, module in named}
+    fsdp = [(name, module) for name, module in named if isinstance(module, FSDPModule)]
+    units = [
+        Unit(name, module, names) for name, module in fsdp if _held(module._get_fsdp_state(), "_fsdp_param_groups")
+    ]
+    if not units:
+        raise AttachError(
+            f"attach_sharded: {type(model).__name__} has no parameters that FSDP2 shards; call "
+            "torch.distributed.fsdp.fully_shard on it and its layers first."
+        )
+    return units
+
+
+def _held(owner: Any, name: str) -> Any:
+    """Return what FSDP2 keeps under a name; raise `AttachError` if this version of PyTorch does not have it."""
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise AttachError(
+            f"attach_sharded: FSDP2's {type(owner).__name__} has no {name!r} in PyTorch {torch.__version__}; "
+            "versions known to work are 2.13."
+        ) from None

@@ -1,0 +1,115 @@
+"""What runs in place of FSDP2's reduce-scatter: its input is a bucket of shards, and its output this rank's shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from commhooks.devices import Mark, mark_of
+from commhooks.engine.engine import Engine
+from commhooks.errors import AttachError
+from commhooks.sharded.fsdp import Unit
+
+
+class Rows:
+    """The input and the output of a reduce-scatter, as a bucket of shards."""
+
+    def __init__(self, rows: Tensor, output: Tensor, parameters: Sequence[Tensor], chunks: Sequence[int]) -> None:
+        self._rows, self._output = rows, output
+        self._parameters, self._chunks = [*parameters], [*chunks]
+
+    def index(self) -> int:
+        """Return 0: it is the only one of its step."""
+        return 0
+
+    def is_last(self) -> bool:
+        """Return True."""
+        return True
+
+    def buffer(self) -> Tensor:
+        """Return the gradients, [world size, width], whose row r holds what rank r keeps."""
+        return self._rows
+
+    def output(self) -> Tensor:
+        """Return where the mean of this rank's row goes, [width]."""
+        return self._output
+
+    def parameters(self) -> list[Tensor]:
+        """Return what stands for the parameters, in the order of the rows' parts."""
+        return self._parameters
+
+    def chunks(self) -> list[int]:
+        """Return how many elements of each parameter a row has."""
+        return self._chunks
+
+
+class Memory:
+    """What the reduce-scatters of a model's modules use one after another: as much as the largest needs."""
+
+    def __init__(self) -> None:
+        self._of_kind: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._free: Mark | None = None
+
+    def take(self, what: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory, 1-D, that was given back; on a GPU the current stream waits until it is free."""
+        if self._free is not None:
+            self._free.wait()
+        found = self._of_kind.get((what, dtype, device))
+        if found is None or found.numel() < elements:
+            found = self._of_kind[what, dtype, device] = torch.empty(elements, dtype=dtype, device=device)
+        return found[:elements]
+
+    def give_back(self, device: torch.device) -> None:
+        """Let others have it once the current stream gets here."""
+        self._free = mark_of(device)
+
+    def bytes(self) -> int:
+        """Return how much it is."""
+        return sum(memory.untyped_storage().nbytes() for memory in self._of_kind.values())
+
+
+class ReduceScatter:
+    """What FSDP2 calls for one module, in each backward pass that synchronises, in place of its own reduce-scatter."""
+
+    def __init__(self, unit: Unit, engine: Engine, memory: Memory) -> None:
+        parameters = unit.parameters()
+        self._unit, self._engine, self._memory = unit, engine, memory
+        self._like = [parameter.like() for parameter in parameters]
+        self._chunks = [parameter.chunk for parameter in parameters]
+        engine.bind([(one.name, like) for one, like in zip(parameters, self._like, strict=True)])
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for an input, or new memory for an output, which becomes the gradient."""
+        ranks, width = self._engine.line.world_size, sum(self._chunks)
+        if ranks > 1 and tuple(size) == (ranks * width,):
+            return self._memory.take("input", ranks * width, dtype, device)
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @_disable_dynamo  # a compiled training step would trace the engine
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Write the mean of this rank's row, or the sum that `op` asks for; it is there when the stream gets to it."""
+        ranks, width = self._engine.line.world_size, sum(self._chunks)
+        if input_tensor.numel() != ranks * width:
+            self._fail(
+                f"the gradients have {input_tensor.numel():,} elements in place of {ranks * width:,}: parameters were "
+                "frozen or unfrozen since attach_sharded; detach, and attach again"
+            )
+        mean = self._memory.take("output", width, input_tensor.dtype, input_tensor.device)
+        self._engine.run(Rows(input_tensor.view(ranks, width), mean, self._like, self._chunks)).wait()
+        output_tensor.copy_(mean)
+        if op != dist.ReduceOp.AVG:
+            output_tensor.mul_(ranks if op == dist.ReduceOp.SUM else ranks / (self._unit.divide_factor or ranks))
+        self._memory.give_back(input_tensor.device)
+
+    def _fail(self, what: str) -> NoReturn:
+        why = f"rank {self._engine.line.rank}, {self._unit.name}: {what}."
+        self._engine.stop(why)
+        raise AttachError(why)

@@ -1,0 +1,91 @@
+"""Small models that FSDP2 shards, and their training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+INPUTS, CLASSES = 20, 7
+FP32 = MixedPrecisionPolicy()
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+class Network(nn.Module):
+    """Two layers that are FSDP modules, and a head and a vector that belong to the root, as an unused layer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(INPUTS, 65)
+        self.second = nn.ModuleDict({"wide": nn.Linear(65, 130), "unused": nn.Linear(3, 4)})
+        self.head = nn.Linear(130, CLASSES)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        x = self.second["wide"](x).tanh()
+        y: Tensor = self.head(x)
+        return self.scale * y
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def sharded(
+    policy: MixedPrecisionPolicy = FP32, *, frozen: bool = False, ranks: int | None = None, **settings: Any
+) -> Network:
+    """Return the network, sharded over the ranks of the default group, three FSDP modules."""
+    mesh = init_device_mesh("cpu", (ranks or dist.get_world_size(),))
+    model = Network()
+    if frozen:
+        model.first.bias.requires_grad_(False)
+    for module in (model.first, model.second["wide"], model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, **settings)
+    return model
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, INPUTS, generator=generator), torch.randint(0, CLASSES, (8,), generator=generator)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, first: int, last: int, *, accumulated: int = 1
+) -> float:
+    """Run steps first to last - 1, each of so many batches of which only the last one synchronises."""
+    loss = torch.zeros(())
+    for step in range(first, last):
+        for part in range(accumulated):
+            if accumulated > 1:
+                model.set_requires_gradient_sync(part == accumulated - 1)  # type: ignore[operator]  # FSDPModule's
+            inputs, targets = batch(rank, accumulated * step + part)
+            loss = nn.functional.cross_entropy(model(inputs).float(), targets)
+            (loss / accumulated).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def shards(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of what this rank keeps of the parameters."""
+    named: dict[str, Any] = dict(model.named_parameters())
+    return {name: parameter.to_local().detach().clone() for name, parameter in named.items()}
+
+
+def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Return the largest difference between two ranks' shards or states."""
+    assert one.keys() == other.keys()
+    return max((float((one[name] - other[name]).abs().max()) for name in one if one[name].numel()), default=0.0)

@@ -1,0 +1,249 @@
+"""Compressors in the place of FSDP2's reduce-scatter: without loss as without them, and with it as they promise."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from commhooks import attach_sharded
+from tests.commhooks.ranks import survived
+from tests.commhooks.resuming import distance, roundtrip
+from tests.commhooks.told import Told, told_by
+from tests.sharded.models import FP32, MIXED, NARROW, Make, Network, adamw, furthest, sgd, sharded, shards, train
+from tests.world import on_ranks, run_world_outcomes
+
+STEPS = 6
+MODULES = ["the model", "first", "second.wide"]
+HALF = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+POLICIES = {"fp32": FP32, "mixed": MIXED, "narrow": NARROW, "fp16": HALF}
+
+
+def trained(
+    rank: int,
+    compressor: str | None,
+    make: Make = sgd,
+    policy: MixedPrecisionPolicy = FP32,
+    *,
+    steps: int = STEPS,
+    accumulated: int = 1,
+    factor: float | None = None,
+    **of_model: Any,
+) -> tuple[dict[str, Tensor], float]:
+    """Train a new model with a compressor, or with FSDP2 alone; return what this rank keeps, and the last loss."""
+    model = sharded(policy, **of_model)
+    optimizer, attachment = make(model), None
+    if compressor is None:
+        model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
+    else:
+        attachment = attach_sharded(model, compressor, hook_timeout=30.0)
+        attachment.watch(optimizer)
+    for module in (model, model.first, model.second["wide"]):
+        if factor is not None:
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+            module.set_gradient_divide_factor(factor)  # type: ignore[operator]
+    loss = train(model, optimizer, rank, 0, steps, accumulated=accumulated)
+    if attachment is not None:
+        assert list(attachment) == MODULES and attachment.is_attached
+        assert [unit.steps for unit in attachment.values()] == [steps] * 3
+        attachment.detach()
+        assert not attachment.is_attached
+    return shards(model), loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_loss_two_ranks_train_bit_for_bit_as_fsdp2_does(rank: int, policy: str) -> None:
+    """Sums of two are the same in any order; in fp16 FSDP2 divides sums, and this means, which differ where it ends."""
+    for make in (sgd, adamw):
+        ways: list[dict[str, Any]] = [{}, {"frozen": True}, {"reshard_after_forward": False}]
+        if policy == "fp32":
+            ways += [{"factor": 3.0}, {"accumulated": 2}]
+        for how in ways:
+            plain, ours = (trained(rank, name, make, POLICIES[policy], **how)[0] for name in (None, "all-reduce"))
+            assert furthest(plain, ours) <= (1e-5 if policy == "fp16" and make is sgd else 0.0) or (
+                policy == "fp16" and make is adamw  # whose first steps are signs, also of what is almost 0
+            )
+
+
+@on_ranks(4)
+def test_four_ranks_train_as_fsdp2_does_but_for_the_order_of_sums(rank: int) -> None:
+    assert furthest(trained(rank, None)[0], trained(rank, "all-reduce")[0]) < 1e-6
+
+
+@on_ranks(2)
+def test_codes_train_about_as_well_for_fewer_bytes(rank: int) -> None:
+    _, plain = trained(rank, None, steps=20)
+    for name, most in (("bf16", 1e-3), ("int8", 2e-3), ("fp8", 1e-2), ("int4", 2e-2), ("sign", 0.1)):
+        _, loss = trained(rank, name, steps=20)
+        assert abs(loss / plain - 1) < most, (name, loss, plain)
+
+
+@on_ranks(2)
+def test_bytes_are_those_of_the_rows_that_others_keep(rank: int) -> None:
+    """A row of the widest module is 65 of 130 rows of 65 weights and 65 biases; int8 has blocks of 256, and scales."""
+    for name, of_block in (("all-reduce", 256 * 4), ("bf16", 256 * 2), ("int8:block=256", 256 + 4)):
+        model = sharded()
+        attachment = attach_sharded(model, name)
+        train(model, sgd(model), rank, 0, 3)
+        counts = attachment["second.wide"].statistics()
+        assert counts.steps == 3
+        elements, tail = divmod(65 * 65, 256)
+        least = elements * of_block + (tail + 65) * min(4, of_block // 256 + 0)
+        sent = counts.moved_bytes / 3
+        assert least <= sent <= least + (tail + 65) * 4 + 64, (name, sent, least)
+        assert set(attachment.by_parameter()) == set(dict(model.named_parameters()))
+        assert attachment.statistics().payload_bytes == sum(
+            one.statistics().payload_bytes for one in attachment.values()
+        )
+        attachment.detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("residuals", ["fp32", "bf16", "host"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(rank: int, residuals: Any) -> None:
+    model = sharded()
+    optimizer = adamw(model)
+    attachment = attach_sharded(model, "int4", residuals=residuals)
+    train(model, optimizer, rank, 0, 4)
+    saved = roundtrip(attachment.state_dict())
+    parameters, inner = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    kept = saved["groups"]["second.wide"]["local"][f"rank{rank}"]["second.wide.weight"]
+    assert kept["residual"].numel() == 130 * 65, "of the whole parameter"
+    train(model, optimizer, rank, 4, 8)
+    whole, state = shards(model), attachment.state_dict()
+    attachment.detach()
+
+    again = sharded()
+    optimizer = adamw(again)
+    resumed = attach_sharded(again, "int4", residuals=residuals)
+    again.load_state_dict(parameters)
+    optimizer.load_state_dict(inner)
+    resumed.load_state_dict(saved)
+    train(again, optimizer, rank, 4, 8)
+    assert furthest(whole, shards(again)) == 0
+    assert distance(state["groups"], resumed.state_dict()["groups"]) == 0
+    resumed.replace("bf16")
+    train(again, optimizer, rank, 8, 9)
+    assert "Cast" in repr(resumed["first"].compressor)
+    refused = told_by(lambda: resumed.replace("powersgd"))
+    assert refused.error == "SettingsError" and "averages whole gradients" in refused.text
+    train(again, optimizer, rank, 9, 10)
+    resumed.detach()
+
+
+@on_ranks(2)
+def test_what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
+    plain = told_by(lambda: attach_sharded(Network(), "int8"))
+    assert plain.error == "AttachError" and "call torch.distributed.fsdp.fully_shard" in plain.text
+    model = sharded()
+    for name, error, text in (
+        ("powersgd", "SettingsError", "averages whole gradients, of which no rank can return its shard alone"),
+        ("signum", "SettingsError", "averages whole gradients"),
+        ("int9", "SettingsError", "Did you mean 'int8'"),
+        ("int8" if rank else "int4", "AttachError", "ranks disagree"),
+    ):
+        told = told_by(lambda name=name: attach_sharded(model, name))  # type: ignore[misc]  # mypy: cannot infer a lambda
+        assert told.error == error and text in told.text, told.text
+    attachment = attach_sharded(model, "int8")
+    assert "has another custom reduce-scatter already" in told_by(lambda: attach_sharded(model, "int8")).text
+    model.first.bias.requires_grad_(False)
+    frozen = told_by(lambda: train(model, sgd(model), rank, 0, 2))
+    assert "first: the gradients have 1,320 elements in place of 1,386" in frozen.text
+    assert not attachment["first"]._engine.statistics().steps or rank >= 0
+    replicated = nn.Linear(4, 4)
+    fully_shard(replicated, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
+    assert "over replicas itself, uncompressed (HSDP" in told_by(lambda: attach_sharded(replicated, "int8")).text
+    across = nn.Linear(4, 4, bias=False)
+    fully_shard(across, mesh=init_device_mesh("cpu", (2,)), shard_placement_fn=lambda _: Shard(1))
+    assert "is sharded along dimension" in told_by(lambda: attach_sharded(across, "int8")).text
+
+
+@on_ranks(2)
+def test_an_optimizer_that_steps_on_gradients_of_which_a_module_sent_none_is_stopped(rank: int) -> None:
+    model = sharded()
+    optimizer = sgd(model)
+    attachment = attach_sharded(model, "int8")
+    attachment.watch(optimizer)
+    train(model, optimizer, rank, 0, 1)
+    model.second["wide"].set_custom_reduce_scatter(attachment["second.wide"]._before[0])  # type: ignore[operator]
+    told = told_by(lambda: train(model, optimizer, rank, 1, 2))
+    assert told.error == "HookDidNotRunError", told.text
+    attachment.detach()
+
+
+@on_ranks(2)
+def test_an_inf_on_one_rank_commits_nothing_on_any(rank: int) -> None:
+    model = sharded()
+    optimizer = sgd(model)
+    attachment = attach_sharded(model, "int4")
+    train(model, optimizer, rank, 0, 2)
+    before = copy.deepcopy(attachment.state_dict()["groups"])
+    if rank == 1:
+        model.head.register_full_backward_hook(lambda *_: None)
+    loss = model(torch.full((2, 20), float("inf") if rank else 1.0)).sum()
+    loss.backward()
+    after = attachment.state_dict()["groups"]
+    for label in MODULES:
+        assert distance(before[label]["local"], after[label]["local"]) == 0
+    optimizer.zero_grad()
+    train(model, optimizer, rank, 2, 3)
+    assert all(shard.isfinite().all() for shard in shards(model).values())
+    attachment.detach()
+
+
+def without_a_peer(rank: int, how: str) -> Told | None:
+    """Train on while rank 1 was killed, or does not come."""
+    model = sharded(reshard_after_forward=False)  # else FSDP2 gathers in the backward pass, and waits there
+    optimizer = sgd(model)
+    attach_sharded(model, "int8", hook_timeout=2.0 if how == "late" else None)
+    train(model, optimizer, rank, 0, 2)
+    if rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.zeros(1, 20))  # gathers, which FSDP2 does by itself
+        time.sleep(6.0)
+        os._exit(0)
+    return told_by(lambda: train(model, optimizer, rank, 2, 3))
+
+
+@pytest.mark.parametrize("how", ["killed", "late"])
+def test_a_rank_that_dies_or_does_not_come_is_named(how: str) -> None:
+    first, _ = run_world_outcomes(without_a_peer, 2, how)
+    if how == "late":
+        assert survived(first), first.describe()
+        told = first.value
+        assert "hook_timeout=2.0 s. No answer from rank 1" in told.text and "round 2, second.wide" in told.text
+        assert told.seconds < 6.0
+    else:
+        assert survived(first) and first.value.error in {"RuntimeError", "CollectiveError"}, first.describe()
+
+
+@on_ranks(1)
+def test_one_rank_trains_as_without(rank: int) -> None:
+    plain, _ = trained_alone(None), None
+    ours = trained_alone("int8")
+    assert furthest(plain, ours) == 0
+
+
+def trained_alone(compressor: str | None) -> dict[str, Tensor]:
+    model = sharded()
+    optimizer = sgd(model)
+    attachment = None if compressor is None else attach_sharded(model, compressor)
+    if attachment is not None:
+        attachment.watch(optimizer)
+    train(model, optimizer, dist.get_rank(), 0, 3)
+    if attachment is not None:
+        assert attachment.statistics().steps == 0
+        attachment.detach()
+    return shards(model)
