@@ -169,10 +169,16 @@ def attach_sharded(
         may_bypass=wrap_communicator is not None,
     )
     memory, made = Memory(), list[ShardedUnit]()
+    names = f"modules: {', '.join(unit.name for unit in units)}\n"  # a rank with one more would wait for the others
     try:
         for unit in units:
             engine = Engine(
-                compressor, line, fingerprint=unit.fingerprint(), residuals=residuals, may_join=False, name=unit.name
+                compressor,
+                line,
+                fingerprint=names + unit.fingerprint(),
+                residuals=residuals,
+                may_join=False,
+                name=unit.name,
             )
             made.append(ShardedUnit(unit, engine, memory))
             if scaler is not None:
@@ -195,8 +201,8 @@ def _check(units: Sequence[Unit]) -> None:
     for unit in units:
         if unit.is_replicated:
             raise SettingsError(
-                f"attach_sharded: FSDP2 averages the shards of {unit.name} over replicas itself, uncompressed (HSDP: a "
-                "mesh of two dimensions); shard over a mesh of one."
+                f"attach_sharded: FSDP2 averages the gradients of {unit.name} over replicas itself, uncompressed "
+                "(HSDP: a mesh of two dimensions; or replicate); shard over a mesh of one."
             )
         if unit.process_group is not units[0].process_group:
             raise SettingsError(f"attach_sharded: {unit.name} and {units[0].name} are sharded over different ranks.")

@@ -35,12 +35,14 @@ class ShardedParameter:
     """What this rank keeps: a DTensor, which the optimizer trains."""
     shape: torch.Size
     """Of the whole parameter."""
+    device: torch.device
+    """Where gradients are reduced: not that of the shard if it is offloaded, or without memory yet (meta)."""
     chunk: int
     """How many elements of it a row of the reduce-scatter's input has, the same for every rank."""
 
     def like(self) -> Tensor:
         """Return a tensor of the whole parameter's shape and dtype, without memory."""
-        whole = torch.empty(self.shape, dtype=self.shard.dtype, device=self.shard.device)
+        whole = torch.empty(self.shape, dtype=self.shard.dtype, device=self.device)
         whole.untyped_storage().resize_(0)
         return whole
 
@@ -84,8 +86,10 @@ class Unit:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether FSDP2 itself averages the shards over replicas (HSDP)."""
-        return bool(_held(self._group, "_is_hsdp"))
+        """Whether FSDP2 itself averages over replicas: shards (HSDP), or whole gradients (`replicate`)."""
+        return bool(_held(self._group, "_is_hsdp")) or hasattr(
+            _held(self._group, "mesh_info"), "replicate_process_group"
+        )
 
     @property
     def divide_factor(self) -> float | None:
@@ -103,7 +107,13 @@ class Unit:
         found = []
         for one in _held(self._group, "fsdp_params"):
             where, shard = _held(one, "_module_info"), _held(one, "sharded_param")
-            name = self._prefixes[id(_held(where, "module"))] + _held(where, "param_name")
+            owner = _held(where, "module")
+            if id(owner) not in self._prefixes:
+                raise AttachError(
+                    f"attach_sharded: {self.name} is sharded together with a {type(owner).__name__} that is not in the "
+                    "model given; pass a module that contains both."
+                )
+            name = self._prefixes[id(owner)] + _held(where, "param_name")
             dimension = _held(one, "fsdp_placement").dim
             if dimension != 0:
                 raise SettingsError(
@@ -111,7 +121,8 @@ class Unit:
                 )
             if shard.requires_grad:
                 chunk = _held(one, "padded_sharded_param_size").numel()
-                found.append(ShardedParameter(name, shard, _held(one, "_orig_size"), chunk))
+                device = _held(self._group, "device")
+                found.append(ShardedParameter(name, shard, _held(one, "_orig_size"), device, chunk))
         return found
 
     def fingerprint(self) -> str:
@@ -134,15 +145,20 @@ class Unit:
 def units_of(model: Module) -> list[Unit]:
     """Return the FSDP modules of a model that have parameters of their own, in the order of `model.named_modules()`.
 
+    Of modules sharded together, with `fully_shard([one, other])`, the first one stands for all.
+
     Raises:
         AttachError: There is none.
 
     """
     named = list(model.named_modules())
     names = {module: name for name, module in named}
-    fsdp = [(name, module) for name, module in named if isinstance(module, FSDPModule)]
+    by_state: dict[Any, tuple[str, FSDPModule]] = {}
+    for name, module in named:
+        if isinstance(module, FSDPModule):
+            by_state.setdefault(module._get_fsdp_state(), (name, module))
     units = [
-        Unit(name, module, names) for name, module in fsdp if _held(module._get_fsdp_state(), "_fsdp_param_groups")
+        Unit(name, module, names) for state, (name, module) in by_state.items() if _held(state, "_fsdp_param_groups")
     ]
     if not units:
         raise AttachError(

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -167,6 +168,43 @@ def test_what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
     across = nn.Linear(4, 4, bias=False)
     fully_shard(across, mesh=init_device_mesh("cpu", (2,)), shard_placement_fn=lambda _: Shard(1))
     assert "is sharded along dimension" in told_by(lambda: attach_sharded(across, "int8")).text
+
+
+@on_ranks(2)
+def test_modules_sharded_together_are_one_under_the_name_of_the_first(rank: int) -> None:
+    """Also while their parameters have no memory yet."""
+    mesh = init_device_mesh("cpu", (2,))
+    with torch.device("meta"):
+        model = Network()
+    fully_shard([model.first, model.second["wide"]], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    attachment = attach_sharded(model, "int8", hook_timeout=30.0)
+    assert {one.device.type for one in attachment["first"]._engine.state.named().values()} == {"cpu"}
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    optimizer = sgd(model)
+    attachment.watch(optimizer)
+    train(model, optimizer, rank, 0, 2)
+    assert attachment.is_attached
+    assert {name: unit.steps for name, unit in attachment.items()} == {"the model": 2, "first": 2}
+    assert set(attachment.by_parameter()) == set(dict(model.named_parameters()))
+    attachment.detach()
+    assert "that is not in the model given" in told_by(lambda: attach_sharded(model.first, "int8")).text
+
+
+@on_ranks(2)
+def test_ranks_that_have_other_modules_disagree_in_words(rank: int) -> None:
+    """The last module's parameters are frozen on one rank, which does not wait there for the other."""
+    model = sharded()
+    if rank == 0:
+        model.second["wide"].requires_grad_(False)
+    told = told_by(lambda: attach_sharded(model, "int8", hook_timeout=30.0))
+    assert told.error == "AttachError" and "modules: the model, first" in told.text, told.text
+    assert told.seconds < 10.0
+    replicated = nn.Linear(4, 4)
+    replicate(replicated, mesh=init_device_mesh("cpu", (2,)))
+    assert "over replicas itself, uncompressed" in told_by(lambda: attach_sharded(replicated, "int8")).text
 
 
 @on_ranks(2)
