@@ -15,12 +15,17 @@ from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, HookDidNotRunError
 from commhooks.hooks.optimizers import unsuited
 
+_ADVICE = (
+    "Call the model that DistributedDataParallel returned, not the module inside it; run the last backward pass before "
+    "each step outside no_sync(); and attach to the model that is trained."
+)
+
 
 class Watch:
     """A check of one optimizer's steps against the number of buckets that the hook has received.
 
     `in_buckets` are the parameters whose gradients the hook is handed; `left_out` are those of the same model whose
-    gradients it never is, with their names. `engine` runs the compressor.
+    gradients it never is, with their names. `engine` runs the compressor. `advice` ends the error.
     """
 
     def __init__(
@@ -30,7 +35,9 @@ class Watch:
         left_out: Mapping[Tensor, str],
         buckets_handed_in: Callable[[], int],
         engine: Engine,
+        advice: str = _ADVICE,
     ) -> None:
+        self._advice = advice
         self._in_buckets = in_buckets
         self._left_out = left_out
         self._buckets_handed_in = buckets_handed_in
@@ -82,9 +89,7 @@ class Watch:
         if self._buckets_handed_in() == self._at_last_step and any(map(self._is_new, _stepped(optimizer))):
             raise HookDidNotRunError(
                 f"{type(optimizer).__name__} {makes} a step, but no gradient has passed through the attached "
-                "compressor since its last one: this rank trains alone. Call the model that DistributedDataParallel "
-                "returned, not the module inside it; run the last backward pass before each step outside no_sync(); "
-                "and attach to the model that is trained."
+                f"compressor since its last one: this rank trains alone. {self._advice}"
             )
         alone = [self._left_out[p] for p in _stepped(optimizer) if p in self._left_out] if self._left_out else []
         if alone:

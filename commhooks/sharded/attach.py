@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from commhooks.communicators.connection import WrapCommunicator
 from commhooks.engine.engine import Engine
@@ -55,10 +57,17 @@ class ShardedUnit(Handle):
         self._unit.module.set_custom_reduce_scatter(self._runs)  # type: ignore[arg-type]  # it has the methods of FSDP2's class
         self._unit.module.set_reduce_scatter_unused_params(True, recurse=False)  # a step's size must not differ
 
-    def _watch(self, optimizer: object) -> None:
-        shards = {parameter.shard for parameter in self._unit.parameters()}
-        found = optimizer_of("watch", shards, optimizer)
-        self._watches.append(Watch(found, shards, {}, lambda: self.steps, self._engine))
+    def _shards(self) -> set[Tensor]:
+        return {parameter.shard for parameter in self._unit.parameters()}
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        shards, trained = self._shards(), {p for group in optimizer.param_groups for p in group["params"]}
+        if not shards.isdisjoint(trained):
+            advice = (
+                f"It trains parameters of {self._unit.name}: run the last backward pass before each step with "
+                "set_requires_gradient_sync(True), and set no other custom reduce-scatter."
+            )
+            self._watches.append(Watch(optimizer, shards, {}, lambda: self.steps, self._engine, advice))
 
     def _detach(self) -> None:
         while self._watches:  # they hold parameters
@@ -112,7 +121,9 @@ class ShardedAttachment(Grouped[ShardedUnit]):
         """
         if self._line.world_size == 1:
             return
-        for optimizer, unit in itertools.product(optimizers, self.values()):
+        shards = set[Tensor]().union(*(unit._shards() for unit in self.values()))
+        found = [optimizer_of("watch", shards, optimizer) for optimizer in optimizers]
+        for optimizer, unit in itertools.product(found, self.values()):
             unit._watch(optimizer)
 
     def detach(self) -> None:

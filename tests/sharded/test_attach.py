@@ -209,14 +209,18 @@ def test_ranks_that_have_other_modules_disagree_in_words(rank: int) -> None:
 
 @on_ranks(2)
 def test_an_optimizer_that_steps_on_gradients_of_which_a_module_sent_none_is_stopped(rank: int) -> None:
+    """Each optimizer trains some of the modules."""
     model = sharded()
-    optimizer = sgd(model)
+    one, other = torch.optim.SGD([*model.first.parameters()], lr=0.1), sgd(model.second)
     attachment = attach_sharded(model, "int8")
-    attachment.watch(optimizer)
-    train(model, optimizer, rank, 0, 1)
+    attachment.watch(one, other)
+    assert "none of the parameters of SGD" in told_by(lambda: attachment.watch(sgd(nn.Linear(2, 2)))).text
+    train(model, one, rank, 0, 1)
+    train(model, other, rank, 0, 1)
     model.second["wide"].set_custom_reduce_scatter(attachment["second.wide"]._before[0])  # type: ignore[operator]
-    told = told_by(lambda: train(model, optimizer, rank, 1, 2))
-    assert told.error == "HookDidNotRunError", told.text
+    told = told_by(lambda: train(model, other, rank, 1, 2))
+    assert told.error == "HookDidNotRunError" and "It trains parameters of second.wide: " in told.text, told.text
+    train(model, one, rank, 1, 2)
     attachment.detach()
 
 
