@@ -30,16 +30,16 @@ class Recipe:
         return f"rate {self.rate:g}, {momentum} ({self.source})"
 
 
-_RUNS = "best of four recipes on gpt:size=small, 2 ranks, every=30: 600 steps, seeds 0 and 1"
-_LONGER = f"{_RUNS}; and of three: 1,200 steps, seed 0"
+_RUNS = "best of four recipes on gpt:size=small, 4 workers, 1,200 steps, every=30; and of two at 10 and 100"
 RECIPES: Mapping[str, Recipe] = {
     "all-reduce": Recipe(1.0, 0.0, _RUNS),
-    "int4": Recipe(1.0, 0.0, _LONGER),
+    "int4": Recipe(1.0, 0.0, _RUNS),
+    "codebook": Recipe(1.0, 0.0, _RUNS),
     "powersgd": Recipe(1.0, 0.0, f"{_RUNS}, at rank 4"),
-    "sparse-loco": Recipe(1.0, 0.0, f"{_LONGER}; Sarfi et al., SparseLoCo, 2025, has no momentum either"),
+    "sparse-loco": Recipe(1.0, 0.0, f"{_RUNS}; Sarfi et al., SparseLoCo, 2025, has no momentum either"),
 }
-"""Outer recipes by the name of the compressor, for specs that give none. The runs are in docs/guide/diloco.md."""
-OTHERS = Recipe(1.0, 0.0, "not measured: that of all four above")
+"""Outer recipes by the name of the compressor, for specs that give none; from docs/reproductions/diloco-recipes.md."""
+OTHERS = Recipe(1.0, 0.0, "not measured: that of all above")
 """The outer recipe of compressors that `RECIPES` does not name."""
 
 
@@ -58,7 +58,7 @@ class Seldom:
     fragments: int = 1
     """How many parts are sent one after another in a round. Higher: smaller bursts."""
     arrangement: str = "strided"
-    """How layers are dealt to fragments: strided or sequential."""
+    """How layers are dealt to fragments: strided, sequential or even."""
     delay: int = 0
     """Steps after which a mean is used. Higher: more time for the exchange, and older means."""
     mixing: float = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Self
+from typing import Any, Self
 
 from commhooks.language.spelling import NAME, Spelling, parse
 
@@ -39,7 +39,8 @@ class Spec(Spelling):
 
         """
         found = parse(text, what, _NAMES[what])
-        return cls(found.name, found.settings)
+        plain = _plain if found.name == DILOCO else lambda value: value
+        return cls(found.name, tuple((key, plain(value)) for key, value in found.settings))
 
     @property
     def label(self) -> str:
@@ -54,6 +55,11 @@ class Spec(Spelling):
     def with_default(self, key: str, value: SettingValue) -> Self:
         """Return the spec with this setting, unless it has one of that name."""
         return self if self.has(key) else dataclasses.replace(self, settings=(*self.settings, (key, value)))
+
+
+def _plain(value: Any) -> Any:
+    """Return a name in parentheses without settings, such as '(int4)', as the text 'int4': both mean the same."""
+    return value.name if isinstance(value, Spelling) and not value.settings else value
 
 
 def is_seldom(hook: Spec) -> bool:

@@ -268,12 +268,15 @@ def test_every_reproduction_has_a_page_with_the_numbers_of_a_run_that_was_made(n
     assert f"reproductions/{name}.md" in str(yaml.safe_load(navigation)["nav"])
 
     reproduction, made = load_reproduction(name), Results.read(PAGES / name / RESULTS)
-    settings = reproduction.sizes["default"]
-    assert made.size == "default" and made.settings == Results.of_settings(settings)
-    # Beside other programs the command had only a part of the processors, and took so much longer.
-    share = min(1.0, float(made.machine["cores"]) / float(made.machine["load"]))
-    assert 0 < made.seconds * share < LONGEST_SECONDS
-    assert made.command == f"python -m experiments.studies reproduce {name}"
+    settings = reproduction.sizes[made.size]
+    assert made.size == ("full" if "full" in reproduction.sizes else "default")
+    assert made.settings == Results.of_settings(settings)
+    if made.size == "default":
+        # Beside other programs the command had only a part of the processors, and took so much longer.
+        share = min(1.0, float(made.machine["cores"]) / float(made.machine["load"]))
+        assert 0 < made.seconds * share < LONGEST_SECONDS
+    assert made.command == Request(name=name, size=made.size).command
+    assert f"```\n{made.command}\n```" in text
     blocks = reproduction.show(settings, made.measured)
     shown = markdown(page(reproduction, made, blocks), f"{name}/")
     assert (PAGES / name / MEASURED).read_text(encoding="utf-8") == shown

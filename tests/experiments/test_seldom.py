@@ -20,6 +20,8 @@ from experiments.specs import Spec
 from experiments.sweeps.forecast import Forecast
 from experiments.sweeps.plan import plan
 from experiments.tasks import load_task
+from experiments.training.lockstep import train_in_lockstep
+from experiments.training.seldom import train_seldom_in_lockstep
 from experiments.training.worker import RunDone, Work, train_all
 
 BITS_PER_SECOND = 10e6
@@ -99,6 +101,12 @@ def test_the_guide_has_the_outer_recipe_of_every_compressor() -> None:
     assert found == {name: (one.rate, one.momentum) for name, one in {**RECIPES, "": OTHERS}.items()}
 
 
+def test_parentheses_around_a_name_alone_make_no_other_hook() -> None:
+    bare, within = (Spec.parse(f"diloco:every=6,compressor={name}") for name in ("int4", "(int4)"))
+    assert bare == within and within.label == "diloco:compressor=int4,every=6"
+    assert "compressor=(int4:block=64)" in Spec.parse("diloco:every=6,compressor=(int4:block=64)").label
+
+
 def test_settings_of_a_ddp_are_said_to_have_no_effect() -> None:
     with pytest.warns(UserWarning, match="diloco:every=4 trains a plain module: ddp and bucket_cap_mb have no effect"):
         plan(["digits:size=tiny"], ["diloco:every=4"], links=["10Mbit/s"], steps=STEPS, ddp="torch")
@@ -157,3 +165,27 @@ def test_a_forecast_spreads_a_round_over_its_steps() -> None:
     runs = [dataclasses.replace(settings(hook), link=slow) for hook in ("int4", "diloco:compressor=int4,every=4")]
     whole, quarter = map(forecast.seconds, runs)
     assert quarter == pytest.approx(whole / 4, rel=0.01)
+
+
+@pytest.mark.parametrize("hook", [EXACT, SELDOM, STREAMED])
+def test_workers_of_one_process_end_as_ranks_do(results: dict[str, RunResult], hook: str) -> None:
+    tasks, ran = [load_task("digits:size=tiny") for _ in range(2)], results[hook]
+    trained = train_seldom_in_lockstep(
+        tasks, ran.settings.hook, steps=STEPS, optimizer=Spec.parse("sgd:lr=0.05", "optimizer")
+    )
+    assert trained.loss == ran.evaluations[-1].loss
+    assert trained.payload_bytes == pytest.approx(statistics.fmean(step.payload_bytes for step in ran.steps), abs=0.01)
+
+
+def test_a_data_parallel_start_trains_as_data_parallel_training_does() -> None:
+    parallel = train_in_lockstep(load_task("gpt:size=tiny"), make_hook(Spec("all-reduce")), steps=4, workers=2)
+    whole, half = (
+        train_seldom_in_lockstep(
+            [load_task("gpt:size=tiny") for _ in range(2)], Spec.parse("diloco:every=2"), steps=4, start=start
+        )
+        for start in (4, 2)
+    )
+    assert whole.loss == pytest.approx(parallel.loss, rel=1e-6)
+    assert (whole.payload_bytes, whole.moved_bytes) == (parallel.payload_bytes, parallel.moved_bytes)
+    assert half.payload_bytes == 3 / 4 * whole.payload_bytes  # two steps, and one round
+    assert half.loss != whole.loss

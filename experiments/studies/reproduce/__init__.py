@@ -33,6 +33,7 @@ MODULES: dict[str, str] = {
     "diloco-table-4": ".simulation.diloco",
     "diloco-measured": ".simulation.diloco_measured",
     "diloco-utilisation": ".utilisation",
+    "diloco-recipes": ".diloco_recipes",
     "control-link": ".control",
 }
 """Where each reproduction is, by its name; in the order in which they are listed."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from experiments.hooks import make_hook
-from experiments.jobs import run_jobs
+from experiments.jobs import Job, run_jobs
 from experiments.machine import cores
 from experiments.specs import Spec
 from experiments.tasks import load_task
-from experiments.training.lockstep import train_in_lockstep
+from experiments.training.lockstep import Trained, train_in_lockstep
 
 from .notes import Notes
 
@@ -85,16 +85,7 @@ class Trial:
         task = load_task(named, self.seed)
         hook = make_hook(Spec.parse(hook_for(self.hook, task.steps)), self.seed)
         trained = train_in_lockstep(task, hook, steps=task.steps, workers=self.workers, optimizer=optimizer)
-        row: dict[str, Any] = {
-            "key": self.key,
-            "task": self.task,
-            "variant": self.variant,
-            "seed": self.seed,
-            "steps": task.steps,
-        }
-        for name, value in dataclasses.asdict(trained).items():
-            row[name] = None if isinstance(value, float) and not math.isfinite(value) else value
-        return row
+        return as_row(trained, key=self.key, task=self.task, variant=self.variant, seed=self.seed, steps=task.steps)
 
 
 def task_and_optimizer(text: str) -> tuple[Spec, Spec | None]:
@@ -137,6 +128,22 @@ def train_variants(ablation: Ablation, notes: Notes) -> dict[str, Any]:
         steps = loaded.steps
         for hook in ablation.variants.values():
             make_hook(Spec.parse(hook_for(hook, steps)))
+    return {"runs": rows_of(trials, notes, ablation.processes)}
+
+
+class Keyed(Job, Protocol):
+    """A run that returns a row of results, which has its key."""
+
+    @property
+    def key(self) -> str:
+        """What tells it apart from all others."""
+
+
+def rows_of(trials: Sequence[Keyed], notes: Notes, processes: int = 0) -> list[dict[str, Any]]:
+    """Return the rows of runs, in their order; those that an interrupted command finished are not made again.
+
+    `processes` is how many are made at a time; 0: one for each core.
+    """
     rows: dict[str, Any] = {trial.key: notes.get(trial.key) for trial in trials}
     missing = [trial for trial in trials if rows[trial.key] is None]
 
@@ -145,8 +152,16 @@ def train_variants(ablation: Ablation, notes: Notes) -> dict[str, Any]:
         notes.keep(row["key"], row, _in_words(row))
 
     if missing:
-        run_jobs(missing, min(ablation.processes or cores(), len(missing)), keep)
-    return {"runs": list(rows.values())}
+        run_jobs(missing, min(processes or cores(), len(missing)), keep)
+    return list(rows.values())
+
+
+def as_row(trained: Trained, **known: Any) -> dict[str, Any]:
+    """Return what is known of a run and what came out; a number that is not finite becomes None."""
+    outcome = dataclasses.asdict(trained).items()
+    return known | {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in outcome
+    }
 
 
 def _in_words(row: Mapping[str, Any]) -> str:
