@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from commhooks.errors import AttachError, SettingsError
+from commhooks.unwrapping import plain_name, unwrapped
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,13 +146,14 @@ class Unit:
 def units_of(model: Module) -> list[Unit]:
     """Return the FSDP modules of a model that have parameters of their own, in the order of `model.named_modules()`.
 
-    Of modules sharded together, with `fully_shard([one, other])`, the first one stands for all.
+    Of modules sharded together, with `fully_shard([one, other])`, the first one stands for all. Names are those without
+    `torch.compile` and activation checkpointing, so that a checkpoint loads with and without them.
 
     Raises:
         AttachError: There is none.
 
     """
-    named = list(model.named_modules())
+    named = [(plain_name(name), module) for name, module in unwrapped(model).named_modules()]
     names = {module: name for name, module in named}
     by_state: dict[Any, tuple[str, FSDPModule]] = {}
     for name, module in named:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -191,6 +192,23 @@ def test_modules_sharded_together_are_one_under_the_name_of_the_first(rank: int)
     assert set(attachment.by_parameter()) == set(dict(model.named_parameters()))
     attachment.detach()
     assert "that is not in the model given" in told_by(lambda: attach_sharded(model.first, "int8")).text
+
+
+@on_ranks(2)
+def test_state_loads_with_and_without_compilation_and_activation_checkpointing(rank: int) -> None:
+    model, wrapped, mesh = sharded(), Network(), init_device_mesh("cpu", (2,))
+    wrapped.second["wide"] = checkpoint_wrapper(wrapped.second["wide"])
+    for module in (wrapped.first, wrapped.second["wide"], wrapped):
+        fully_shard(module, mesh=mesh)
+    compiled: Any = torch.compile(wrapped, backend="eager")
+    plain, attachment = attach_sharded(model, "int8"), attach_sharded(compiled, "int8")
+    train(model, sgd(model), rank, 0, 2)
+    train(compiled, sgd(compiled), rank, 0, 1)
+    attachment.load_state_dict(plain.state_dict())
+    assert list(attachment) == MODULES and attachment.steps == 2
+    assert distance(plain.state_dict()["groups"], attachment.state_dict()["groups"]) == 0
+    attachment.detach()
+    plain.detach()
 
 
 @on_ranks(2)
