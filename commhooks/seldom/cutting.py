@@ -13,7 +13,7 @@ from commhooks.errors import SettingsError
 
 Arrangement = Literal["strided", "sequential", "even"]
 """How fragments are made: layer i goes to fragment i modulo their number; or layers are cut into runs of about equal
-size; or parameters are dealt out, so that sizes are as equal as they can be."""
+size; or parameters are dealt out, so that sizes are about equal."""
 
 
 def cut(
