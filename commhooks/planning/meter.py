@@ -55,6 +55,10 @@ class Clocks:
     """Return when the device has finished what was started."""
 
 
+_FIRST = ("all-reduce", HALF_SUM, "all-to-all")
+"""What most hooks send, and what a probe measures first at each size: the time may not suffice for the others."""
+
+
 class Meter:
     """Collectives of one group of ranks, timed."""
 
@@ -112,7 +116,7 @@ class Meter:
         }
         stopped: dict[str, int] = {}
         while growing:
-            kind = min(growing, key=lambda one: found[one, largest[one]])
+            kind = min(growing, key=lambda one: (growing[one][0], one not in _FIRST))
             size = growing[kind][0]
             # Four times as large takes at least twice as long, on any but a short message.
             least = max(1.0, size / largest[kind] / 2) * found[kind, largest[kind]]
