@@ -136,8 +136,8 @@ AXES = ("rate", "latency", "ranks", "parameters")
 SLOWER = {
     DENSE: (0, 0, 0, 0),
     "fp16": (0, 0, 0, 0),
-    "int8": (1, 2, 0, 0),
-    "top-k:ratio=0.01": (8, 9, 0, 0),
+    "int8": (0, 4, 0, 0),
+    "top-k:ratio=0.01": (10, 8, 0, 0),
     "powersgd:rank=4": (5, 4, 4, 0),
 }
 """At how many points of 500 the next one along each axis is slower, with one core; see docs/guide/simulate.md."""
