@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from commhooks.devices import Mark, mark_of
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError
 from commhooks.sharded.fsdp import Unit
@@ -53,20 +52,13 @@ class Memory:
 
     def __init__(self) -> None:
         self._of_kind: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-        self._free: Mark | None = None
 
     def take(self, what: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory, 1-D, that was given back; on a GPU the current stream waits until it is free."""
-        if self._free is not None:
-            self._free.wait()
+        """Return memory, 1-D, which the next call may return again: for what one stream does in turn."""
         found = self._of_kind.get((what, dtype, device))
         if found is None or found.numel() < elements:
             found = self._of_kind[what, dtype, device] = torch.empty(elements, dtype=dtype, device=device)
         return found[:elements]
-
-    def give_back(self, device: torch.device) -> None:
-        """Let others have it once the current stream gets here."""
-        self._free = mark_of(device)
 
     def bytes(self) -> int:
         """Return how much it is."""
@@ -86,7 +78,7 @@ class ReduceScatter:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for an input, or new memory for an output, which becomes the gradient."""
         ranks, width = self._engine.line.world_size, sum(self._chunks)
-        if ranks > 1 and tuple(size) == (ranks * width,):
+        if ranks > 1 and tuple(size) == (ranks * width,) and device.type == "cpu":  # a GPU fills it on another stream
             return self._memory.take("input", ranks * width, dtype, device)
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -107,7 +99,6 @@ class ReduceScatter:
         output_tensor.copy_(mean)
         if op != dist.ReduceOp.AVG:
             output_tensor.mul_(ranks if op == dist.ReduceOp.SUM else ranks / (self._unit.divide_factor or ranks))
-        self._memory.give_back(input_tensor.device)
 
     def _fail(self, what: str) -> NoReturn:
         why = f"rank {self._engine.line.rank}, {self._unit.name}: {what}."
