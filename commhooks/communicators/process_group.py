@@ -18,6 +18,7 @@ from torch import Tensor
 from commhooks.communicators.both_ways import all_to_all, gather_of_two
 from commhooks.communicators.collective import Collective
 from commhooks.communicators.gloo import goes_both_ways
+from commhooks.devices import runs_later
 from commhooks.errors import CollectiveError
 from commhooks.language.requests import Group
 
@@ -129,7 +130,9 @@ class ProcessGroupCommunicator:
 
     def _goes_both_ways(self, collective: Collective) -> bool:
         ranks = collective.ranks_in(self.world_size)
-        return self._open_back is not None and goes_both_ways(collective.kind, collective.payload_bytes, ranks)
+        if self._open_back is None or runs_later(collective.tensor):  # Gloo copies a GPU's tensors through the host
+            return False
+        return goes_both_ways(collective.kind, collective.payload_bytes, ranks)
 
     def _group_back(self, group: Group | None) -> Any:
         if group not in self._back:
