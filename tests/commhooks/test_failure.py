@@ -110,7 +110,7 @@ def _text_of_another_step(model: torch.nn.Module, rank: int) -> str:
     return "nothing"
 
 
-@on_ranks(3, check_exit=False)  # in rare cases Gloo never ends a collective whose peers have gone: see `survived`
+@on_ranks(3, check_exit=True)
 @both_ddps
 @both_policies
 def test_a_compressor_that_fails_on_one_rank_is_named_on_every_rank(rank: int, kind: str, policy: str) -> None:
