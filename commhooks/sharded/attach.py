@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from commhooks.communicators.connection import WrapCommunicator
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, SettingsError
-from commhooks.hooks.grouped import Grouped
 from commhooks.hooks.handle import Handle, check_run_settings, checked_compressor, refusal_of
-from commhooks.hooks.watching import Watch, optimizer_of
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.line import ProcessGroupLine
+from commhooks.sharded.attachment import ModulesAttachment
 from commhooks.sharded.fsdp import Unit, units_of
 from commhooks.sharded.reducing import Memory, ReduceScatter
 from commhooks.state.loss_scale import Scaler
@@ -32,9 +27,9 @@ class ShardedUnit(Handle):
     def __init__(self, unit: Unit, engine: Engine, memory: Memory) -> None:
         self._engine: Engine = engine
         self._unit = unit
-        self._before = unit.reduce_scatter(), unit.sends_unused()
+        self._before = unit.reduce_scatter()
         self._runs = ReduceScatter(unit, engine, memory)
-        self._watches: list[Watch] = []
+        self._is_plugged_in = False
 
     @property
     def steps(self) -> int:
@@ -55,31 +50,19 @@ class ShardedUnit(Handle):
 
     def _plug_in(self) -> None:
         self._unit.module.set_custom_reduce_scatter(self._runs)  # type: ignore[arg-type]  # it has the methods of FSDP2's class
-        self._unit.module.set_reduce_scatter_unused_params(True, recurse=False)  # a step's size must not differ
-
-    def _shards(self) -> set[Tensor]:
-        return {parameter.shard for parameter in self._unit.parameters()}
-
-    def _watch(self, optimizer: Optimizer) -> None:
-        shards, trained = self._shards(), {p for group in optimizer.param_groups for p in group["params"]}
-        if not shards.isdisjoint(trained):
-            advice = (
-                f"It trains parameters of {self._unit.name}: run the last backward pass before each step with "
-                "set_requires_gradient_sync(True), and set no other custom reduce-scatter."
-            )
-            self._watches.append(Watch(optimizer, shards, {}, lambda: self.steps, self._engine, advice))
+        self._is_plugged_in = True
+        self._unit.send_unused()  # a step's size must not differ
 
     def _detach(self) -> None:
-        while self._watches:  # they hold parameters
-            self._watches.pop().remove()
         if self.is_attached:
-            runs, sends_unused = self._before
-            self._unit.module.set_custom_reduce_scatter(runs)
-            self._unit.module.set_reduce_scatter_unused_params(sends_unused, recurse=False)
+            self._unit.module.set_custom_reduce_scatter(self._before)
+        if self._is_plugged_in and self._unit.is_there:
+            self._unit.end_sending_unused()
+        self._is_plugged_in = False
         self._engine.stop()
 
 
-class ShardedAttachment(Grouped[ShardedUnit]):
+class ShardedAttachment(ModulesAttachment[ShardedUnit]):
     """A compressor attached to the FSDP modules of a model, by their names, as returned by `attach_sharded`."""
 
     def __init__(
@@ -88,55 +71,34 @@ class ShardedAttachment(Grouped[ShardedUnit]):
         self._handles = dict(zip(names, units, strict=True))
         self._line = line
         self._memory = memory
+        self._watches = []
 
     @property
     def is_attached(self) -> bool:
         """Whether the model's gradients go through this compressor: until `detach`, or until the model is gone."""
         return all(unit.is_attached for unit in self.values())
 
-    @property
-    def steps(self) -> int:
-        """The number of backward passes synchronised since attaching, by the module with the most."""
-        return max(unit.steps for unit in self.values())
-
-    @property
-    def rank_and_world_size(self) -> tuple[int, int]:
-        """The rank of this process and the number of ranks, among those that have the shards."""
-        return self._line.rank, self._line.world_size
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The process group whose ranks have the shards; None once it has been destroyed."""
-        return self._line.process_group
-
     def memory_report(self) -> MemoryReport:
         """Return how many bytes are used, and for what; `gradients` are the largest module's input and output."""
         return added((unit.memory_report() for unit in self.values()), self._memory.bytes())
-
-    def watch(self, *optimizers: object) -> None:
-        """Raise `HookDidNotRunError` whenever one of these takes a step on gradients that bypassed the compressor.
-
-        Pass the optimizers of the model, or what a framework wraps around them. See `Attachment.watch`. With one rank
-        FSDP2 exchanges nothing, and nothing is watched.
-        """
-        if self._line.world_size == 1:
-            return
-        shards = set[Tensor]().union(*(unit._shards() for unit in self.values()))
-        found = [optimizer_of("watch", shards, optimizer) for optimizer in optimizers]
-        for optimizer, unit in itertools.product(found, self.values()):
-            unit._watch(optimizer)
 
     def detach(self) -> None:
         """Give the modules FSDP2's own reduce-scatter back. A second call does nothing.
 
         Every rank must detach between the same two steps.
         """
+        self._end_watching()
         for unit in self.values():
             unit._detach()
 
-    def close(self) -> None:
-        """Detach."""
-        self.detach()
+    def _shards(self, label: str) -> set[Tensor]:
+        return {parameter.shard for parameter in self[label]._unit.parameters()}
+
+    def _advice(self, label: str) -> str:
+        return (
+            f"It trains parameters of {label}: run the last backward pass before each step with "
+            "set_requires_gradient_sync(True), and set no other custom reduce-scatter."
+        )
 
 
 def attach_sharded(
@@ -168,10 +130,12 @@ def attach_sharded(
     """
     compressor = checked_compressor("attach_sharded", compressor)
     check_run_settings("attach_sharded", "fifo", hook_timeout)
-    if torch._C._current_graph_task_id() != -1:
-        raise AttachError("attach_sharded: a backward pass is under way; call it between two passes.")
-    units = [unit for unit in units_of(model) if unit.parameters()]
-    _check(units)
+    units = units_of("attach_sharded", model)
+    for unit in units:
+        if not unit.has_default_reduce_scatter():
+            raise AttachError(
+                f"attach_sharded: {unit.name} has another custom reduce-scatter already; detach that first."
+            )
     line = ProcessGroupLine(
         units[0].process_group,
         label="FSDP",
@@ -204,23 +168,6 @@ def attach_sharded(
     for one in made:
         one._plug_in()
     return ShardedAttachment(made, [unit.name for unit in units], line, memory)
-
-
-def _check(units: Sequence[Unit]) -> None:
-    if not units:
-        raise AttachError("attach_sharded: all parameters are frozen.")
-    for unit in units:
-        if unit.is_replicated:
-            raise SettingsError(
-                f"attach_sharded: FSDP2 averages the gradients of {unit.name} over replicas itself, uncompressed "
-                "(HSDP: a mesh of two dimensions; or replicate); shard over a mesh of one."
-            )
-        if unit.process_group is not units[0].process_group:
-            raise SettingsError(f"attach_sharded: {unit.name} and {units[0].name} are sharded over different ranks.")
-        if not unit.has_default_reduce_scatter():
-            raise AttachError(
-                f"attach_sharded: {unit.name} has another custom reduce-scatter already; detach that first."
-            )
 
 
 def _cannot_scatter(compressor: Compressor) -> SettingsError | None:

@@ -1,8 +1,8 @@
 """What PyTorch's FSDP2 keeps to itself: the modules that communicate, their parameters and process groups.
 
-FSDP2 lets others run its collectives (`set_custom_reduce_scatter`), but does not say what is in them. That is known
-from attributes whose names begin with an underscore, all of which are looked up in this file. A version of PyTorch that
-has others is refused, naming what is missing.
+FSDP2 lets others run its collectives (`set_custom_reduce_scatter`, `set_all_reduce_hook`), but does not say what is in
+them. That is known from attributes whose names begin with an underscore, all of which are looked up in this file. A
+version of PyTorch that has others is refused, naming what is missing.
 
 FSDP2 runs a reduce-scatter for each module that has parameters of its own, in every backward pass that synchronises.
 Its input is a matrix of one row for each rank: what that rank keeps of every parameter in turn, a part of the first
@@ -24,6 +24,9 @@ from torch.nn import Module
 
 from commhooks.errors import AttachError, SettingsError
 from commhooks.unwrapping import plain_name, unwrapped
+
+_sending_unused: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
+"""By what FSDP2 keeps of a unit: how many attachments want zeros sent, and whether they were before."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,14 +54,15 @@ class ShardedParameter:
 class Unit:
     """A module whose parameters FSDP2 gathers and reduces together."""
 
-    def __init__(self, name: str, module: FSDPModule, names: Mapping[Module, str]) -> None:
+    def __init__(self, caller: str, name: str, module: FSDPModule, names: Mapping[Module, str]) -> None:
+        self._caller = caller
         self.name = name or "the model"
         """Its name in the model."""
         self._module = weakref.ref(module)  # who holds a unit must not keep the model alive
         self._prefixes = {id(one): f"{prefix}." if prefix else "" for one, prefix in names.items()}
         if len(_held(module._get_fsdp_state(), "_fsdp_param_groups")) > 1:
             raise SettingsError(
-                f"attach_sharded: {self.name} shards its parameters over several meshes; FSDP2 runs others' "
+                f"{caller}: {self.name} shards its parameters over several meshes; FSDP2 runs others' "
                 "collectives only for modules with one."
             )
 
@@ -111,14 +115,14 @@ class Unit:
             owner = _held(where, "module")
             if id(owner) not in self._prefixes:
                 raise AttachError(
-                    f"attach_sharded: {self.name} is sharded together with a {type(owner).__name__} that is not in the "
+                    f"{self._caller}: {self.name} is sharded together with a {type(owner).__name__} that is not in the "
                     "model given; pass a module that contains both."
                 )
             name = self._prefixes[id(owner)] + _held(where, "param_name")
             dimension = _held(one, "fsdp_placement").dim
             if dimension != 0:
                 raise SettingsError(
-                    f"attach_sharded: {name!r} is sharded along dimension {dimension}; only the first one is supported."
+                    f"{self._caller}: {name!r} is sharded along dimension {dimension}; only the first one is supported."
                 )
             if shard.requires_grad:
                 chunk = _held(one, "padded_sharded_param_size").numel()
@@ -138,35 +142,57 @@ class Unit:
         """Return whether that is PyTorch's own."""
         return type(self.reduce_scatter()).__module__.startswith("torch.")
 
-    def sends_unused(self) -> bool:
-        """Return whether zeros are sent for parameters without a gradient."""
-        return bool(_held(self._group, "reduce_scatter_unused_params"))
+    def send_unused(self) -> None:
+        """Let zeros be sent for parameters without a gradient, until `end_sending_unused` was called as often."""
+        times, before = _sending_unused.get(self._group, (0, _held(self._group, "reduce_scatter_unused_params")))
+        _sending_unused[self._group] = times + 1, before
+        self.module.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def end_sending_unused(self) -> None:
+        """Undo one `send_unused`; the last one restores what was set before the first."""
+        times, before = _sending_unused.pop(self._group)
+        if times > 1:
+            _sending_unused[self._group] = times - 1, before
+        else:
+            self.module.set_reduce_scatter_unused_params(before, recurse=False)
 
 
-def units_of(model: Module) -> list[Unit]:
-    """Return the FSDP modules of a model that have parameters of their own, in the order of `model.named_modules()`.
+def units_of(caller: str, model: Module) -> list[Unit]:
+    """Return the FSDP modules of a model that have trained parameters, in the order of `model.named_modules()`.
 
     Of modules sharded together, with `fully_shard([one, other])`, the first one stands for all. Names are those without
     `torch.compile` and activation checkpointing, so that a checkpoint loads with and without them.
 
     Raises:
-        AttachError: There is none.
+        AttachError: There is none, or a backward pass is under way.
+        SettingsError: FSDP2 averages over replicas itself, or modules are sharded over different ranks.
 
     """
+    if torch._C._current_graph_task_id() != -1:
+        raise AttachError(f"{caller}: a backward pass is under way; call it between two passes.")
     named = [(plain_name(name), module) for name, module in unwrapped(model).named_modules()]
     names = {module: name for name, module in named}
     by_state: dict[Any, tuple[str, FSDPModule]] = {}
     for name, module in named:
         if isinstance(module, FSDPModule):
             by_state.setdefault(module._get_fsdp_state(), (name, module))
-    units = [
-        Unit(name, module, names) for state, (name, module) in by_state.items() if _held(state, "_fsdp_param_groups")
-    ]
-    if not units:
+    sharded = [one for state, one in by_state.items() if _held(state, "_fsdp_param_groups")]
+    if not sharded:
         raise AttachError(
-            f"attach_sharded: {type(model).__name__} has no parameters that FSDP2 shards; call "
+            f"{caller}: {type(model).__name__} has no parameters that FSDP2 shards; call "
             "torch.distributed.fsdp.fully_shard on it and its layers first."
         )
+    units = [unit for unit in (Unit(caller, *one, names) for one in sharded) if unit.parameters()]
+    if not units:
+        raise AttachError(f"{caller}: all parameters are frozen.")
+    for unit in units:
+        if unit.is_replicated:
+            raise SettingsError(
+                f"{caller}: FSDP2 averages the gradients of {unit.name} over replicas itself, uncompressed (HSDP: a "
+                "mesh of two dimensions; or replicate); shard over a mesh of one."
+            )
+        if unit.process_group is not units[0].process_group:
+            raise SettingsError(f"{caller}: {unit.name} and {units[0].name} are sharded over different ranks.")
     return units
 
 
@@ -176,6 +202,6 @@ def _held(owner: Any, name: str) -> Any:
         return getattr(owner, name)
     except AttributeError:
         raise AttachError(
-            f"attach_sharded: FSDP2's {type(owner).__name__} has no {name!r} in PyTorch {torch.__version__}; "
+            f"commhooks: FSDP2's {type(owner).__name__} has no {name!r} in PyTorch {torch.__version__}; "
             "versions known to work are 2.13."
         ) from None

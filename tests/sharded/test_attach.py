@@ -235,7 +235,7 @@ def test_an_optimizer_that_steps_on_gradients_of_which_a_module_sent_none_is_sto
     assert "none of the parameters of SGD" in told_by(lambda: attachment.watch(sgd(nn.Linear(2, 2)))).text
     train(model, one, rank, 0, 1)
     train(model, other, rank, 0, 1)
-    model.second["wide"].set_custom_reduce_scatter(attachment["second.wide"]._before[0])  # type: ignore[operator]
+    model.second["wide"].set_custom_reduce_scatter(attachment["second.wide"]._before)  # type: ignore[operator]
     told = told_by(lambda: train(model, other, rank, 1, 2))
     assert told.error == "HookDidNotRunError" and "It trains parameters of second.wide: " in told.text, told.text
     train(model, one, rank, 1, 2)

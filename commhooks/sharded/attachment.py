@@ -1,0 +1,84 @@
+"""What attachments to a model's FSDP modules have in common: they are handles on one line, and watch optimizers."""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Set
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from commhooks.hooks.grouped import Grouped, One
+from commhooks.hooks.watching import Watch, optimizer_of
+from commhooks.scheduling.line import ProcessGroupLine
+
+
+class ModulesAttachment(Grouped[One]):
+    """Compressors of FSDP modules, by label, on one line."""
+
+    _line: ProcessGroupLine
+    _watches: list[Watch]
+
+    @property
+    @abstractmethod
+    def is_attached(self) -> bool:
+        """Whether the model's gradients go through this compressor: until `detach`, or until the model is gone."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Give the modules back what FSDP2 runs by itself. A second call does nothing.
+
+        Every rank must detach between the same two steps.
+        """
+
+    @abstractmethod
+    def _shards(self, label: str) -> Set[Tensor]:
+        """Return the parameters whose gradients a handle's compressor averages."""
+
+    @abstractmethod
+    def _advice(self, label: str) -> str:
+        """Return what to do if it does not: the end of an error."""
+
+    @property
+    def steps(self) -> int:
+        """The number of backward passes synchronised since attaching, by the module with the most."""
+        return max(one._made_engine().step for one in self.values())
+
+    @property
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """The rank of this process and the number of ranks, among those that average together."""
+        return self._line.rank, self._line.world_size
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group whose ranks average together; None once it has been destroyed."""
+        return self._line.process_group
+
+    def watch(self, *optimizers: object) -> None:
+        """Raise `HookDidNotRunError` whenever one of these takes a step on gradients that bypassed the compressor.
+
+        Pass the optimizers of the model, or what a framework wraps around them. See `Attachment.watch`. With one rank
+        nothing is watched.
+        """
+        if self._line.world_size == 1:
+            return
+        shards = {label: self._shards(label) for label in self}
+        found = [optimizer_of("watch", set[Tensor]().union(*shards.values()), one) for one in optimizers]
+        for optimizer, label in itertools.product(found, self):
+            self._watch(optimizer, label, shards[label])
+
+    def _watch(self, optimizer: Optimizer, label: str, shards: Set[Tensor]) -> None:
+        trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if not trained.isdisjoint(shards):
+            engine = self[label]._made_engine()
+            self._watches.append(Watch(optimizer, shards, {}, lambda: engine.step, engine, self._advice(label)))
+
+    def _end_watching(self) -> None:
+        while self._watches:  # they hold parameters
+            self._watches.pop().remove()
+
+    def close(self) -> None:
+        """Detach."""
+        self.detach()
