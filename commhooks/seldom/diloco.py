@@ -32,6 +32,7 @@ from commhooks.seldom.inner import Inner
 from commhooks.seldom.loading import misfits
 from commhooks.seldom.outer import Outer, made_of, nesterov
 from commhooks.seldom.parts import Buffers, Fragment
+from commhooks.seldom.shards import local, shaped_like
 from commhooks.seldom.starting import Beginning, agree, average_over, group_of_ranks, share_from_rank_0, trained
 from commhooks.state.groups import Snapshots
 from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
@@ -50,9 +51,10 @@ class DiLoCo:
     each went from the fragment's outer copy, compressed by `compressor`. The optimizer that `outer` made of the outer
     copies then takes a step with that mean as the gradient, and the ranks go on from there.
 
-    - `model` is a plain module, or a DistributedDataParallel inside a site while DiLoCo averages between sites. On
-      construction all ranks take rank 0's parameters and buffers. Frozen parameters are left out. Floating-point
-      buffers are averaged uncompressed at the last fragment's turn, and others are rank 0's.
+    - `model` is a plain module, or a DistributedDataParallel or FSDP2's shards inside a site while DiLoCo averages
+      between sites, over the ranks with one shard. On construction all take rank 0's parameters and buffers. Frozen
+      parameters are left out. Floating-point buffers are averaged uncompressed at the last fragment's turn, and others
+      are rank 0's.
     - `optimizer` trains all parameters of the model that require a gradient, and no others. Learning-rate schedules,
       also of `outer_optimizer`, are the caller's.
     - `fragments` is how many parts are sent one after another in each round, or shell patterns for the names of each
@@ -126,8 +128,7 @@ class DiLoCo:
         if group is not None:
             share_from_rank_0(self._model, group)
         self._make_parts(beginning, on_host=on_host)
-        copies = [held for fragment in self._fragments for held in fragment.outer.values()]
-        self._outer_optimizer = made_of(outer, copies, group)
+        self._outer_optimizer = made_of(outer, [held for one in self._fragments for held in one.outer.values()], group)
         if group is not None:
             line = ProcessGroupLine(
                 group, label="DiLoCo", policy="fused", hook_timeout=hook_timeout, wrap_communicator=wrap_communicator
@@ -186,7 +187,7 @@ class DiLoCo:
         if self.process_group is None:
             raise CompressorError("DiLoCo.begin_at_mean: workers of one process have no process group.")
         self._inner.count()
-        if not average_over(self.trained_parameters, self.process_group):
+        if not average_over(self.trained_parameters, self.process_group, self._shards):
             raise CompressorError("DiLoCo.begin_at_mean: on every rank, parameters are not finite.")
         self._inner.clear(self.trained_parameters)  # where they were not, moments would spoil them again
         for fragment in self._fragments:
@@ -210,6 +211,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def _end_step(self) -> None:
+        self._shards.reshard()
         for fragment in self._fragments:
             if fragment.due == self.steps:
                 self._finish(fragment)
@@ -220,17 +222,17 @@ class DiLoCo:
         """Use a fragment's mean, or if it is not finite, which it is on all ranks or none, drop it."""
         means = fragment.take()
         self._rounds += 1
-        if all_finite(means.values()):
+        if self._shards.all_agree(bool(all_finite(means.values()))):
             fragment.apply(means, self._outer_optimizer)
             fragment.mix(self.schedule.mixing)
             return
         self._dropped += 1
-        cleared = self._inner.cleared
+        before = self._inner.cleared
         fragment.mix(0.0)
         for other in self._fragments:  # where it came from, all of them are spoilt, and would spoil this one again
             other.mend()
             self._inner.clear(other.named.values())
-        cleared = self._inner.cleared - cleared
+        cleared = self._inner.cleared - before
         warnings.warn(
             f"commhooks: round {fragment.exchanger.steps - 1} of {fragment.exchanger.name} was dropped, as its mean is "
             "not finite; training goes on from the outer copies."
@@ -257,9 +259,9 @@ class DiLoCo:
 
     def _make_parts(self, beginning: Beginning, *, on_host: bool) -> None:
         names, turns = self.schedule.fragments, self.schedule.turns
-        self._named = named = beginning.named
+        self._named, self._shards = beginning.named, beginning.shards
         self._fragments = [
-            Fragment({name: named[name] for name in own}, turn, on_host=on_host)
+            Fragment({name: self._named[name] for name in own}, turn, on_host=on_host)
             for own, turn in zip(names, turns, strict=True)
         ]
         self._buffers = Buffers(beginning.buffers, self.schedule.every) if beginning.buffers else None
@@ -327,7 +329,7 @@ class DiLoCo:
         under_way = sorted((one for one in self._fragments if one.due), key=lambda one: one.due or 0)  # as they end
         for fragment in under_way:
             fragment.means()  # raises what it failed of before anything is changed
-        own = {name: parameter.detach().clone() for name, parameter in self._named.items()}
+        own = {name: local(parameter).clone() for name, parameter in self._named.items()}
         self._is_at_outer = True
         try:
             self._show_outer(under_way)
@@ -335,12 +337,14 @@ class DiLoCo:
         finally:
             self._is_at_outer = False
             with torch.no_grad():
+                self._shards.reshard()
                 for name, parameter in self._named.items():
-                    parameter.copy_(own[name])
+                    local(parameter).copy_(own[name])
 
     @torch.inference_mode(False)  # what is made in it, such as the momentum to go back to, could not be trained on
     @torch.no_grad()
     def _show_outer(self, under_way: Sequence[Fragment]) -> None:
+        self._shards.reshard()
         before = [fragment.foresee(self._outer_optimizer) for fragment in under_way]
         for fragment in self._fragments:
             fragment.mix(0.0)
@@ -380,13 +384,11 @@ class DiLoCo:
 
     def model_state(self) -> dict[str, Any]:
         """Return the model's state_dict with outer copies for parameters: what all ranks share of their models."""
-        of_parameter = {
-            self._named[name]: outer for fragment in self._fragments for name, outer in fragment.outer.items()
-        }
+        of_parameter = {self._named[name]: outer for one in self._fragments for name, outer in one.outer.items()}
         state = dict(self._model.state_dict())
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if name in state and parameter in of_parameter:
-                state[name] = of_parameter[parameter].to(parameter.device, parameter.dtype)
+                state[name] = shaped_like(parameter, of_parameter[parameter])
         return state
 
     def differences(self, snapshot: object, rules: LoadRules) -> list[str]:
@@ -431,8 +433,7 @@ class DiLoCo:
 def step_in_lockstep(workers: Sequence[DiLoCo]) -> None:
     """Take a step of workers in this process, one after another; see `DiLoCo.step`.
 
-    Raises `SettingsError` before the first step if they differ in their schedules, or in the models that they begin
-    with.
+    Raises `SettingsError` before the first step if their schedules, or the models that they begin with, differ.
     """
     first = workers[0]
     if first.steps == 0:

@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Adagrad, Optimizer
 
 from commhooks.errors import SettingsError
+from commhooks.seldom.shards import local
 from commhooks.tensors import all_finite
 
 
@@ -45,7 +46,7 @@ class Inner:
         """Clear the state of parameters for which it is not finite: from an inf on, moments would stay NaN."""
         for parameter in parameters:
             kept: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
-            tensors = [value for value in kept.values() if isinstance(value, Tensor)]
+            tensors = [local(value) for value in kept.values() if isinstance(value, Tensor)]
             if tensors and not all_finite(tensors):
                 del self.optimizer.state[parameter]  # the next step makes it anew
                 if isinstance(self.optimizer, Adagrad):  # or, as this one does not, expects it

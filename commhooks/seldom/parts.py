@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from commhooks.hooks.exchanger import Averaging, Exchanger
+from commhooks.seldom.shards import local
 from commhooks.tensors import all_finite, bytes_of, cloned, computing_dtype
 
 _COUNT = "ranks with finite buffers"
@@ -81,24 +82,25 @@ class Part(ABC):
 class Fragment(Part):
     """Some of the parameters, with their outer copies, which all ranks share.
 
-    `named` are the model's parameters. The outer copies are in at least fp32; `on_host`: in the host's memory, pinned
-    if the parameters are not there, and each is copied to the parameters' device and back by itself.
+    `named` are the model's parameters, of which what this rank keeps is exchanged. The outer copies are in at least
+    fp32; `on_host`: in the host's memory, pinned if the parameters are not there, and each is copied to the parameters'
+    device and back by itself.
     """
 
     def __init__(self, named: Mapping[str, Tensor], turn: int, *, on_host: bool) -> None:
         super().__init__(turn)
         self.named = named
-        self.outer = self.like = {name: _outer_copy(p, on_host=on_host) for name, p in named.items()}
+        self.outer = self.like = {name: _outer_copy(local(p), on_host=on_host) for name, p in named.items()}
 
     def begin_here(self) -> None:
         """Set the outer copies to the parameters."""
         for name, outer in self.outer.items():
-            outer.copy_(self.named[name])
+            outer.copy_(local(self.named[name]))
 
     def write(self, room: Mapping[str, Tensor]) -> None:
         """Write how far each parameter went from the outer copy, rounded as the parameter was when it began there."""
         for name, parameter in self.named.items():
-            outer, went = self.outer[name], room[name].copy_(parameter)
+            outer, went = self.outer[name], room[name].copy_(local(parameter))
             begun = outer if parameter.dtype == outer.dtype else outer.to(parameter.dtype).to(outer.dtype)
             torch.sub(begun, went, out=went)
 
@@ -138,17 +140,17 @@ class Fragment(Part):
     def mix(self, mixing: float) -> None:
         """Set each parameter to mixing·parameter + (1 - mixing)·outer copy."""
         for name, parameter in self.named.items():
-            outer = self.outer[name]
+            outer, own = self.outer[name], local(parameter)
             if mixing:
-                parameter.lerp_(outer.to(parameter.device, parameter.dtype), 1 - mixing)
+                own.lerp_(outer.to(own.device, own.dtype), 1 - mixing)
             else:
-                parameter.copy_(outer)
+                own.copy_(outer)
 
     def mend(self) -> None:
         """Set parameters that are not finite to their outer copies."""
         for name, parameter in self.named.items():
-            if not all_finite([parameter]):
-                parameter.copy_(self.outer[name])
+            if not all_finite([own := local(parameter)]):
+                own.copy_(self.outer[name])
 
 
 class Buffers(Part):

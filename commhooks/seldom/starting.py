@@ -22,6 +22,7 @@ from commhooks.hooks.watching import optimizer_of
 from commhooks.language.compressor import Compressor
 from commhooks.seldom.cutting import Arrangement, cut, turns
 from commhooks.seldom.inner import check_is_free
+from commhooks.seldom.shards import Shards, local
 from commhooks.tensors import all_finite, bytes_of, computing_dtype
 from commhooks.unwrapping import bare, is_ddp, is_sharded, plain_name, unwrapped
 
@@ -61,6 +62,7 @@ class Beginning:
     named: Mapping[str, Tensor]
     """The trained parameters."""
     buffers: Mapping[str, Tensor]
+    shards: Shards
     optimizer: Optimizer
     compressor: Compressor
     weighted: bool
@@ -106,6 +108,7 @@ class Beginning:
             schedule=schedule,
             named=named,
             buffers=kept_buffers(bare(model)),
+            shards=Shards(model),
             optimizer=found,
             compressor=compressor,
             weighted=weighted,
@@ -117,8 +120,9 @@ class Beginning:
         facts += [f"compressor: {self.compressor!r}", f"optimizer: {type(self.optimizer).__name__}"]
         facts += [f"weighted: {self.weighted}"]
         for kind, named in (("parameter", self.named), ("buffer", self.buffers)):
-            facts += [f"{kind} {name}: shape {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in named.items()]
-        return "\n".join(facts)
+            shapes = {name: tuple(local(tensor).shape) for name, tensor in named.items()}
+            facts += [f"{kind} {name}: shape {shapes[name]}, {tensor.dtype}" for name, tensor in named.items()]
+        return "\n".join([*facts, *self.shards.places()])
 
 
 def trained(module: Module) -> dict[str, Tensor]:
@@ -155,23 +159,26 @@ def agree(group: dist.ProcessGroup | None, fingerprint: str | CommHooksError) ->
 def share_from_rank_0(module: Module, group: dist.ProcessGroup) -> None:
     """Overwrite the parameters and buffers with those of the group's rank 0."""
     source = dist.get_global_rank(group, 0)
-    for tensor in (*module.parameters(), *kept_buffers(module).values()):
+    for tensor in map(local, (*module.parameters(), *kept_buffers(module).values())):
         sent = bytes_of(tensor)  # Gloo sends no int16, unsigned integers or fp8
         dist.broadcast(sent, source, group=group)
         tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
 
 @torch.no_grad()
-def average_over(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> bool:
+def average_over(parameters: Sequence[Tensor], group: dist.ProcessGroup, shards: Shards) -> bool:
     """Overwrite parameters with their means, uncompressed and in at least fp32, over the ranks where all are finite.
 
-    Returns whether there is such a rank; otherwise nothing is changed.
+    Of a sharded model, its shards on all ranks must be. Returns whether there is such a rank; otherwise nothing is
+    changed.
     """
-    is_finite = all_finite(parameters).to(torch.float32)
-    dist.all_reduce(counting := is_finite.clone(), group=group)
+    shards.reshard()
+    owned = list(map(local, parameters))
+    is_finite = shards.all_agree(bool(all_finite(owned)))
+    dist.all_reduce(counting := torch.tensor(float(is_finite), device=owned[0].device), group=group)
     counted = round(float(counting))
-    for parameter in parameters if counted else ():
-        sent = parameter.detach().to(computing_dtype(parameter.dtype)).contiguous() / counted
+    for parameter in owned if counted else ():
+        sent = parameter.to(computing_dtype(parameter.dtype)).contiguous() / counted
         if not is_finite:
             sent.zero_()
         dist.all_reduce(sent, group=group)
@@ -183,12 +190,21 @@ def _check_model(model: object, group: dist.ProcessGroup | None) -> None:
     if not isinstance(model, Module):
         raise SettingsError(f"DiLoCo: model must be a torch.nn.Module (got {type(model).__name__}).")
     ddp = unwrapped(model)
-    if is_sharded(ddp):
-        raise SettingsError(f"DiLoCo: {type(ddp).__name__} shards its parameters; DiLoCo averages whole ones.")
-    inside = getattr(ddp, "process_group", None) if is_ddp(ddp) else None
-    if inside is None or group is None:
+    shards = Shards(ddp).ranks()
+    if is_sharded(ddp) and not shards:
+        raise SettingsError(f"DiLoCo: {type(ddp).__name__} shards its parameters; only fully_shard's can be averaged.")
+    if group is None:
+        if shards:
+            raise SettingsError("DiLoCo: workers of one process have whole models; this one is sharded.")
         return
-    both = set(dist.get_process_group_ranks(inside)) & set(dist.get_process_group_ranks(group))
+    averaged = set(dist.get_process_group_ranks(group))
+    if len(parts := shards & averaged) > 1:
+        raise SettingsError(
+            f"DiLoCo: ranks {sorted(parts)} keep parts of one model, which have no mean; give DiLoCo a process group "
+            "with one rank of each site, those that keep the same part."
+        )
+    inside = getattr(ddp, "process_group", None) if is_ddp(ddp) else None
+    both = averaged & set(dist.get_process_group_ranks(inside) if inside is not None else ())
     if len(both) > 1:
         raise SettingsError(
             f"DiLoCo: the model's DistributedDataParallel averages the gradients of ranks {sorted(both)}, which DiLoCo "

@@ -1,0 +1,62 @@
+"""The shards of a model: each rank of a site keeps some, and averages them with those that keep the same elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank keeps of a DTensor, in the same memory, and other tensors themselves; without a graph."""
+    sharded: Any = tensor
+    own: Tensor = sharded.to_local() if hasattr(tensor, "to_local") else tensor
+    return own.detach()
+
+
+def shaped_like(parameter: Tensor, own: Tensor) -> Tensor:
+    """Return a tensor of a parameter's dtype and device that holds `own`; a DTensor, with it as shard, if that is one.
+
+    May be `own` itself.
+    """
+    if not hasattr(parameter, "to_local"):
+        return own.to(parameter.device, parameter.dtype)
+    sharded = parameter.detach().clone()
+    local(sharded).copy_(own)
+    return sharded
+
+
+class Shards:
+    """The meshes over which a model's parameters are sharded (FSDP2, tensor parallelism): none, for whole ones."""
+
+    def __init__(self, model: Module) -> None:
+        self._model = model
+        self._meshes = list(dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")))
+
+    def places(self) -> Sequence[str]:
+        """Return which part of the model this rank keeps, in words: ranks that average keep the same."""
+        return [f"shard {mesh.get_coordinate()} of {tuple(mesh.mesh.shape)}" for mesh in self._meshes]
+
+    def ranks(self) -> set[int]:
+        """Return the ranks that keep the parts of this model, this one among them; none for whole parameters."""
+        return {rank for mesh in self._meshes for rank in mesh.mesh.flatten().tolist()}
+
+    def all_agree(self, yes: bool) -> bool:
+        """Return whether all ranks that keep a part of this model say yes; each of them must call it."""
+        told = torch.tensor(float(yes))
+        for mesh in self._meshes:
+            for dimension in range(mesh.ndim):
+                told = told.to(mesh.device_type)
+                dist.all_reduce(told, dist.ReduceOp.MIN, group=mesh.get_group(dimension))
+        return bool(told)
+
+    def reshard(self) -> None:
+        """Let modules that FSDP2 has gathered go back to their shards, which are about to change."""
+        modules: Iterable[Any] = self._model.modules() if self._meshes else ()
+        for module in modules:
+            if hasattr(module, "reshard"):
+                module.reshard()
