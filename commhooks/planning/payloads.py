@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from commhooks.communicators.collective import Collective
+from commhooks.engine.engine import Engine
+from commhooks.engine.rows import Rows
+from commhooks.errors import SettingsError
 from commhooks.hooks.exchanger import Exchanger, average_in_lockstep
 from commhooks.language.compressor import Compressor
 from commhooks.planning.pretending import PretendingCommunicator
 from commhooks.planning.profile import Sends
-from commhooks.scheduling.lockstep import LockstepLine
+from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 from commhooks.scheduling.policy import PolicyName
 
 
@@ -32,6 +36,36 @@ def rounds_of(
     line = LockstepLine(PretendingCommunicator(0, ranks, rounds, in_place=True), policy)
     average_in_lockstep([Exchanger(gradients, compressor, line=line)], [gradients])
     return tuple(map(tuple, rounds.sends))
+
+
+def rounds_of_shards(compressor: Compressor, gradients: Mapping[str, Tensor], ranks: int) -> tuple[Sends, ...]:
+    """Return what one of so many ranks sends in each round, if each rank gets its shard of these gradients' means.
+
+    Raises:
+        SettingsError: The compressor cannot return shards.
+
+    """
+    if not compressor.scatters:
+        raise SettingsError(f"{compressor} averages whole gradients, of which no rank can return its shard alone")
+    rounds = _Rounds()
+    line = LockstepLine(PretendingCommunicator(0, ranks, rounds, in_place=True))
+    engine = Engine(compressor, line, may_join=False)
+    engine.bind(list(gradients.items()))
+    rows = [rows_of(gradient, ranks) for gradient in gradients.values()]
+    chunks = [row.shape[1] for row in rows]
+    bucket = Rows(torch.cat(rows, dim=1), rows[0].new_empty(sum(chunks)), [*gradients.values()], chunks)
+    done = engine.run(bucket)
+    run_in_turns([line])
+    done.wait()
+    engine.stop()
+    return tuple(map(tuple, rounds.sends))
+
+
+def rows_of(gradient: Tensor, ranks: int) -> Tensor:
+    """Return [ranks, chunk]: what each rank keeps, a part of the first dimension, with zeros up to the largest part."""
+    whole = gradient if gradient.dim() else gradient.view(1)
+    padding = -len(whole) % ranks
+    return torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])]).view(ranks, -1)
 
 
 def is_padded(rounds: Sequence[Sends]) -> bool:

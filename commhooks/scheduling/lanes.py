@@ -3,7 +3,7 @@
 What one lane sends together is a unit: a bucket (fifo) or a step (fused), which takes its place on the line where its
 last bucket was handed in. All requests of a unit are issued before the next unit's first, so the order of collectives
 is that of hand-in, whatever has arrived. Ranks must hand units in in one order. A line of several lanes therefore
-compares, before each unit, whose turn it is: every rank gathers `_HEADER_BYTES` from each other. A line of one lane,
+compares, before each unit, whose turn it is: every rank gathers `HEADER_BYTES` from each other. A line of one lane,
 which is all that an attachment has, sends nothing besides its requests.
 """
 
@@ -23,7 +23,7 @@ from commhooks.scheduling.ledger import Ledger
 from commhooks.scheduling.policy import POLICIES, Finish, Policy, PolicyName, Wait
 from commhooks.scheduling.task import BucketTask
 
-_HEADER_BYTES = 32
+HEADER_BYTES = 32
 """As many as a comparison of settings sends, so that the two can meet and be told apart."""
 _MAGIC = 0x636F6D6D686F6F6B
 """The first number of a header: no digest of settings begins with it, but by one chance in 2^64."""

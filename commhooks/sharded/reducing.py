@@ -11,40 +11,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from commhooks.engine.engine import Engine
+from commhooks.engine.rows import Rows
 from commhooks.errors import AttachError
 from commhooks.sharded.fsdp import Unit
-
-
-class Rows:
-    """The input and the output of a reduce-scatter, as a bucket of shards."""
-
-    def __init__(self, rows: Tensor, output: Tensor, parameters: Sequence[Tensor], chunks: Sequence[int]) -> None:
-        self._rows, self._output = rows, output
-        self._parameters, self._chunks = [*parameters], [*chunks]
-
-    def index(self) -> int:
-        """Return 0: it is the only one of its step."""
-        return 0
-
-    def is_last(self) -> bool:
-        """Return True."""
-        return True
-
-    def buffer(self) -> Tensor:
-        """Return the gradients, [world size, width], whose row r holds what rank r keeps."""
-        return self._rows
-
-    def output(self) -> Tensor:
-        """Return where the mean of this rank's row goes, [width]."""
-        return self._output
-
-    def parameters(self) -> list[Tensor]:
-        """Return what stands for the parameters, in the order of the rows' parts."""
-        return self._parameters
-
-    def chunks(self) -> list[int]:
-        """Return how many elements of each parameter a row has."""
-        return self._chunks
 
 
 class Memory:
