@@ -59,7 +59,7 @@ def compare(
         steps: Optimizer steps; None: each task's own number.
         optimizers: 'sgd:lr=0.1,momentum=0.9', 'adamw:lr=1e-3'; None: the task's own.
         compute: What a step's compute takes on the user's processor: '200ms', or '0.5x' of what it takes here.
-        ddp: 'core' (ddp_core's class) or 'torch' (PyTorch's).
+        ddp: 'core' (ddp_core's class), 'torch' (PyTorch's), or 'sharded': FSDP2, with 'torch.none' for plain FSDP2.
         bucket_cap_mb: Bucket size in MiB; None: the DDP's own.
         evaluate_every: Steps between two evaluations.
         go_on: A run goes on after its steps, until it has reached the target or had the baseline's training time, but

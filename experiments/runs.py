@@ -24,10 +24,14 @@ PARTIAL = ".json.part"  # suffix of a result's name while it is being written
 HEAD = '{\n "format": '  # how its text begins
 
 
-def check_ddp(settings: str, ddp: str, bucket_cap_mb: float | None) -> None:
+SHARDED = "sharded"
+"""What stands for FSDP2 in the place of a DDP."""
+
+
+def check_ddp(settings: str, ddp: str, bucket_cap_mb: float | None, known: tuple[str, ...] = ("core", "torch")) -> None:
     """Raise ValueError if there is no such DDP, or no bucket of that size."""
-    if ddp not in {"core", "torch"}:
-        raise ValueError(f"{settings}(ddp={ddp!r}): ddp must be 'core' or 'torch'.")
+    if ddp not in known:
+        raise ValueError(f"{settings}(ddp={ddp!r}): ddp must be {' or '.join(map(repr, known))}.")
     if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"{settings}(bucket_cap_mb={bucket_cap_mb}): bucket_cap_mb must be above zero, and finite.")
 
@@ -73,7 +77,7 @@ class RunSettings:
     seed: int = 0
     link: LinkSettings = field(default_factory=LinkSettings)
     compute: str | None = None  # what a step's compute takes on the user's processor; None: what it takes here
-    ddp: str = "core"  # "core": ddp_core's DistributedDataParallel; "torch": PyTorch's
+    ddp: str = "core"  # "core": ddp_core's DistributedDataParallel; "torch": PyTorch's; SHARDED: FSDP2
     bucket_cap_mb: float | None = None  # lower: more buckets, more overlap, more collectives; None: the DDP's default
     evaluate_every: int = 20  # steps between two evaluations on held-out data; the clock is stopped meanwhile
 
@@ -82,7 +86,7 @@ class RunSettings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"RunSettings({name}={value!r}): {name} must be a whole number of at least {least}.")
-        check_ddp("RunSettings", self.ddp, self.bucket_cap_mb)
+        check_ddp("RunSettings", self.ddp, self.bucket_cap_mb, ("core", "torch", SHARDED))
         if self.bucket_cap_mb is not None:  # 4 and 4.0 are one run, with one name
             object.__setattr__(self, "bucket_cap_mb", float(self.bucket_cap_mb))
         if self.compute is not None:
@@ -93,6 +97,11 @@ class RunSettings:
     def label(self) -> str:
         """Task, hook and seed, for messages."""
         return f"{self.task.label} · {self.hook.label} · seed {self.seed}"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards the model."""
+        return self.ddp == SHARDED
 
     @property
     def states_seconds(self) -> bool:
@@ -187,7 +196,7 @@ class StepRecord:
     gradient_bytes: int  # bytes passed to the hook
     payload_bytes: int  # bytes that the hook passed to collectives
     moved_bytes: int  # bytes that a rank sent for those, as a ring moves them
-    dense_bytes: int  # what a rank would have sent for the plain all-reduce
+    dense_bytes: int  # what a rank would have sent for the plain all-reduce, or in plain FSDP2
     interface_bytes: int | None = None  # bytes that this host's network interface sent; None: not counted
     probed: bool = False  # the step was also measured by layer, which takes time: it is not part of typical steps
     ended: float = 0.0  # Unix time; other runs take their turns in between

@@ -26,6 +26,7 @@ from .options import (
     Ranks,
     Seed,
     Seeds,
+    Sharded,
     Size,
     Steps,
     Target,
@@ -55,6 +56,7 @@ def compare(
     seed: Seed = None,
     seeds: Seeds = None,
     ddp: Ddp = "core",
+    sharded: Sharded = False,
     bucket_cap_mb: BucketCap = None,
     baseline: Baseline = None,
     target_loss: Target = None,
@@ -66,10 +68,18 @@ def compare(
 ) -> None:
     """Train one model under several hooks."""
     with errors_in_words() as console:
+        from ..runs import SHARDED
         from ..sweeps.output import dated_folder
         from ..sweeps.plan import plan
-        from ..sweeps.presets import DEFAULT_HOOKS, DEFAULT_TASKS
+        from ..sweeps.presets import DEFAULT_HOOKS, DEFAULT_TASKS, SHARDED_HOOKS
         from ..sweeps.sweep import Sweep
+        from ..training.stock import NO_HOOK
+
+        if sharded:
+            if ddp != "core":
+                raise ValueError(f"--sharded trains with FSDP2 in place of a DDP: leave out --ddp {ddp}")
+            ddp, baseline = SHARDED, baseline or NO_HOOK
+            hook = list(dict.fromkeys([NO_HOOK, *(hook or SHARDED_HOOKS)]))
 
         runs = plan(
             task or DEFAULT_TASKS,

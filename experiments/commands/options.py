@@ -79,6 +79,9 @@ ComputeOption = Annotated[
     typer.Option("--compute", help="A step's compute on your processor: 200ms, or 0.5x of what it takes here."),
 ]
 Ddp = Annotated[str, typer.Option(help="core: ddp_core's DistributedDataParallel; torch: PyTorch's.")]
+Sharded = Annotated[
+    bool, typer.Option("--sharded", help="Shard the model with FSDP2, and compare with plain FSDP2 (torch.none).")
+]
 BucketCap = Annotated[float | None, typer.Option(help="Bucket size in MiB; default: the DDP's own.")]
 Target = Annotated[float | None, typer.Option(help="Training loss to reach; default: 95 % of the baseline's progress.")]
 Baseline = Annotated[

@@ -291,7 +291,7 @@ def _parts(settings: RunSettings) -> dict[str, str]:
         "ranks": counted(settings.ranks, "rank"),
         "optimizer": _optimizer(settings),
         "compute": f"compute {settings.compute or 'as here'}",
-        "ddp": f"{settings.ddp} DDP",
+        "ddp": "sharded (FSDP2)" if settings.is_sharded else f"{settings.ddp} DDP",
         "bucket": f"{settings.bucket_cap_mb:g} MiB buckets" if settings.bucket_cap_mb else "usual buckets",
         "steps": counted(settings.steps, "step"),
         "evaluate": f"evaluated every {settings.evaluate_every}",

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from ..launch import reason_of
 from ..results.outcomes import Setting
 from ..results.summary import SMOOTHING_STEPS
-from ..runs import RunResult, RunSettings
+from ..runs import SHARDED, RunResult, RunSettings
 from .findings import dilation, finding, lead, names_of
 from .layers import layer_grid
 from .plots import DARK, LIGHT
@@ -187,9 +187,20 @@ def _mixed(results: Sequence[RunResult]) -> list[str]:
 def _facts(settings: Sequence[Setting], results: Sequence[RunResult]) -> list[tuple[str, str]]:
     if not results:
         return []
-    ddp = {"core": "ddp_core.DistributedDataParallel", "torch": "torch.nn.parallel.DistributedDataParallel"}
+    ddp = {
+        "core": "ddp_core.DistributedDataParallel",
+        "torch": "torch.nn.parallel.DistributedDataParallel",
+        SHARDED: "none: FSDP2 shards the model over the ranks",
+    }
     loads = [float(run.machine["load"]) for run in results]
-    buckets = [one.settings.bucket_cap_mb for one in settings]
+    buckets = [
+        f"{mib:g} MiB"
+        if (mib := one.settings.bucket_cap_mb)
+        else "FSDP2's modules"
+        if one.settings.is_sharded
+        else "of the DDP's own size"
+        for one in settings
+    ]
     return [
         ("processor", _each(f"{m['processor']}, {m['cores']} cores" for m in (run.machine for run in results))),
         ("threads", _each(f"{run.machine['threads_per_rank']} of each rank" for run in results)),
@@ -197,7 +208,7 @@ def _facts(settings: Sequence[Setting], results: Sequence[RunResult]) -> list[tu
         ("system", _each(str(run.machine["system"]) for run in results)),
         ("versions", _each(", ".join(f"{name} {text}" for name, text in run.versions.items()) for run in results)),
         ("DDP", _each(ddp[one.settings.ddp] for one in settings)),
-        ("buckets", _each(f"{mib:g} MiB" if mib else "of the DDP's own size" for mib in buckets)),
+        ("buckets", _each(buckets)),
         ("seeds", ", ".join(map(str, sorted({seed for one in settings for seed in one.seeds})))),
     ]
 

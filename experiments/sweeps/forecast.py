@@ -19,6 +19,7 @@ from ..seldom import exchanged
 from ..specs import Spec, steps_of_a_round
 from ..tasks import load_task
 from ..training.lockstep import join_workers
+from ..training.sharded import step_bytes
 from ..training.stock import is_stock
 from .execute import starts
 
@@ -60,9 +61,10 @@ class Forecast:
 
     def _bytes_of(self, settings: RunSettings) -> float:
         """Return how many bytes a rank sends in a step, on average: in finished runs, or else in a trial here."""
-        key = settings.task, settings.hook, settings.ranks
+        kind = ("task", "hook", "ranks", "is_sharded")
+        key = tuple(getattr(settings, name) for name in kind)
         if key not in self._bytes:
-            same = [one for one in self.results if (one.settings.task, one.settings.hook, one.settings.ranks) == key]
+            same = [one for one in self.results if tuple(getattr(one.settings, name) for name in kind) == key]
             steps = [step.moved_bytes for one in same for step in one.steps]
             self._bytes[key] = statistics.fmean(steps) if steps else _counted(settings)
         return self._bytes[key]
@@ -84,6 +86,8 @@ class Forecast:
 def _counted(settings: RunSettings) -> float:
     """Let the hook average random gradients of workers in this process, and return the bytes of a worker in a step."""
     model = load_task(settings.task, settings.seed).model
+    if settings.is_sharded:
+        return step_bytes(model, settings.hook, settings.ranks)
     dense = 2 * (settings.ranks - 1) / settings.ranks * sum(tensor_bytes(p) for p in model.parameters())
     if is_stock(settings.hook):
         return dense

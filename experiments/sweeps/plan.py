@@ -17,7 +17,7 @@ from ..machine import cores
 from ..runs import Compute, RunSettings, read_setting
 from ..specs import Spec, is_seldom
 from ..tasks import LoadedTask, load_task
-from ..training.registration import check_hook, unsuited_hook
+from ..training.kinds import check_hook, unsuited_hook
 from ..training.seldom import check_diloco
 from ..training.worker import dilation_of
 
@@ -65,7 +65,7 @@ def plan(
         steps: Optimizer steps; None: each task's own number.
         size: The preset of built-in tasks that name none; None: each task's default.
         compute: What a step's compute takes on the user's processor; None: what it takes here.
-        ddp: 'core' or 'torch'.
+        ddp: 'core', 'torch', or 'sharded' for FSDP2.
         bucket_cap_mb: MiB; None: the DDP's own.
         evaluate_every: Steps between two evaluations.
 
@@ -170,7 +170,9 @@ def check_runs(runs: Sequence[RunSettings]) -> None:
     Warn of hooks that do not suit the optimizer of their task.
     """
     for settings in dict.fromkeys(runs):
-        check_hook(settings.hook)
+        check_hook(settings.hook, is_sharded=settings.is_sharded)
+        if settings.is_sharded:
+            _check_sharded(settings)
         _check_link(settings)
         _check_compute(settings)
     seen: dict[Spec, LoadedTask] = {}  # each is loaded once, which may take long
@@ -199,6 +201,14 @@ def _check_seldom(runs: Sequence[RunSettings], tasks: Mapping[Spec, LoadedTask])
     for settings in {(one.task, one.hook, one.optimizer, one.steps): one for one in runs}.values():
         task = tasks[settings.task]
         check_diloco(settings.hook, task.model, task.optimizer(settings.optimizer), settings.steps)
+
+
+def _check_sharded(settings: RunSettings) -> None:
+    """Raise ValueError if FSDP2 would exchange nothing, or a setting have no effect."""
+    if settings.ranks == 1:
+        raise ValueError(f"{settings.label}: one rank has no shards to exchange; train a sharded model on at least 2")
+    if settings.bucket_cap_mb is not None:
+        raise ValueError(f"{settings.label}: FSDP2 exchanges whole modules, not buckets; leave out bucket_cap_mb")
 
 
 def _check_link(settings: RunSettings) -> None:

@@ -12,6 +12,7 @@ from .plan import plan
 
 DEFAULT_TASKS = ("digits", "gpt")
 DEFAULT_HOOKS = ("all-reduce", "fp16", "bf16", "powersgd:rank=1,start_after=5", "powersgd:rank=4,start_after=5")
+SHARDED_HOOKS = ("bf16", "int8", "int4")
 _LOW_RANK = "powersgd:rank=4,start_after=2"
 
 

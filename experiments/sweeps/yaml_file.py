@@ -35,7 +35,7 @@ steps: 30                    # without it: each task's own number
 # Other settings, with their defaults:
 # optimizer: sgd:lr=0.1,momentum=0.9   # without it: the task's own
 # compute: 200ms             # what a step's compute takes on your processor; or 0.5x of what it takes here
-# ddp: core                  # or torch
+# ddp: core                  # or torch; or sharded, for FSDP2
 # bucket_cap_mb: 10          # without it: 1 for the first bucket, 25 for the others
 # evaluate_every: 20
 

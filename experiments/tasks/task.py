@@ -220,21 +220,25 @@ class LoadedTask:
             raise _NotALossError("what it returned has no gradient: compute it from the model's output, not detached")
         return loss
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, model: nn.Module | None = None) -> dict[str, float]:
         """Return the model's metrics on held-out data, "loss" among them; the model's mode is left unchanged.
+
+        Args:
+            model: A copy of the task's model, to evaluate in its place.
 
         Raises:
             ValueError: The task's own function returned something else.
 
         """
-        was_training = self.model.training
-        self.model.eval()
+        model = self.model if model is None else model
+        was_training = model.training
+        model.eval()
         try:
             with torch.no_grad(), seeded(self.seed):
                 own = self.task.evaluate
-                found = {"loss": self._held_out_loss()} if own is None else own(self.model)
+                found = {"loss": self._held_out_loss(model)} if own is None else own(model)
         finally:
-            self.model.train(was_training)
+            model.train(was_training)
         if not isinstance(found, Mapping) or "loss" not in found:
             got = ", ".join(found) if isinstance(found, Mapping) else type(found).__name__
             raise _TaskError(
@@ -242,10 +246,10 @@ class LoadedTask:
             )
         return {name: float(value) for name, value in found.items()}
 
-    def _held_out_loss(self) -> float:
+    def _held_out_loss(self, model: nn.Module) -> float:
         total, weight = 0.0, 0
         for count, batch in self._held_out_batches():
-            total += count * self.loss(self.model, batch).item()
+            total += count * self.loss(model, batch).item()
             weight += count
         return total / weight
 

@@ -9,11 +9,16 @@
 
 So compute + compression + waiting = the step. What the hook and the link do during the backward pass costs the step
 nothing, and is reported separately as hidden.
+
+FSDP2 on a CPU waits for each of its exchanges, in the forward pass too: these are waiting and compression, all else is
+compute, and nothing is hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -29,6 +34,70 @@ class Split:
     compression: float
     waiting: float
     hidden: float  # time waiting for collectives during compute: not part of the sum
+
+
+class Clock(Protocol):
+    """Times the steps of one model; its methods are called in this order."""
+
+    def begin(self) -> None:
+        """Start a step."""
+        ...
+
+    def backward_ended(self) -> None:
+        """Record that backward() has returned: every gradient is now the mean."""
+        ...
+
+    def optimizer_ended(self) -> None:
+        """Record that the optimizer has taken its step: what follows is communication."""
+        ...
+
+    def end(self) -> Split:
+        """End the step and return where its time went."""
+        ...
+
+    def remove(self) -> None:
+        """Remove what was put on the model."""
+        ...
+
+
+@dataclass(frozen=True)
+class Held:
+    """Seconds for which exchanges held up the training thread, since the run began."""
+
+    seconds: float
+    waiting: float  # those of them in which a collective was waited for
+
+
+class ExchangeClock:
+    """Times the steps of one model whose exchanges all hold up the training thread, by what was counted of them."""
+
+    def __init__(self, clock: Callable[[], float], held: Callable[[], Held]) -> None:
+        self._clock, self._held = clock, held
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._before, self._begin = self._held(), self._clock()
+
+    def backward_ended(self) -> None:
+        """Record nothing: exchanges are counted wherever they are."""
+
+    def optimizer_ended(self) -> None:
+        """Record nothing, as above."""
+
+    def end(self) -> Split:
+        """End the step and return where its time went."""
+        seconds, held = self._clock() - self._begin, self._held()
+        exchanging, waiting = held.seconds - self._before.seconds, held.waiting - self._before.waiting
+        return Split(
+            seconds=seconds,
+            compute=seconds - exchanging,
+            compression=exchanging - waiting,
+            waiting=waiting,
+            hidden=0.0,
+        )
+
+    def remove(self) -> None:
+        """Remove nothing: the model has no hooks of this."""
 
 
 class StepClock:

@@ -74,8 +74,9 @@ class Progress:
 def can_continue(settings: RunSettings) -> bool:
     """Return whether a run can go on, in other processes, as if it had not been stopped.
 
-    PyTorch's own hooks cannot: their state goes by the number of a bucket. Compute that is stated in seconds is
-    measured anew in every attempt, and the rates of hosts change by a clock that begins with the ranks.
+    PyTorch's own hooks cannot: their state goes by the number of a bucket. Nor can sharded models, which no rank can
+    save alone. Compute that is stated in seconds is measured anew in every attempt, and the rates of hosts change by a
+    clock that begins with the ranks.
     """
     hosts_change = settings.link.kind == "hosts" and settings.link.schedule
-    return not (is_stock(settings.hook) or settings.states_seconds or hosts_change)
+    return not (is_stock(settings.hook) or settings.is_sharded or settings.states_seconds or hosts_change)

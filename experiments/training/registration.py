@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
 import ddp_core
 from commhooks.communicators import Communicator
-from commhooks.hooks.optimizers import unsuited
 from commhooks.tensors import tensor_bytes
 
 from ..cluster import gloo_interface, interface_bytes
@@ -25,9 +23,10 @@ from ..links.link import EmulatedLink, Wire
 from ..links.linked_group import LinkedGroup
 from ..links.waits import WaitClock
 from ..runs import RunSettings
-from ..specs import Spec, is_seldom
+from ..tasks import LoadedTask
+from .measure import Clock, StepClock
 from .seldom import settings_of
-from .stock import check_stock, is_stock, register_stock
+from .stock import register_stock
 
 _LOOPBACKS = {"lo", "lo0"}
 _RESIDUAL = "commhooks/residual_norm_over_gradient_norm"
@@ -45,17 +44,16 @@ class Counted:
 class Registered:
     """A model in its DDP, with one of our hooks. All that the DDP sends passes the run's link, buffers too."""
 
-    averages_gradients = True
-    """Whether what it averages are the gradients of the step."""
+    can_be_probed = True
+    """Whether it averages whole gradients of the step, which a `Probe` compares with their true mean."""
 
-    def __init__(
-        self, settings: RunSettings, model: nn.Module, optimizer: torch.optim.Optimizer, dilation: float
-    ) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(self, settings: RunSettings, task: LoadedTask, dilation: float) -> None:
+        self._model = task.model
         self.waits = WaitClock()
         self.wire = Wire(settings.link.slowed(dilation), clock=self.waits.clock)
         self._group = self._make_group(settings)
         self.ddp = self._wrapped(settings)
+        self.optimizer = task.optimizer(settings.optimizer)  # of the parameters that the wrapped model has
         self._register(settings)
 
     def _make_group(self, settings: RunSettings) -> LinkedGroup | None:
@@ -86,9 +84,17 @@ class Registered:
     def after_step(self) -> None:
         """Do what follows a step of the optimizer; the time that it takes is the step's."""
 
-    def shared_model(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model is the one that all ranks share; every rank enters it."""
-        return contextlib.nullcontext()
+    def clock(self) -> Clock:
+        """Return what times the steps."""
+        return StepClock(self.ddp, self._model, self.waits)
+
+    def shared_model(self) -> contextlib.AbstractContextManager[nn.Module]:
+        """Return a context with the model that all ranks share; every rank enters it."""
+        return contextlib.nullcontext(self._model)
+
+    def dense_bytes(self, gradient_bytes: int, ranks: int) -> int:
+        """Return what a rank would have sent without compression for gradients of so many bytes."""
+        return 2 * (ranks - 1) * gradient_bytes // ranks
 
     def save(self, folder: Path, step: int, extra: Mapping[str, Any]) -> None:
         """Save model, optimizer and the hook's state after a step, in place of what was saved before."""
@@ -96,7 +102,7 @@ class Registered:
             folder,
             step=step,
             model=self._model,  # its ranks are those of the default group; the DDP's own is the link
-            optimizer=self._optimizer,
+            optimizer=self.optimizer,
             hooks=self._hooks,
             extra=extra,
             keep=1,
@@ -105,7 +111,7 @@ class Registered:
 
     def load(self, folder: Path) -> Mapping[str, Any] | None:
         """Load what `save` saved last, and return its `extra`; None: nothing was saved."""
-        found = commhooks.load_checkpoint(folder, model=self._model, optimizer=self._optimizer, hooks=self._hooks)
+        found = commhooks.load_checkpoint(folder, model=self._model, optimizer=self.optimizer, hooks=self._hooks)
         return None if found is None else found.extra
 
     def counted(self) -> Counted:
@@ -180,7 +186,7 @@ class StockHook(Registered):
 class SeldomHook(Registered):
     """DiLoCo, which trains the plain module: it averages how far the ranks went, and no gradients."""
 
-    averages_gradients = False
+    can_be_probed = False
 
     def _make_group(self, settings: RunSettings) -> None:
         """Return None: there is no DDP."""
@@ -191,7 +197,7 @@ class SeldomHook(Registered):
     def _register(self, settings: RunSettings) -> None:
         self._diloco = commhooks.DiLoCo(
             self._model,
-            self._optimizer,
+            self.optimizer,
             process_group=_world(),
             wrap_communicator=self._linked,
             **settings_of(settings.hook, settings.seed),
@@ -232,9 +238,11 @@ class SeldomHook(Registered):
             self._earlier = payload - old_payload, moved - old_moved
         return found
 
-    def shared_model(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def shared_model(self) -> Iterator[nn.Module]:
         """Return a context in which the model has the outer copies, with what is under way taken into account."""
-        return self._diloco.outer_parameters()
+        with self._diloco.outer_parameters():
+            yield self._model
 
     def counted(self) -> Counted:
         """Return the bytes so far, without those of buffers; those of gradients are the ones that a DDP averages."""
@@ -253,30 +261,6 @@ class SeldomHook(Registered):
         """End the exchanges."""
         self._diloco.close()
         self._close()
-
-
-def register(settings: RunSettings, model: nn.Module, optimizer: torch.optim.Optimizer, dilation: float) -> Registered:
-    """Wrap the model in its DDP, and put the run's hook on it; DiLoCo takes the model itself, and the optimizer."""
-    if is_seldom(settings.hook):
-        return SeldomHook(settings, model, optimizer, dilation)
-    return (StockHook if is_stock(settings.hook) else Registered)(settings, model, optimizer, dilation)
-
-
-def check_hook(hook: Spec, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
-    """Raise an error if there is no such hook, if a setting cannot work, or if it does not accept the parameters."""
-    if is_stock(hook):
-        check_stock(hook)
-    elif is_seldom(hook):
-        settings_of(hook)["compressor"].check(parameters or {}, None)
-    else:
-        make_hook(hook).check(parameters or {}, None)
-
-
-def unsuited_hook(hook: Spec, optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
-    """Return why a hook may diverge under an optimizer, and what to set; None if nothing is known."""
-    if is_stock(hook) or is_seldom(hook):  # the optimizer of DiLoCo's ranks has their own gradients
-        return None
-    return unsuited(make_hook(hook), optimizer, model.parameters())
 
 
 def wrap_in_ddp(

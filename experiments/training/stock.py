@@ -18,7 +18,8 @@ from torch.futures import Future
 from ..specs import Spec
 
 PREFIX = "torch."
-_NONE = "torch.none"  # DDP's own all-reduce, without any hook
+NO_HOOK = "torch.none"
+"""PyTorch's own collectives, without any hook: DDP's all-reduce, and what FSDP2 runs by itself."""
 _POWERSGD = "torch.powersgd"
 _BF16 = "torch.bf16"
 _FRACTIONS = {"min_compression_rate", "orthogonalization_epsilon"}  # their defaults are ints, and they need not be
@@ -30,7 +31,7 @@ _STATELESS: dict[str, Callable[..., Any]] = {
 
 def stock_names() -> tuple[str, ...]:
     """Return the names of PyTorch's hooks that can run here."""
-    return (_NONE, *_STATELESS, _POWERSGD)
+    return (NO_HOOK, *_STATELESS, _POWERSGD)
 
 
 def is_stock(spec: Spec) -> bool:
@@ -81,7 +82,7 @@ def register_stock(ddp: Any, spec: Spec, group: dist.ProcessGroup) -> powerSGD_h
         state = _powersgd_state(spec, group)
         ddp.register_comm_hook(state, _powersgd_of_one_bucket)
         return state
-    if spec.name != _NONE:
+    if spec.name != NO_HOOK:
         ddp.register_comm_hook(group, _STATELESS[spec.name])
     return None
 

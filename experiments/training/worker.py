@@ -27,10 +27,11 @@ from ..runs import Compute, EvaluationRecord, Goal, LayerRecord, ProbeRecord, Ru
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task
 from ..tasks.task import mixed, seed_generators
-from .measure import Split, StepClock
+from .kinds import register
+from .measure import Split
 from .probe import Probe
 from .progress import Progress, StoppedError, can_continue
-from .registration import Counted, register, sent_by_interface
+from .registration import Counted, sent_by_interface
 
 # How many steps of a model are measured for its compute, and for how many seconds if they are more than the least.
 _LEAST_CALIBRATION_STEPS, _CALIBRATION_STEPS, _CALIBRATION_SECONDS = 7, 60, 4.0
@@ -245,9 +246,9 @@ class _Run:
         self.model = self.task.model
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._check_data()
-        self.optimizer = self.task.optimizer(settings.optimizer)
-        self.registered = register(settings, self.model, self.optimizer, dilation)
-        self.clock = StepClock(self.registered.ddp, self.model, self.registered.waits)
+        self.registered = register(settings, self.task, dilation)
+        self.optimizer = self.registered.optimizer
+        self.clock = self.registered.clock()
         self.goal: Goal | None = None
         self.steps: list[StepRecord] = []
         self.evaluated = 0  # the last step after which the model was evaluated
@@ -327,7 +328,7 @@ class _Run:
         evaluated = last or (step + 1) % self.settings.evaluate_every == 0
         # The true mean crosses the network too, uncompressed: on a network that is really slow, only once.
         probed = last or (evaluated and step < asked and self.settings.link.kind == "emulated")
-        probed = probed and self.registered.averages_gradients
+        probed = probed and self.registered.can_be_probed
         probe = Probe(self.model) if probed else None
         # A schedule is for the steps asked for. A run that goes on keeps the last rate.
         self.task.set_learning_rate(self.optimizer, min(step, asked - 1), asked)
@@ -361,9 +362,9 @@ class _Run:
         if self.evaluated == len(self.steps):
             return
         self.evaluated = len(self.steps)
-        with self.registered.shared_model():
+        with self.registered.shared_model() as model:
             if self.rank == 0:
-                metrics = self.task.evaluate()
+                metrics = self.task.evaluate(model)
                 loss = metrics.pop("loss")
                 self.evaluations.append(EvaluationRecord(step=self.evaluated, loss=loss, metrics=metrics))
                 self.send(Evaluated(self.number, self.evaluations[-1], probe))
@@ -372,8 +373,8 @@ class _Run:
     def result(self, compute_here: float | None, used_by_others: float | None) -> RunResult:
         """Return the measurements."""
         fingerprints: list[str | None] = [None] * self.ranks
-        with self.registered.shared_model():
-            dist.all_gather_object(fingerprints, fingerprint(self.model))
+        with self.registered.shared_model() as model:
+            dist.all_gather_object(fingerprints, fingerprint(model))
         return RunResult(
             settings=self.settings,
             parameters=sum(p.numel() for p in self.model.parameters()),
@@ -415,7 +416,7 @@ def _record(step: int, loss: float, split: Split, before: Counted, after: Counte
         gradient_bytes=gradient_bytes,
         payload_bytes=after.payload_bytes - before.payload_bytes,
         moved_bytes=after.moved_bytes - before.moved_bytes,
-        dense_bytes=2 * (run.ranks - 1) * gradient_bytes // run.ranks,
+        dense_bytes=run.registered.dense_bytes(gradient_bytes, run.ranks),
     )
 
 

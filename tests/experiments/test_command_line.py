@@ -52,6 +52,8 @@ MISTAKES = {
     f"{SMALL} --optimizer sgdd": "did you mean 'sgd'",
     f"{SMALL} --ranks 400": "use fewer ranks",
     f"{SMALL} --ddp pytorch": "ddp must be 'core' or 'torch'",
+    f"{SMALL} --sharded --ddp torch": "leave out --ddp torch",
+    f"{SMALL} --sharded --hook powersgd": "cannot average shards of gradients",
     f"{SMALL} --go-on 0": "go_on: expected a whole number of at least 1",
     f"{SMALL} --baseline fp61": "did you mean 'fp16'?; it must be one of the hooks",
     f"{SMALL} --target-loss -1": "expected a finite loss above zero",

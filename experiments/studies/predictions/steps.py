@@ -19,7 +19,7 @@ from experiments.machine import dilation
 from experiments.runs import RunSettings
 from experiments.specs import Spec
 from experiments.tasks import load_task
-from experiments.training.registration import register
+from experiments.training.kinds import register
 from experiments.training.stepper import Stepper
 from experiments.turns import as_given, turns_of
 
@@ -61,8 +61,7 @@ def _take(settings: RunSettings, hooks: Sequence[str], turns: int, tell: Tell) -
     ddp.register_comm_hook(came, _answer)
     tasks = {hook: load_task(settings.task) for hook in hooks}
     registered = {
-        hook: register(dataclasses.replace(settings, hook=Spec.parse(hook)), task.model, task.optimizer(), slow)
-        for hook, task in tasks.items()
+        hook: register(dataclasses.replace(settings, hook=Spec.parse(hook)), task, slow) for hook, task in tasks.items()
     }
     steppers = {"": Stepper(alone, ddp)} | {hook: Stepper(tasks[hook], registered[hook].ddp) for hook in hooks}
     contenders = {name: partial(_step, stepper, came) for name, stepper in steppers.items()}

@@ -1,0 +1,48 @@
+"""Which way of training a run asks for, and whether its hook can work there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from commhooks.hooks.optimizers import unsuited
+
+from ..hooks import make_hook
+from ..runs import RunSettings
+from ..specs import Spec, is_seldom
+from ..tasks import LoadedTask
+from .registration import Registered, SeldomHook, StockHook
+from .seldom import settings_of
+from .sharded import ShardedHook, check_sharded
+from .stock import check_stock, is_stock
+
+
+def register(settings: RunSettings, task: LoadedTask, dilation: float) -> Registered:
+    """Wrap the task's model in its DDP, or shard it, and put the run's hook on it; DiLoCo takes the model itself."""
+    kind: type[Registered] = StockHook if is_stock(settings.hook) else Registered
+    if settings.is_sharded:
+        kind = ShardedHook
+    elif is_seldom(settings.hook):
+        kind = SeldomHook
+    return kind(settings, task, dilation)
+
+
+def check_hook(hook: Spec, parameters: Mapping[str, nn.Parameter] | None = None, *, is_sharded: bool = False) -> None:
+    """Raise an error if there is no such hook, if a setting cannot work, or if it does not accept the parameters."""
+    if is_stock(hook):
+        check_stock(hook)
+    if is_seldom(hook):
+        settings_of(hook)["compressor"].check(parameters or {}, None)
+    elif not is_stock(hook):
+        make_hook(hook).check(parameters or {}, None)
+    if is_sharded:
+        check_sharded(hook)
+
+
+def unsuited_hook(hook: Spec, optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
+    """Return why a hook may diverge under an optimizer, and what to set; None if nothing is known."""
+    if is_stock(hook) or is_seldom(hook):  # the optimizer of DiLoCo's ranks has their own gradients
+        return None
+    return unsuited(make_hook(hook), optimizer, model.parameters())

@@ -1,0 +1,162 @@
+"""FSDP2 in the place of a DDP: what is sharded, what is refused, and what runs of it do."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from commhooks.communicators.gloo import course_of
+from experiments.launch import run_world
+from experiments.links.link import LinkSettings
+from experiments.report.writing import write
+from experiments.results.outcomes import settings_of
+from experiments.runs import SHARDED, RunResult, RunSettings
+from experiments.specs import Spec
+from experiments.sweeps.forecast import Forecast
+from experiments.sweeps.plan import plan
+from experiments.tasks import load_task
+from experiments.training.sharded import blocks_of, parameters_by_module, shards_of, step_bytes
+from experiments.training.stock import NO_HOOK
+from experiments.training.worker import RunDone, Work, train_all
+
+TASK = "gpt:size=tiny"
+SENT = (NO_HOOK, "all-reduce", "bf16", "int8", "int4")
+IN_DDP = "all-reduce in a DDP"
+STEPS = 8
+LINK = LinkSettings(bits_per_second=100e6)
+
+
+def settings(hook: str) -> RunSettings:
+    return RunSettings(
+        task=Spec.parse(TASK, "task"),
+        hook=Spec.parse(hook),
+        steps=STEPS,
+        evaluate_every=3,
+        ddp=SHARDED,
+        link=LINK,
+    )
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, RunResult]:
+    """Train with every hook, and in a DDP, in one world."""
+    runs = {hook: settings(hook) for hook in SENT}
+    runs[IN_DDP] = dataclasses.replace(settings("all-reduce"), ddp="core")
+    names, found = list(runs), dict[str, RunResult]()
+
+    def hear(message: object) -> None:
+        if isinstance(message, RunDone):
+            found[names[message.run]] = message.result
+
+    run_world(train_all, 2, Work(dict(enumerate(runs.values())), {}, {}), hear, timeout=100)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("top-k:ratio=0.1", r"cannot average shards of gradients.*torch.none \(plain FSDP2\) and all-reduce, bf16"),
+        ("powersgd", "cannot average shards of gradients"),
+        ("diloco:every=4", "cannot average shards of gradients"),
+        ("torch.fp16", "cannot average shards of gradients"),
+        ("int8:policy=fused", "policy has no effect"),
+        ("int8:blok=4", "blok"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_before_anything_starts(hook: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan([TASK], [hook], links=["10Mbit/s"], ddp=SHARDED)
+
+
+def test_one_rank_and_buckets_are_refused() -> None:
+    with pytest.raises(ValueError, match="one rank has no shards to exchange"):
+        plan([TASK], ["int8"], links=["10Mbit/s"], ddp=SHARDED, ranks=[1])
+    with pytest.raises(ValueError, match="leave out bucket_cap_mb"):
+        plan([TASK], ["int8"], links=["10Mbit/s"], ddp=SHARDED, bucket_cap_mb=4)
+
+
+class Inner(nn.Module):
+    """Blocks in a list, one of which has only vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(3, 3)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3)), self.shared, nn.LayerNorm(3)])
+
+
+def test_blocks_are_the_outermost_listed_modules_with_a_matrix_of_their_own() -> None:
+    model = nn.Module()
+    model.inner = inner = Inner()
+    model.head = head = nn.Linear(3, 3)
+    head.weight = inner.shared.weight
+    assert blocks_of(model) == [inner.blocks[0]]
+    assert [sorted(own) for own in parameters_by_module(model)] == [
+        ["inner.blocks.0.0.bias", "inner.blocks.0.0.weight"],
+        ["head.bias", "inner.blocks.2.bias", "inner.blocks.2.weight", "inner.shared.bias", "inner.shared.weight"],
+    ]
+
+
+def test_a_rank_keeps_as_much_of_the_first_dimension_as_any_other() -> None:
+    kept = shards_of([torch.ones(5, 3), torch.ones(4), torch.ones(())], ranks=2)
+    assert [(len(one), one.sum().item()) for one in kept] == [(9, 9.0), (2, 2.0), (1, 1.0)]
+
+
+def test_two_ranks_without_compression_train_bit_for_bit_as_plain_fsdp2_and_closely_as_a_ddp(
+    results: dict[str, RunResult],
+) -> None:
+    plain, ours, ddp = results[NO_HOOK], results["all-reduce"], results[IN_DDP]
+    assert [one.loss for one in plain.steps] == [one.loss for one in ours.steps]
+    assert plain.evaluations == ours.evaluations
+    assert [one.step for one in plain.evaluations] == [3, 6, 8]
+    for sharded, other in zip(plain.evaluations, ddp.evaluations, strict=True):
+        assert sharded.loss == pytest.approx(other.loss, rel=1e-4)  # sums in another order, 8 steps of AdamW
+    assert all(one.replicas_identical for one in results.values())
+
+
+@pytest.mark.parametrize("hook", SENT)
+def test_bytes_are_those_that_the_model_and_the_hook_foretell(results: dict[str, RunResult], hook: str) -> None:
+    model, found = load_task(TASK).model, results[hook]
+    for step in found.steps:
+        assert step.moved_bytes == step_bytes(model, found.settings.hook, 2)
+        assert step.dense_bytes == step_bytes(model, Spec(NO_HOOK), 2)
+
+
+def test_plain_fsdp2_sends_three_halves_of_a_model_in_blocks_and_gathers_the_rest_once() -> None:
+    """On two ranks, of which each keeps a half: two gathers and a reduce-scatter."""
+    model = load_task(TASK).model
+    *blocks, beside = (4 * sum(p.numel() for p in own.values()) for own in parameters_by_module(model))
+    assert step_bytes(model, Spec(NO_HOOK), 2) == 3 * sum(blocks) // 2 + 2 * beside // 2
+
+
+def test_exchanges_take_their_time_on_the_link_and_all_of_it_counts_once(results: dict[str, RunResult]) -> None:
+    *blocks, others = parameters_by_module(load_task(TASK).model)
+    payloads = [sum(4 * one.numel() for one in shards_of(own.values(), 2)) for own in (*blocks, *blocks, others)]
+    courses = [course_of("all-gather", payload, 2, is_private=False) for payload in payloads]
+    courses += [course_of("reduce-scatter", 2 * payload, 2, is_private=False) for payload in payloads[len(blocks) :]]
+    least = sum(LINK.seconds_of(course) for course in courses)
+    for step in results[NO_HOOK].steps:
+        assert step.waiting >= least and step.compression == 0
+    for name in SENT:
+        for step in results[name].steps:
+            assert min(step.compute, step.compression, step.waiting) >= 0 and step.hidden == 0
+            assert step.compute + step.compression + step.waiting == pytest.approx(step.seconds)
+
+
+def test_a_report_compares_them_with_plain_fsdp2(results: dict[str, RunResult], tmp_path: Path) -> None:
+    shown = [results[hook] for hook in SENT]
+    write(shown, tmp_path, baseline=NO_HOOK, target_loss=None, command="")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "FSDP2 shards the model over the ranks" in page
+    (setting,) = settings_of(shown, baseline=NO_HOOK)
+    ratios = {one.hook: one.ratio for one in setting.outcomes}
+    assert ratios[NO_HOOK] == 1 < ratios["bf16"] < ratios["int8"] < ratios["int4"] < 3
+
+
+def test_a_forecast_of_a_slow_link_is_that_of_the_bytes() -> None:
+    slow = dataclasses.replace(settings("int8"), link=LinkSettings(bits_per_second=1e3))
+    seconds = 8 * step_bytes(load_task(TASK).model, slow.hook, 2) / 1e3
+    assert Forecast([]).seconds(slow) == pytest.approx(STEPS * seconds, rel=0.01)
