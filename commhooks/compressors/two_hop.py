@@ -14,7 +14,6 @@ Legend: n elements in B whole blocks; W ranks; b blocks per rank, padded; y the 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
 from commhooks.compressors.codecs.compiled import passes_for
-from commhooks.compressors.codecs.passes import Passes
+from commhooks.compressors.codecs.passes import Passes, payloads_of
 from commhooks.compressors.dealing import Columns, Deal
 from commhooks.compressors.whole import average_whole
 from commhooks.errors import SettingsError
@@ -135,7 +134,7 @@ class TwoHop(Compressor):
         return side_by_side([*exchanges, average_whole(deal.rest)] if deal.rest else exchanges)
 
     def _average_blocks(self, passes: Passes, deal: Deal, bucket: BucketView, context: Context) -> Exchange:
-        payloads = _payloads(self.codec, computing_dtype(bucket.memory.dtype))
+        payloads = payloads_of(self.codec, computing_dtype(bucket.memory.dtype))
         kinds = [((deal.longest, *shape), dtype) for shape, dtype in payloads]
         message = Rows(kinds, deal.ranks, bucket.borrow, to_all=False)
         flaw = self._send(passes, message.places, deal, bucket, context)
@@ -227,7 +226,7 @@ class TwoHop(Compressor):
         passes = Passes(self.codec, self.damping)
         seen: list[Tensor] = []
         shape, dtype = (len(bucket.memory), plan.blocks), computing_dtype(bucket.memory.dtype)
-        sent = [bucket.memory.new_zeros(*shape, *rows, dtype=kind) for rows, kind in _payloads(self.codec, dtype)]
+        sent = [bucket.memory.new_zeros(*shape, *rows, dtype=kind) for rows, kind in payloads_of(self.codec, dtype)]
         ends = bucket.memory.new_zeros(len(bucket.memory), plan.ends, dtype=dtype)
         for tile, row, column, keys in plan.tiles(bucket):
             noise = self._noise(keys, context, "own")
@@ -272,14 +271,6 @@ def _split(noise: Noise | None, sizes: Sequence[int]) -> Iterable[Noise | None]:
     return itertools.repeat(None, len(sizes)) if noise is None else noise.split(sizes)
 
 
-@functools.cache
-def _payloads(codec: Codec, dtype: torch.dtype) -> Sequence[tuple[torch.Size, torch.dtype]]:
-    """Return the shape, without the first dimension, and the dtype of each tensor of a code of blocks of a dtype."""
-    block = torch.zeros(1, codec.block, dtype=dtype, device="cpu")
-    code = codec.encode(block, block.float() if codec.draws else block.new_empty(0))
-    return [(payload.shape[1:], payload.dtype) for payload in code]
-
-
 def _bytes_of_block(codec: Codec) -> int:
     """Return how many bytes a block's code takes, of a parameter in fp32."""
-    return sum(shape.numel() * dtype.itemsize for shape, dtype in _payloads(codec, torch.float32))
+    return sum(shape.numel() * dtype.itemsize for shape, dtype in payloads_of(codec, torch.float32))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 from commhooks.communicators.connection import WrapCommunicator
+from commhooks.compressors.codecs.codec import Codec
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, SettingsError
 from commhooks.hooks.handle import Handle, check_run_settings, checked_compressor, refusal_of
 from commhooks.language.compressor import Compressor
+from commhooks.language.lending import Pool
+from commhooks.scheduling.ledger import Statistics, total
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.sharded.attachment import ModulesAttachment
-from commhooks.sharded.fsdp import Unit, units_of
+from commhooks.sharded.fsdp import Unit, is_default, units_of
+from commhooks.sharded.gathering import Gather, Gathers, code_of
 from commhooks.sharded.reducing import Memory, ReduceScatter
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.memory import MemoryReport, added
@@ -48,7 +54,8 @@ class ShardedUnit(Handle):
         candidate, refusal = super()._candidate(compressor)
         return candidate, refusal or _cannot_scatter(candidate)
 
-    def _plug_in(self) -> None:
+    def plug_in(self) -> None:
+        """Let the module call this."""
         self._unit.module.set_custom_reduce_scatter(self._runs)  # type: ignore[arg-type]  # it has the methods of FSDP2's class
         self._is_plugged_in = True
         self._unit.send_unused()  # a step's size must not differ
@@ -66,30 +73,43 @@ class ShardedAttachment(ModulesAttachment[ShardedUnit]):
     """A compressor attached to the FSDP modules of a model, by their names, as returned by `attach_sharded`."""
 
     def __init__(
-        self, units: Sequence[ShardedUnit], names: Sequence[str], line: ProcessGroupLine, memory: Memory
+        self, units: Mapping[str, ShardedUnit], gathers: Mapping[str, Gather], line: ProcessGroupLine, memory: Memory
     ) -> None:
-        self._handles = dict(zip(names, units, strict=True))
+        self._handles = units
+        self.gathers = Gathers(gathers)
+        """What is sent of the weights, with `gather=`, by the same names and those of frozen modules."""
         self._line = line
         self._memory = memory
         self._watches = []
 
+    def __str__(self) -> str:
+        """Return a summary of each module, and of the gathers."""
+        return super().__str__() + (f"\n{self.gathers}" if self.gathers else "")
+
     @property
     def is_attached(self) -> bool:
         """Whether the model's gradients go through this compressor: until `detach`, or until the model is gone."""
-        return all(unit.is_attached for unit in self.values())
+        return all(unit.is_attached for unit in self.values()) and all(g.is_attached for g in self.gathers.values())
+
+    def statistics(self) -> Statistics:
+        """Return this rank's totals over all modules and `gathers`; its steps are the rounds of all of them."""
+        return total([super().statistics(), self.gathers.statistics()])
 
     def memory_report(self) -> MemoryReport:
         """Return how many bytes are used, and for what; `gradients` are the largest module's input and output."""
-        return added((unit.memory_report() for unit in self.values()), self._memory.bytes())
+        report = added((unit.memory_report() for unit in self.values()), self._memory.bytes())
+        return dataclasses.replace(report, working=report.working + self.gathers.working_bytes())
 
     def detach(self) -> None:
-        """Give the modules FSDP2's own reduce-scatter back. A second call does nothing.
+        """Give the modules FSDP2's own reduce-scatter and all-gather back. A second call does nothing.
 
         Every rank must detach between the same two steps.
         """
         self._end_watching()
         for unit in self.values():
             unit._detach()
+        for gather in self.gathers.values():
+            gather.detach()
 
     def _shards(self, label: str) -> set[Tensor]:
         return {parameter.shard for parameter in self[label]._unit.parameters()}
@@ -105,6 +125,7 @@ def attach_sharded(
     model: Module,
     compressor: Compressor | str,
     *,
+    gather: Codec | torch.dtype | str | None = None,
     hook_timeout: float | None = None,
     scaler: Scaler | None = None,
     residuals: ResidualStorage = "fp32",
@@ -118,6 +139,10 @@ def attach_sharded(
     int4, sign and others) can return a shard of the mean. A cast sends 16 bits and adds them up in the gradients'
     dtype: with `MixedPrecisionPolicy(reduce_dtype=torch.float32)` in fp32.
 
+    - `gather`: how the parameters travel that FSDP2 gathers in forward and backward passes: as codes of blocks, "int8",
+      "fp8", "int4:block=64" or a `Codec`; or in a dtype, "bf16" or `torch.float16`. All ranks compute with what the
+      codes represent, and the optimizer trains shards that keep all digits. Elements beyond the last whole block of a
+      parameter's shard travel as they are. "fp32" only counts bytes and names a rank that fails. None: FSDP2 gathers.
     - `hook_timeout`, `scaler`, `residuals` and `wrap_communicator` are those of `attach`. A rank encodes the gradient
       of the *whole* parameter, since it sends to every rank that keeps a part, so a residual has that size on every
       rank, not that of a shard: `residuals="bf16"` or "host" makes it smaller, and `error_feedback=False` in the
@@ -130,12 +155,12 @@ def attach_sharded(
     """
     compressor = checked_compressor("attach_sharded", compressor)
     check_run_settings("attach_sharded", "fifo", hook_timeout)
-    units = units_of("attach_sharded", model)
-    for unit in units:
-        if not unit.has_default_reduce_scatter():
-            raise AttachError(
-                f"attach_sharded: {unit.name} has another custom reduce-scatter already; detach that first."
-            )
+    code = None if gather is None else code_of(gather)
+    found = units_of("attach_sharded", model, frozen=code is not None)
+    units = [unit for unit in found if unit.parameters()]
+    gathered = [] if code is None else found
+    _refuse_others("reduce-scatter", {unit: unit.reduce_scatter() for unit in units})
+    _refuse_others("all-gather", {unit: unit.all_gather() for unit in gathered})
     line = ProcessGroupLine(
         units[0].process_group,
         label="FSDP",
@@ -143,8 +168,11 @@ def attach_sharded(
         hook_timeout=hook_timeout,
         may_bypass=wrap_communicator is not None,
     )
-    memory, made = Memory(), list[ShardedUnit]()
-    names = f"modules: {', '.join(unit.name for unit in units)}\n"  # a rank with one more would wait for the others
+    memory, pool = Memory(), Pool()
+    made, gathers = dict[str, ShardedUnit](), dict[str, Gather]()
+    # A rank with one more would wait for the others.
+    names = f"modules: {', '.join(unit.name for unit in units)}\n"
+    names += f"gather: {code} of {', '.join(unit.name for unit in gathered)}\n" if code is not None else ""
     try:
         for unit in units:
             engine = Engine(
@@ -155,19 +183,33 @@ def attach_sharded(
                 may_join=False,
                 name=unit.name,
             )
-            made.append(ShardedUnit(unit, engine, memory))
+            made[unit.name] = ShardedUnit(unit, engine, memory)
             if scaler is not None:
                 engine.loss_scale.follow(scaler)
             like = engine.state.named()
             refusal = _cannot_scatter(compressor) or refusal_of(compressor, like, line)
             engine.open(next(iter(like.values())).device, refusal)
+        for unit in gathered:
+            assert code is not None, "nothing is gathered without"
+            gathers[unit.name] = Gather(unit, code, line, pool)
+            gathers[unit.name].open(names + unit.fingerprint(frozen=True))
     except Exception:
-        for one in made:
+        for one in made.values():
             one._engine.stop()
+        for other in gathers.values():
+            other.stop()
         raise
-    for one in made:
-        one._plug_in()
-    return ShardedAttachment(made, [unit.name for unit in units], line, memory)
+    for one in made.values():
+        one.plug_in()
+    for other in gathers.values():
+        other.plug_in()
+    return ShardedAttachment(made, gathers, line, memory)
+
+
+def _refuse_others(what: str, communications: Mapping[Unit, object]) -> None:
+    for unit, communication in communications.items():
+        if not is_default(communication):
+            raise AttachError(f"attach_sharded: {unit.name} has another custom {what} already; detach that first.")
 
 
 def _cannot_scatter(compressor: Compressor) -> SettingsError | None:

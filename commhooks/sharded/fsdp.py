@@ -1,12 +1,12 @@
 """What PyTorch's FSDP2 keeps to itself: the modules that communicate, their parameters and process groups.
 
-FSDP2 lets others run its collectives (`set_custom_reduce_scatter`, `set_all_reduce_hook`), but does not say what is in
-them. That is known from attributes whose names begin with an underscore, all of which are looked up in this file. A
-version of PyTorch that has others is refused, naming what is missing.
+FSDP2 lets others run its collectives (`set_custom_reduce_scatter`, `set_custom_all_gather`, `set_all_reduce_hook`), but
+does not say what is in them. That is known from attributes whose names begin with an underscore, all of which are
+looked up in this file. A version of PyTorch that has others is refused, naming what is missing.
 
 FSDP2 runs a reduce-scatter for each module that has parameters of its own, in every backward pass that synchronises.
 Its input is a matrix of one row for each rank: what that rank keeps of every parameter in turn, a part of the first
-dimension, padded with zeros to the same size on every rank.
+dimension, padded with zeros to the same size on every rank. An all-gather's output is the same matrix, of parameters.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Unit:
         factor: float | None = _held(self._group, "gradient_divide_factor")
         return factor
 
-    def parameters(self) -> list[ShardedParameter]:
-        """Return the parameters that are trained, in the order in which they are sent.
+    def parameters(self, *, frozen: bool = False) -> list[ShardedParameter]:
+        """Return the parameters that are trained, or all of them, in the order in which they are sent.
 
         Raises:
             SettingsError: A parameter is sharded along another dimension than the first.
@@ -124,23 +124,24 @@ class Unit:
                 raise SettingsError(
                     f"{self._caller}: {name!r} is sharded along dimension {dimension}; only the first one is supported."
                 )
-            if shard.requires_grad:
+            if shard.requires_grad or frozen:
                 chunk = _held(one, "padded_sharded_param_size").numel()
                 device = _held(self._group, "device")
                 found.append(ShardedParameter(name, shard, _held(one, "_orig_size"), device, chunk))
         return found
 
-    def fingerprint(self) -> str:
-        """Return the text that must be the same on every rank."""
-        return "\n".join(f"parameter {p.name}: shape {tuple(p.shape)}, {p.shard.dtype}" for p in self.parameters())
+    def fingerprint(self, *, frozen: bool = False) -> str:
+        """Return the text that must be the same on every rank, of the parameters that are trained or of all."""
+        found = self.parameters(frozen=frozen)
+        return "\n".join(f"parameter {p.name}: shape {tuple(p.shape)}, {p.shard.dtype}" for p in found)
 
     def reduce_scatter(self) -> Any:
         """Return what runs the reduce-scatter now."""
         return _held(self._group, "_reduce_scatter_comm")
 
-    def has_default_reduce_scatter(self) -> bool:
-        """Return whether that is PyTorch's own."""
-        return type(self.reduce_scatter()).__module__.startswith("torch.")
+    def all_gather(self) -> Any:
+        """Return what runs the all-gather now."""
+        return _held(self._group, "_all_gather_comm")
 
     def send_unused(self) -> None:
         """Let zeros be sent for parameters without a gradient, until `end_sending_unused` was called as often."""
@@ -157,11 +158,12 @@ class Unit:
             self.module.set_reduce_scatter_unused_params(before, recurse=False)
 
 
-def units_of(caller: str, model: Module) -> list[Unit]:
+def units_of(caller: str, model: Module, *, frozen: bool = False) -> list[Unit]:
     """Return the FSDP modules of a model that have trained parameters, in the order of `model.named_modules()`.
 
-    Of modules sharded together, with `fully_shard([one, other])`, the first one stands for all. Names are those without
-    `torch.compile` and activation checkpointing, so that a checkpoint loads with and without them.
+    With `frozen`, also those whose parameters are all frozen. Of modules sharded together, with `fully_shard([one,
+    other])`, the first one stands for all. Names are those without `torch.compile` and activation checkpointing, so
+    that a checkpoint loads with and without them.
 
     Raises:
         AttachError: There is none, or a backward pass is under way.
@@ -182,9 +184,11 @@ def units_of(caller: str, model: Module) -> list[Unit]:
             f"{caller}: {type(model).__name__} has no parameters that FSDP2 shards; call "
             "torch.distributed.fsdp.fully_shard on it and its layers first."
         )
-    units = [unit for unit in (Unit(caller, *one, names) for one in sharded) if unit.parameters()]
-    if not units:
+    found = [Unit(caller, *one, names) for one in sharded]
+    trained = [unit for unit in found if unit.parameters()]
+    if not trained:
         raise AttachError(f"{caller}: all parameters are frozen.")
+    units = found if frozen else trained
     for unit in units:
         if unit.is_replicated:
             raise SettingsError(
@@ -194,6 +198,11 @@ def units_of(caller: str, model: Module) -> list[Unit]:
         if unit.process_group is not units[0].process_group:
             raise SettingsError(f"{caller}: {unit.name} and {units[0].name} are sharded over different ranks.")
     return units
+
+
+def is_default(communication: object) -> bool:
+    """Return whether what runs a collective is PyTorch's own."""
+    return type(communication).__module__.startswith("torch.")
 
 
 def _held(owner: Any, name: str) -> Any:

@@ -6,6 +6,7 @@ processor's cache. Legend: k blocks of n elements; W ranks; b rows for each in a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -119,6 +120,14 @@ class Passes:
         """Yield what each rank's codes represent, decoded for some ranks at a time."""
         for of_some in zip(*(payload.split(at_once) for payload in received), strict=True):
             yield from self.decode([payload.flatten(0, 1) for payload in of_some]).unflatten(0, (len(of_some[0]), -1))
+
+
+@functools.cache
+def payloads_of(codec: Codec, dtype: torch.dtype) -> Sequence[tuple[torch.Size, torch.dtype]]:
+    """Return the shape, without the first dimension, and the dtype of each tensor of a code of blocks of a dtype."""
+    block = torch.zeros(1, codec.block, dtype=dtype, device="cpu")
+    code = codec.encode(block, block.float() if codec.draws else block.new_empty(0))
+    return [(payload.shape[1:], payload.dtype) for payload in code]
 
 
 def _put(payload: Tensor, part: Tensor, places: Places) -> None:

@@ -1,0 +1,265 @@
+"""Codes in the place of FSDP2's all-gather: all ranks compute with the same weights, for fewer bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+import commhooks
+from commhooks import attach_sharded, make_compressor
+from commhooks.codecs import QSGD, Codec, Half, Int4, Int8
+from commhooks.sharded.gathering import Cut, Run, code_of
+from tests.commhooks.ranks import of_every_rank, survived
+from tests.commhooks.told import Told, told_by
+from tests.sharded.models import FP32, MIXED, NARROW, Network, batch, furthest, sgd, sharded, shards, train
+from tests.world import on_ranks, run_world_outcomes
+
+MODULES = ["the model", "first", "second.wide"]
+
+
+def trained(
+    rank: int, gather: Any, policy: MixedPrecisionPolicy = FP32, *, steps: int = 8, **of_model: Any
+) -> tuple[dict[str, Tensor], float]:
+    """Train a new model whose gradients are averaged without loss; return what this rank keeps, and the last loss."""
+    model = sharded(policy, **of_model)
+    attachment = attach_sharded(model, "all-reduce", gather=gather, hook_timeout=30.0)
+    optimizer = sgd(model)
+    loss = train(model, optimizer, rank, 0, steps)
+    assert list(attachment.gathers) == (MODULES if gather is not None else [])
+    attachment.detach()
+    return shards(model), loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("resharded", [True, False])
+def test_what_travels_without_loss_trains_bit_for_bit_as_fsdp2_does(rank: int, resharded: bool) -> None:
+    of_bf16: list[Any] = ["bf16", torch.float32, Half(block=16, dtype=torch.bfloat16)]
+    for policy, gathers in ((FP32, ["fp32"]), (MIXED, of_bf16), (NARROW, of_bf16)):
+        plain = trained(rank, None, policy, reshard_after_forward=resharded)
+        for gather in gathers:
+            ours = trained(rank, gather, policy, reshard_after_forward=resharded)
+            assert furthest(plain[0], ours[0]) == 0 and plain[1] == ours[1], (policy, gather)
+
+
+@on_ranks(2)
+def test_codes_of_weights_train_about_as_well(rank: int) -> None:
+    _, plain = trained(rank, None, steps=20)
+    for gather, most in (("bf16", 1e-2), ("int8", 2e-2), ("fp8", 5e-2), ("int4", 0.2), ("mxfp4", 0.2)):
+        _, loss = trained(rank, gather, steps=20)
+        assert abs(loss / plain - 1) < most, (gather, loss, plain)
+
+
+class Seen:
+    """What a layer computes with: a copy of its weights in each forward pass."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.weights: list[Tensor] = []
+        layer.register_forward_pre_hook(lambda layer, *_: self.weights.append(layer.weight.detach().clone()))
+
+
+@on_ranks("ranks")
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("gather", ["int8", "int4:block=32", "fp8", "mxfp4", "fp16"])
+def test_all_ranks_compute_with_what_the_codes_represent(rank: int, ranks: int, gather: str) -> None:
+    """Their own shard included; each block is one rank's, and the ends of shards travel as they are."""
+    for policy in (FP32, MIXED):
+        model = sharded(policy)
+        attachment = attach_sharded(model, "all-reduce", gather=gather)
+        optimizer, seen = sgd(model), Seen(model.second["wide"])
+        for step in range(3):
+            (kept,) = (own for name, own in shards(model).items() if name == "second.wide.weight")
+            train(model, optimizer, rank, step, step + 1)
+            padded = nn.functional.pad(kept, (0, 0, 0, -(-130 // ranks) - len(kept)))
+            rows = of_every_rank(padded.to(policy.param_dtype or torch.float32))
+            expected = torch.cat([represented(attachment.gathers["second.wide"].code, row) for row in rows])
+            assert torch.equal(seen.weights[step], expected[:130]), step
+            assert all(torch.equal(seen.weights[step], other) for other in of_every_rank(seen.weights[step]))
+        attachment.detach()
+
+
+def represented(code: Codec | torch.dtype, shard: Tensor) -> Tensor:
+    """Return what the code of a rank's shard represents."""
+    if isinstance(code, torch.dtype):
+        return shard.to(code).to(shard.dtype) if code.itemsize < shard.element_size() else shard
+    flat, blocks = shard.flatten(), shard.numel() // code.block
+    whole = flat[: blocks * code.block].float().view(-1, code.block)
+    decoded = code.decode(code.encode(whole, whole.new_empty(0))).flatten().to(shard.dtype)
+    return torch.cat([decoded, flat[blocks * code.block :]]).view_as(shard)
+
+
+@on_ranks("ranks")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bytes_are_those_of_codes_and_ends_to_every_other_rank(rank: int, ranks: int) -> None:
+    """Of 32 bytes more for whose turn it is, and of rows that are multiples of their widest elements."""
+    chunks = {name: -(-own.shape[0] // ranks) * own[:1].numel() for name, own in Network().named_parameters()}
+    for gather, block, of_block, of_rest in (("int8:block=64", 64, 68, 4), ("bf16", 1, 2, 0), ("fp32", 1, 4, 0)):
+        model = sharded()
+        attachment = attach_sharded(model, "all-reduce", gather=gather)
+        train(model, sgd(model), rank, 0, 2)
+        of_gathers, of_all = attachment.gathers.statistics(), attachment.statistics()
+        sent = 0
+        for name, one in attachment.gathers.items():
+            counts = one.statistics()
+            own = [chunks[parameter] for parameter in one.by_parameter()]
+            width = sum(chunk // block * of_block + chunk % block * of_rest for chunk in own)
+            assert counts.steps == (2 if name == "the model" else 4), "once more in the backward pass, but for the root"
+            assert counts.gradient_bytes == 4 * sum(own) * counts.steps
+            least = (width + 32) * counts.steps
+            assert least <= counts.payload_bytes <= least + 4 * counts.steps, (gather, name)
+            assert counts.moved_bytes == (ranks - 1) * counts.payload_bytes
+            sent += counts.moved_bytes
+        assert of_gathers.moved_bytes == sent
+        assert of_all.moved_bytes == sent + sum(unit.statistics().moved_bytes for unit in attachment.values())
+        assert set(attachment.gathers.by_parameter()) == chunks.keys()
+        assert "gathers: " in str(attachment) and "weights" in str(attachment.gathers)
+        attachment.detach()
+
+
+@on_ranks(2)
+def test_weights_are_gathered_where_no_gradient_is(rank: int) -> None:
+    """In evaluation, of frozen modules, under activation checkpointing, with tied weights and from the host."""
+    model = Network()
+    model.first.requires_grad_(False)
+    model.second["wide"] = checkpoint_wrapper(model.second["wide"])
+    model.second["tied"] = nn.Linear(130, 7)
+    model.second["tied"].weight = model.head.weight
+    for module in (model.first, model.second["wide"], model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    attachment = attach_sharded(model, "int8", gather="int8")
+    assert list(attachment) == ["the model", "second.wide"] and list(attachment.gathers) == MODULES
+    with torch.no_grad():
+        y = model(batch(0, 0)[0])
+    with torch.inference_mode():
+        again = model(batch(0, 0)[0])
+    assert torch.equal(y, again) and all(torch.equal(y, other) for other in of_every_rank(y))
+    train(model, sgd(model), rank, 0, 2)
+    assert attachment.memory_report().working > 0
+    attachment.detach()
+    gathered = attachment.gathers["first"].statistics().steps
+    assert not attachment.is_attached and gathered >= 4
+    with torch.no_grad():
+        model(batch(0, 0)[0])
+    assert attachment.gathers["first"].statistics().steps == gathered
+
+
+@on_ranks(2)
+def test_shards_that_lie_elsewhere_are_gathered_too(rank: int) -> None:
+    model = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    plain = trained(rank, "int8", steps=3)[0]
+    attachment = attach_sharded(model, "all-reduce", gather="int8")
+    train(model, sgd(model), rank, 0, 3)
+    assert furthest(plain, shards(model)) == 0
+    attachment.detach()
+
+
+@on_ranks(4)
+def test_among_fewer_ranks_weights_are_gathered_once_decoded(rank: int) -> None:
+    """reshard_after_forward=2: what FSDP2 gathers in the backward pass is what the forward pass computed with."""
+    whole, parts = (trained(rank, "int4", steps=3, reshard_after_forward=after)[0] for after in (True, 2))
+    assert furthest(whole, parts) == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("gather", ["int8", "int4", "fp8", "mxfp4", "e3m0", "fp16"])
+def test_a_weight_that_is_not_finite_is_so_on_every_rank(rank: int, gather: str) -> None:
+    for bad in (float("inf"), float("nan")):
+        model = sharded()
+        attachment = attach_sharded(model, "all-reduce", gather=gather)
+        if rank == 1:
+            weight: Any = model.head.weight
+            with torch.no_grad():
+                weight.to_local().view(-1)[3] = bad
+        seen = Seen(model.head)
+        model(batch(0, 0)[0])
+        assert not seen.weights[0][4:].isfinite().all() and seen.weights[0][:4].isfinite().all()
+        attachment.detach()
+
+
+@on_ranks(2)
+def test_what_cannot_be_gathered_is_refused_in_words(rank: int) -> None:
+    model = sharded()
+    for gather, text in (
+        ("powersgd", "expected a code of blocks, such as 'int8'"),
+        ("int9", "Did you mean 'int8'"),
+        ("qsgd", "draws random numbers, so forward and backward pass would compute with different weights"),
+        (QSGD(block=16, levels=15), "draws random numbers"),
+        ("int8:stochastic=true", "draws random numbers"),
+        ("int8:damping=0.5", "'damping' is a setting for gradients"),
+        (torch.int8, "floating-point dtype of at least 16 bits"),
+        (make_compressor("int8"), "expected a code of blocks"),
+        (8, "expected a code of blocks"),
+    ):
+        told = told_by(lambda gather=gather: attach_sharded(model, "int8", gather=gather))  # type: ignore[misc]  # mypy: cannot infer a lambda
+        assert told.error == "SettingsError" and text in told.text, (gather, told.text)
+    for of_rank in (("int8", "int4"), ("int8", None)):
+        told = told_by(lambda of_rank=of_rank: attach_sharded(model, "int8", gather=of_rank[rank], hook_timeout=30.0))  # type: ignore[misc]  # as above
+        assert told.error == "AttachError" and "gather: " in told.text and told.seconds < 10.0, told.text
+    attachment = attach_sharded(model, "int8", gather="int8")
+    attachment.detach()
+    model.first.set_custom_all_gather(attachment.gathers["first"])  # type: ignore[operator]  # FSDPModule's
+    assert (
+        "first has another custom all-gather already"
+        in told_by(lambda: attach_sharded(model, "int8", gather="int8")).text
+    )
+    attach_sharded(model, "int8").detach()
+    model.first.set_custom_all_gather(attachment.gathers["first"]._before)  # type: ignore[operator]  # as above
+    mixed = nn.Linear(4, 4)
+    mixed.bias = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)
+    fully_shard(mixed, mesh=init_device_mesh("cpu", (2,)))
+    attachment = attach_sharded(mixed, "all-reduce", gather="int8")
+    told = told_by(lambda: mixed(torch.zeros(1, 4)))
+    assert told.error == "AttachError" and "elements of torch.uint8 in place of 10 floating-point ones" in told.text
+
+
+def without_a_peer(rank: int, how: str) -> Told | None:
+    """Train on while rank 1 was killed, or does not come."""
+    model = sharded()
+    attach_sharded(model, "int8", gather="int8", hook_timeout=2.0)
+    train(model, sgd(model), rank, 0, 2)
+    if rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        with torch.no_grad():  # a gather more than the other rank's, which is in its backward pass then
+            model(batch(0, 0)[0])
+        return told_by(lambda: model(batch(0, 0)[0]))
+    return told_by(lambda: train(model, sgd(model), rank, 2, 3))
+
+
+@pytest.mark.parametrize("how", ["killed", "astray"])
+def test_a_rank_that_dies_or_gathers_something_else_is_named(how: str) -> None:
+    first, _ = run_world_outcomes(without_a_peer, 2, how)
+    assert survived(first), first.describe()
+    told = first.value
+    assert told.error == "CollectiveError", told.text
+    if how == "killed":
+        assert "gather of the model" in told.text and told.seconds < 10.0, told.text
+    else:
+        assert "ranks hand in different things" in told.text and "gather of first" in told.text, told.text
+
+
+def test_neighbouring_blocks_are_one_run_and_none_straddles_parameters() -> None:
+    cut = Cut(4, ["a", "b", "c", "d"], [8, 4, 6, 3])
+    assert cut.coded == [Run(0, 16, 0)] and cut.plain == [Run(16, 5, 0)]
+    assert (cut.blocks, cut.rest) == (4, 5)
+    assert cut.of_blocks.sizes == (8, 4, 4, 0) and cut.of_rest.sizes == (0, 0, 2, 3)
+    apart = Cut(4, ["a", "b"], [5, 9])
+    assert apart.coded == [Run(0, 4, 0), Run(5, 8, 4)] and apart.plain == [Run(4, 1, 0), Run(13, 1, 1)]
+    found = [(own, places.flat.tolist()) for own, places in apart.pieces(1, 2, torch.device("cpu"))]
+    assert found == [(slice(0, 4), [6]), (slice(5, 9), [7]), (slice(9, 13), [8])]
+
+
+def test_names_are_those_of_compressors_and_round_to_the_nearest() -> None:
+    assert code_of("int8") == Int8(stochastic=False)
+    assert code_of("int4:block=64") == Int4(block=64, stochastic=False)
+    assert code_of("bf16-two-hop") == Half(dtype=torch.bfloat16)
+    assert code_of("fp16") == torch.float16
+    for code in (Int8(block=16, stochastic=False), commhooks.codecs.FP8()):
+        assert code_of(code) is code and code_of(str(code)) == code
