@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.world import run_world
 
@@ -73,6 +74,20 @@ def test_plain_ddp_resumes_bit_for_bit(tmp_path: Path) -> None:
         assert expected.keys() == found.keys()
         assert expected
         assert all(torch.equal(tensor, found[where]) for where, tensor in expected.items())
+
+
+def test_a_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_example("sharded_blocks.py", str(whole), "40")
+    shutil.copytree(whole / "step-20", resumed / "step-20")
+    run_example("sharded_blocks.py", str(resumed), "40")
+    ends = []
+    for folder in (whole, resumed):
+        dcp_to_torch_save(folder / "step-40", tmp_path / f"{folder.name}.pt")
+        ends.append(tensors_in(torch.load(tmp_path / f"{folder.name}.pt")))
+    assert ends[0].keys() == ends[1].keys()
+    assert {at.split("/")[1] for at in ends[0]} == {"model", "optimizer", "hooks"}
+    assert all(torch.equal(tensor, ends[1][where]) for where, tensor in ends[0].items())
 
 
 def test_two_houses_resume_from_the_newest_checkpoint_that_both_have(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ class Watch:
         A step without gradients of the model, or with those of the last step, is the same on every rank: one optimizer
         may train two models in turns, and Lightning's SWA makes a step after a pass that only updates batch norms.
         """
+        if is_standing(optimizer):
+            return
         if self._buckets_handed_in() == self._at_last_step and any(map(self._is_new, _stepped(optimizer))):
             raise HookDidNotRunError(
                 f"{type(optimizer).__name__} {makes} a step, but no gradient has passed through the attached "
@@ -100,6 +102,14 @@ class Watch:
                 "each rank would train them alone. Wrap the model while they require gradients, and freeze them "
                 "afterwards if you want (with find_unused_parameters=True); or wrap it again once they do."
             )
+
+
+def is_standing(optimizer: Optimizer) -> bool:
+    """Return whether all learning rates are 0, so that a step changes no parameter.
+
+    So `torch.distributed.checkpoint` makes an optimizer create its state.
+    """
+    return all("lr" in group and not group["lr"] for group in optimizer.param_groups)
 
 
 def _stepped(optimizer: Optimizer) -> Iterable[Tensor]:

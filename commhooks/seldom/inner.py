@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Adagrad, Optimizer
 
 from commhooks.errors import SettingsError
+from commhooks.hooks.watching import is_standing
 from commhooks.seldom.shards import local
 from commhooks.tensors import all_finite
 
@@ -87,5 +88,5 @@ def check_is_free(optimizer: Optimizer) -> None:
 def _before_step(
     inner: weakref.ref[Inner], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    if (own := inner()) is not None:
+    if (own := inner()) is not None and not is_standing(optimizer):
         own.expect_step()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 
@@ -235,6 +236,7 @@ def test_an_optimizer_that_steps_without_the_hook_raises(rank: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         attachment = commhooks.attach(model, powersgd())
         attachment.watch(SimpleNamespace(optimizer=optimizer))  # as Accelerate and Lightning wrap theirs
+        get_optimizer_state_dict(model.module, optimizer)  # takes a step with a rate of 0, so that there is a state
         step(model, optimizer, rank, 0)
         with model.no_sync():
             model(torch.ones(4, 16)).sum().backward()

@@ -101,3 +101,8 @@ def test_the_example_resumes_as_if_it_had_not_been_stopped(tmp_path: Path) -> No
     assert hooks[0]["local"].keys() == {"rank0", "rank1"}
     for part in ("local", "replicated", "step"):
         assert worlds.digest(hooks[0][part]) == worlds.digest(hooks[1][part]), part
+
+
+def test_the_example_of_a_sharded_model_compresses() -> None:
+    printed = torchrun(ROOT / "docs" / "examples" / "lightning_sharded.py", timeout=70)
+    assert re.search("^32 steps, messages 3.9 times smaller", printed, re.MULTILINE), printed
