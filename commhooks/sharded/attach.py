@@ -92,8 +92,9 @@ class ShardedAttachment(ModulesAttachment[ShardedUnit]):
         return all(unit.is_attached for unit in self.values()) and all(g.is_attached for g in self.gathers.values())
 
     def statistics(self) -> Statistics:
-        """Return this rank's totals over all modules and `gathers`; its steps are the rounds of all of them."""
-        return total([super().statistics(), self.gathers.statistics()])
+        """Return this rank's totals over all modules and `gathers`; its steps are those of the module with the most."""
+        reduced = super().statistics()
+        return dataclasses.replace(total([reduced, self.gathers.statistics()]), steps=reduced.steps)
 
     def memory_report(self) -> MemoryReport:
         """Return how many bytes are used, and for what; `gradients` are the largest module's input and output."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from abc import abstractmethod
 from collections.abc import Set
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from commhooks.hooks.grouped import Grouped, One
 from commhooks.hooks.watching import Watch, optimizer_of
+from commhooks.scheduling.ledger import Statistics, total
 from commhooks.scheduling.line import ProcessGroupLine
 
 
@@ -45,6 +47,11 @@ class ModulesAttachment(Grouped[One]):
     def steps(self) -> int:
         """The number of backward passes synchronised since attaching, by the module with the most."""
         return max(one._made_engine().step for one in self.values())
+
+    def statistics(self) -> Statistics:
+        """Return this rank's totals over all modules; its steps are those of the module with the most."""
+        of_modules = [one.statistics() for one in self.values()]
+        return dataclasses.replace(total(of_modules), steps=max(one.steps for one in of_modules))
 
     @property
     def rank_and_world_size(self) -> tuple[int, int]:
