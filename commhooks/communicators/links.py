@@ -43,10 +43,14 @@ HALF_SUM = "all-reduce float16"
 """The kind of a sum of two-byte floats, for which Gloo needs about twice the processor time per byte of other sums. A
 `Probe` measures it apart; a `Link` makes no difference."""
 
+OF_PYTORCH = " of PyTorch"
+"""What ends the kind of a collective that PyTorch itself runs, over its one group: FSDP2's gathers, for example. A
+`Link` with Gloo's algorithms knows what that costs."""
+
 
 def plain_kind(kind: str) -> str:
-    """Return the kind of collective: an all-reduce for `HALF_SUM`."""
-    return "all-reduce" if kind == HALF_SUM else kind
+    """Return the kind of collective: an all-reduce for `HALF_SUM`, and without `OF_PYTORCH`."""
+    return "all-reduce" if kind == HALF_SUM else kind.removesuffix(OF_PYTORCH)
 
 
 class Transfer(NamedTuple):
@@ -121,13 +125,15 @@ class Link:
             ValueError: There is no such kind, or the ranks do not fill their hosts.
 
         """
+        is_private = not kind.endswith(OF_PYTORCH)
         kind = plain_kind(kind)
         self._check(kind, ranks)
         if ranks == 1:
             return Transfer(0.0, 0.0, 0)
-        legs = self._legs(kind, payload, ranks)
+        legs = self._legs(kind, payload, ranks, is_private=is_private)
         sent = ring_bytes(kind, payload, ranks)
-        processor = self.seconds_per_byte * sent
+        is_sum_of_rows = kind == "reduce-scatter" and not is_private and self.algorithm == "gloo"
+        processor = self.seconds_per_byte * sent * (2 if is_sum_of_rows else 1)  # an all-reduce of each row
         wire = sum(seconds for seconds, _ in legs)
         seconds = max(wire, processor) + sum(delay for _, delay in legs)
         return Transfer(seconds, processor, sent, self.seconds_per_round)
@@ -141,10 +147,10 @@ class Link:
                 f"{ranks} ranks do not fill hosts of {per_host} ranks: give a multiple of that, or fewer ranks"
             )
 
-    def _legs(self, kind: str, payload: int, ranks: int) -> list[tuple[float, float]]:
+    def _legs(self, kind: str, payload: int, ranks: int, *, is_private: bool) -> list[tuple[float, float]]:
         """Return for each leg its seconds at the rates of its links, and the seconds of its latencies."""
         if self.inner_rate is None:
-            course = self._course(kind, payload, ranks)
+            course = self._course(kind, payload, ranks, is_private=is_private)
             share = self.rate / min(ranks, self.ranks_per_host)
             return [
                 (max(_seconds(course, share), self._site(course, kind, payload, ranks)), course.steps * self.latency)
@@ -157,14 +163,16 @@ class Link:
             legs.append((_seconds(course, self.inner_rate), course.steps * self.inner_latency))
         if hosts > 1:
             is_sum = kind in {"all-reduce", "reduce-scatter"}
-            course = self._course(kind, payload if is_sum else inside * payload, hosts)
+            course = self._course(kind, payload if is_sum else inside * payload, hosts, is_private=is_private)
             course = dataclasses.replace(course, messages=course.messages * inside)
             seconds = max(_seconds(course, self.rate), self._site(course, kind, payload, ranks))
             legs.append((seconds, course.steps * self.latency))
         return legs
 
-    def _course(self, kind: str, payload: int, ranks: int) -> Course:
-        return course_of(kind, payload, ranks) if self.algorithm == "gloo" else _ring(kind, payload, ranks)
+    def _course(self, kind: str, payload: int, ranks: int, *, is_private: bool) -> Course:
+        if self.algorithm == "ring":
+            return _ring(kind, payload, ranks)
+        return course_of(kind, payload, ranks, is_private=is_private)
 
     def _site(self, course: Course, kind: str, payload: int, ranks: int) -> float:
         """Return the seconds that the uplink of a site is busy: with a ring's neighbours, or with all its ranks."""

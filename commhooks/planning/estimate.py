@@ -21,6 +21,8 @@ the step. Then
                       that saves messages that wait for one another above one, or between two
 
 hop_seconds, round_seconds and copies_per_byte are Gloo's: backend "none" counts none of them.
+
+For a model that FSDP2 shards the step is that of `commhooks.planning.sharded`, and plain FSDP2 is compared with.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from commhooks.planning.candidates import DENSE, NOOP, label_in_profile
 from commhooks.planning.costs import Backend, Costs, check_backend, copy_seconds
 from commhooks.planning.paying import RATES, Case, Rates, paying_rates
 from commhooks.planning.predicting import Unlinked
-from commhooks.planning.sizes import Shape, square_matrices
+from commhooks.planning.sharded import PLAIN, ShardedModule, modules_of, sharded_step
+from commhooks.planning.sizes import Shape, in_buckets, square_matrices
 from commhooks.planning.step_time import StepTime
 from commhooks.planning.tables import Stated
 
@@ -61,27 +64,28 @@ class HookEstimate:
     hook: str
     time: StepTime
     speed_up: float
-    """Over dense all-reduce."""
+    """Over the baseline: dense all-reduce, or plain FSDP2."""
     pays_between: Rates
-    """The ranges of rates at which it pays, in bits per second; empty: none, or dense itself."""
+    """The ranges of rates at which it pays, in bits per second; empty: none, or the baseline itself."""
     on_faster_link: float
     """Seconds of the step on a link `FASTER` times as fast. If larger than `time.seconds`, ignore differences this
     small: they come from how transfers line up with compute."""
     losses: tuple[Loss, ...]
     """What the same settings cost in accuracy, by task; a task that is missing was not measured."""
+    is_baseline: bool = False
 
     @property
     def pays(self) -> bool:
-        """Whether the step is faster than under dense all-reduce."""
+        """Whether the step is faster than the baseline's."""
         return self.speed_up > 1
 
     @property
     def break_even(self) -> float:
         """The rate in bits per second below which it pays; `math.inf`: at every rate; 0: at none.
 
-        NaN: of dense itself, and if it pays above a rate or between some, which `pays_between` says.
+        NaN: of the baseline, and if it pays above a rate or between some, which `pays_between` says.
         """
-        if self.hook == DENSE or len(self.pays_between) > 1 or any(low > 0 for low, _ in self.pays_between):
+        if self.is_baseline or len(self.pays_between) > 1 or any(low > 0 for low, _ in self.pays_between):
             return math.nan
         return self.pays_between[0][1] if self.pays_between else 0.0
 
@@ -98,6 +102,7 @@ class Estimate:
     hooks: tuple[HookEstimate, ...]
     parameters: int
     buckets: int
+    """Of the DDP; of a sharded model, the modules that are exchanged by themselves."""
     ranks: int
     link: Link
     """With the latency that the backend adds, and the processor time that dense all-reduce takes for a byte."""
@@ -109,6 +114,13 @@ class Estimate:
     """Of the compiled passes with which the costs were measured; None: without."""
     tasks: tuple[tuple[str, str], ...]
     """Those on which accuracy was measured, each with the unit of its differences."""
+    baseline: str = DENSE
+    """What the others are compared with: dense all-reduce, or plain FSDP2."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards the model."""
+        return self.baseline == PLAIN
 
     @property
     def best(self) -> HookEstimate:
@@ -151,6 +163,7 @@ def estimate(
     backend: str = "gloo",
     costs: Costs | None = None,
     accuracy: Accuracy | None = None,
+    sharded: bool = False,
 ) -> Estimate:
     """Estimate the step time of every compressor, by arithmetic with costs that were measured beforehand.
 
@@ -172,6 +185,8 @@ def estimate(
             of the processor.
         costs: None: those that come with this package.
         accuracy: None: that which comes with this package.
+        sharded: Whether FSDP2 shards the model: hooks are then those that can return shards, beside plain FSDP2. The
+            modules are the blocks of a model, and the rest of it; if only a number is known, as large as buckets.
 
     Raises:
         SettingsError: A value cannot work, or the costs of a hook are not known; the message names those that are.
@@ -182,6 +197,8 @@ def estimate(
     costs = Costs.read() if costs is None else costs
     accuracy = Accuracy.read() if accuracy is None else accuracy
     compressors = {hook: make_compressor(own.compressor) for hook, own in costs.hooks.items()}
+    if sharded and hooks is None:
+        hooks = [hook for hook, compressor in compressors.items() if compressor.scatters]
     asked = compressors if hooks is None else [_label_of(hook, compressors) for hook in hooks]
     wanted = list(dict.fromkeys([DENSE, *asked]))
     is_number = not isinstance(parameters, nn.Module)
@@ -196,22 +213,53 @@ def estimate(
     link = Link(rate=rate, latency=latency, ranks_per_host=ranks_per_host)
     link.transfer("all-reduce", 1, ranks)  # raises if the ranks do not fill their hosts
     carrier = Backend(backend, copy_seconds() if copy_rate is None else 4 / copy_rate, costs)
-    profile = stated.profile({hook: costs.hooks[hook] for hook in wanted}, ranks, carrier.copy)
-    cases = {
-        hook: Case(Unlinked.of(profile, profile.hooks[label_in_profile(hook)]), carrier.carry(link, hook))
-        for hook in wanted
-    }
+    losses = {hook: accuracy.losses_of(compressors[hook]) for hook in wanted}
+    if sharded:
+        modules = _modules(parameters, stated)
+        units = len(modules)
+        steps = {
+            hook: sharded_step(
+                modules,
+                compressors.get(hook),
+                ranks,
+                compute=compute,
+                optimizer=optimizer,
+                costs=costs.hooks.get(hook),
+                copy=carrier.copy,
+                cores=cores,
+                overlaps=backend != "gloo",
+            )
+            for hook in (PLAIN, *wanted)
+        }
+        cases = {hook: Case(Unlinked(step, ranks), carrier.carry(link, hook)) for hook, step in steps.items()}
+        losses[PLAIN] = ()
+    else:
+        profile = stated.profile({hook: costs.hooks[hook] for hook in wanted}, ranks, carrier.copy)
+        units = len(profile.hooks[NOOP].buckets)
+        cases = {
+            hook: Case(Unlinked.of(profile, profile.hooks[label_in_profile(hook)]), carrier.carry(link, hook))
+            for hook in wanted
+        }
     return Estimate(
-        hooks=_compared(cases, {hook: accuracy.losses_of(compressors[hook]) for hook in wanted}),
+        hooks=_compared(cases, losses, PLAIN if sharded else DENSE),
         parameters=sum(map(math.prod, stated.shapes)),
-        buckets=len(profile.hooks[NOOP].buckets),
+        buckets=units,
         ranks=ranks,
         link=cases[DENSE].link,
         backend=backend,
         copy_rate=4 / carrier.copy,
         level=costs.level,
         tasks=tuple((task.task, task.unit) for task in accuracy.tasks),
+        baseline=PLAIN if sharded else DENSE,
     )
+
+
+def _modules(parameters: float | nn.Module, stated: Stated) -> list[ShardedModule]:
+    if stated.bucket_cap_mb is not None:
+        raise SettingsError(f"estimate(bucket_cap_mb={stated.bucket_cap_mb}): FSDP2 exchanges modules; leave it out.")
+    if isinstance(parameters, nn.Module):
+        return modules_of(parameters)
+    return [ShardedModule(tuple(stated.shapes[place] for place in bucket)) for bucket in in_buckets(stated.shapes)]
 
 
 def _label_of(hook: str, compressors: Mapping[str, Compressor]) -> str:
@@ -256,9 +304,11 @@ def _shapes_of(model: nn.Module) -> list[Shape]:
     return shapes
 
 
-def _compared(cases: Mapping[str, Case], losses: Mapping[str, tuple[Loss, ...]]) -> tuple[HookEstimate, ...]:
-    """Return all hooks beside dense all-reduce, the fastest first."""
-    dense = cases[DENSE]
+def _compared(
+    cases: Mapping[str, Case], losses: Mapping[str, tuple[Loss, ...]], compared: str
+) -> tuple[HookEstimate, ...]:
+    """Return all hooks beside the one that they are compared with, the fastest first."""
+    dense = cases[compared]
     rates = sorted({*RATES, dense.link.rate})  # so that the ranges agree with what is said of this rate
     baseline, seconds = dense.seconds(rates), dense.time().seconds
     found = []
@@ -269,9 +319,10 @@ def _compared(cases: Mapping[str, Case], losses: Mapping[str, tuple[Loss, ...]])
                 hook=hook,
                 time=time,
                 speed_up=seconds / time.seconds,
-                pays_between=() if hook == DENSE else paying_rates(dense, case, rates, baseline),
+                pays_between=() if hook == compared else paying_rates(dense, case, rates, baseline),
                 on_faster_link=case.time(FASTER * case.link.rate).seconds,
                 losses=losses[hook],
+                is_baseline=hook == compared,
             )
         )
     return tuple(sorted(found, key=lambda one: one.time.seconds))

@@ -32,6 +32,9 @@ def estimate(
     ranks_per_host: Annotated[int, typer.Option(help="How many ranks share a host's link.")] = 1,
     cores: Annotated[int, typer.Option(help="Cores of each rank; from 2 on, compression runs beside compute.")] = 1,
     hook: Hooks = None,
+    sharded: Annotated[
+        bool, typer.Option("--sharded", help="FSDP2 shards the model: compare with plain FSDP2 (torch.none).")
+    ] = False,
     bucket_cap_mb: BucketCap = None,
     matrix: Annotated[str, typer.Option(help="Elements of the square matrices that --parameters are in.")] = "1M",
     copy_rate: Annotated[
@@ -92,6 +95,7 @@ def estimate(
                 copy_rate=copy_rate,
                 backend=backend,
                 costs=costs,
+                sharded=sharded,
             )
         )
         show(found, console, costs)

@@ -42,6 +42,7 @@ class Request:
     copy_rate: str | None = None
     backend: str = "gloo"
     costs: Path | None = None  # None: those that come with the package
+    sharded: bool = False
 
 
 def estimated(request: Request) -> Estimate:
@@ -89,6 +90,7 @@ def estimated(request: Request) -> Estimate:
         copy_rate=copy_rate,
         backend=request.backend,
         costs=None if request.costs is None else Costs.read(request.costs),
+        sharded=request.sharded,
     )
 
 

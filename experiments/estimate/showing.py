@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from commhooks.native.library import compiled
-from commhooks.planning.candidates import DENSE
 from commhooks.planning.costs import passes_in_words
 from commhooks.planning.estimate import FASTER, Estimate, HookEstimate
 from commhooks.planning.paying import Rates
@@ -29,12 +28,13 @@ def show(estimate: Estimate, console: Console, costs: Path | None = None) -> Non
     """Print a row for each compressor, the fastest first, and what follows; `costs` is the file of their costs."""
     link = estimate.link
     table = plain_table(
-        f"{counted(estimate.parameters, 'parameter')} in {counted(estimate.buckets, 'bucket')}, "
+        f"{counted(estimate.parameters, 'parameter')} in "
+        f"{counted(estimate.buckets, 'sharded module' if estimate.is_sharded else 'bucket')}, "
         f"{counted(estimate.ranks, 'rank')}, {rate_in_words(link.rate)}, {backend_in_words(estimate)}",
         ("step", "speed-up", "sent", "pays at rates", *(task for task, _ in estimate.tasks)),
     )
     for one in estimate.hooks:
-        dense = one.hook == DENSE
+        dense = one.is_baseline
         table.add_row(
             escape(one.hook),
             seconds_in_words(one.time.seconds),
@@ -73,9 +73,10 @@ def other_passes_in_words(estimate: Estimate) -> list[str]:
 def conclusion(estimate: Estimate) -> str:
     """Return a sentence, such as 'At 1 Gbit/s powersgd:rank=4 makes steps 1.62× as fast as dense all-reduce'."""
     rate, best = rate_in_words(estimate.link.rate), estimate.best
-    if best.hook == DENSE:
-        others = [one for one in estimate.hooks if one.hook != DENSE]
-        said = f"At {rate} none pays: dense all-reduce is the fastest."
+    baseline = "plain FSDP2" if estimate.is_sharded else "dense all-reduce"
+    if best.is_baseline:
+        others = [one for one in estimate.hooks if not one.is_baseline]
+        said = f"At {rate} none pays: {baseline} is the fastest."
         slower = [(high, one.hook) for one in others for _, high in one.pays_between if high <= estimate.link.rate]
         faster = [(low, one.hook) for one in others for low, _ in one.pays_between if low >= estimate.link.rate]
         if slower:
@@ -86,8 +87,8 @@ def conclusion(estimate: Estimate) -> str:
     below, above = next(pair for pair in best.pays_between if pair[0] <= estimate.link.rate <= pair[1])
     limits = [f"below {rate_in_words(below)}"] if below > 0 else []
     limits += [f"above {rate_in_words(above)}"] if above < math.inf else []
-    until = f"dense all-reduce is faster {' and '.join(limits)}" if limits else "it is faster at every rate"
-    return f"At {rate} {best.hook} makes steps {times(best.speed_up)} as fast as dense all-reduce; {until}."
+    until = f"{baseline} is faster {' and '.join(limits)}" if limits else "it is faster at every rate"
+    return f"At {rate} {best.hook} makes steps {times(best.speed_up)} as fast as {baseline}; {until}."
 
 
 def safest_in_words(estimate: Estimate) -> str:
@@ -150,6 +151,7 @@ def as_json(estimate: Estimate) -> str:
     whole = {
         "parameters": estimate.parameters,
         "buckets": estimate.buckets,
+        "baseline": estimate.baseline,
         "ranks": estimate.ranks,
         "link": link,
         "backend": estimate.backend,

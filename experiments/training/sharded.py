@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import commhooks
 from commhooks import SettingsError
-from commhooks.communicators.collective import ring_bytes
 from commhooks.communicators.gloo import course_of, moved_bytes
 from commhooks.compressors import COMPRESSORS
-from commhooks.planning.payloads import rounds_of_shards, rows_of
-from commhooks.scheduling.lanes import HEADER_BYTES
+from commhooks.planning.predicting import NoLink
+from commhooks.planning.sharded import blocks_of, modules_of, sharded_step
+from commhooks.planning.step_time import step_time
 from commhooks.tensors import tensor_bytes
 
 from ..hooks import make_hook
@@ -163,65 +162,10 @@ def shard(model: nn.Module) -> list[FSDPModule]:
     return [fully_shard(module, mesh=mesh) for module in modules]
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return what is sharded by itself: the modules in the model's outermost `ModuleList`s and `Sequential`s.
-
-    Those without a matrix are not, as one exchange costs more than their bytes, nor those that share a parameter with
-    another module.
-    """
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    found = []
-    for block in _listed(model):
-        named = [*block.named_parameters(remove_duplicate=False)]
-        own = Counter(id(parameter) for _, parameter in named)
-        if any(p.dim() > 1 for _, p in named) and all(uses[one] == times for one, times in own.items()):
-            found.append(block)
-    return found
-
-
-def _listed(module: nn.Module) -> Iterator[nn.Module]:
-    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
-    for child in module.children():
-        if is_list:
-            yield child
-        else:
-            yield from _listed(child)
-
-
-def parameters_by_module(model: nn.Module) -> list[dict[str, nn.Parameter]]:
-    """Return the parameters of each module that `shard` shards, by name: of the blocks, and at last of no block."""
-    blocks = blocks_of(model)
-    place = {id(parameter): number for number, block in enumerate(blocks) for parameter in block.parameters()}
-    found: list[dict[str, nn.Parameter]] = [{} for _ in range(len(blocks) + 1)]
-    for name, parameter in model.named_parameters():
-        found[place.get(id(parameter), len(blocks))][name] = parameter
-    return found
-
-
 def step_bytes(model: nn.Module, hook: Spec, ranks: int) -> int:
-    """Return what a rank sends in a step, as a ring moves it, if the model is sharded as `shard` does.
-
-    The parameters of blocks are gathered twice, those of no block once, as they stay in memory between the passes;
-    and the gradients are reduced and scattered. What a rank keeps of a parameter has the same size on every rank.
-    """
-    *blocks, others = parameters_by_module(model)
-    payloads = [sum(map(tensor_bytes, shards_of(own.values(), ranks))) for own in (*blocks, *blocks, others)]
-    sends = [("all-gather", payload) for payload in payloads]
-    trained = [{name: p for name, p in own.items() if p.requires_grad} for own in (*blocks, others)]
-    trained = [own for own in trained if own]
-    for own in trained:
-        if is_stock(hook):
-            sends.append(("reduce-scatter", ranks * sum(map(tensor_bytes, shards_of(own.values(), ranks)))))
-        else:
-            gradients = {name: torch.zeros_like(parameter) for name, parameter in own.items()}
-            sends += itertools.chain.from_iterable(rounds_of_shards(make_hook(hook), gradients, ranks))
-            sends += [("all-gather", HEADER_BYTES)] * (len(trained) > 1)  # ranks agree on whose turn it is
-    return sum(ring_bytes(kind, payload, ranks) for kind, payload in sends)
-
-
-def shards_of(tensors: Iterable[Tensor], ranks: int) -> list[Tensor]:
-    """Return what the first rank keeps of each tensor, which is as much as any rank sends of it."""
-    return [rows_of(tensor.detach(), ranks)[0] for tensor in tensors]
+    """Return what a rank sends in a step, as a ring moves it, if the model is sharded as `shard` does."""
+    compressor = None if is_stock(hook) else make_hook(hook)
+    return step_time(sharded_step(modules_of(model), compressor, ranks, compute=0.0), NoLink(), ranks).bytes_sent
 
 
 def check_sharded(hook: Spec) -> None:

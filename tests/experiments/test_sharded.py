@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from commhooks.communicators.gloo import course_of
+from commhooks.planning.sharded import ShardedModule, blocks_of, modules_of
 from experiments.launch import run_world
 from experiments.links.link import LinkSettings
 from experiments.report.writing import write
@@ -19,7 +19,7 @@ from experiments.specs import Spec
 from experiments.sweeps.forecast import Forecast
 from experiments.sweeps.plan import plan
 from experiments.tasks import load_task
-from experiments.training.sharded import blocks_of, parameters_by_module, shards_of, step_bytes
+from experiments.training.sharded import step_bytes
 from experiments.training.stock import NO_HOOK
 from experiments.training.worker import RunDone, Work, train_all
 
@@ -94,15 +94,14 @@ def test_blocks_are_the_outermost_listed_modules_with_a_matrix_of_their_own() ->
     model.head = head = nn.Linear(3, 3)
     head.weight = inner.shared.weight
     assert blocks_of(model) == [inner.blocks[0]]
-    assert [sorted(own) for own in parameters_by_module(model)] == [
-        ["inner.blocks.0.0.bias", "inner.blocks.0.0.weight"],
-        ["head.bias", "inner.blocks.2.bias", "inner.blocks.2.weight", "inner.shared.bias", "inner.shared.weight"],
-    ]
+    head.bias.requires_grad_(False)
+    block, rest = modules_of(model)
+    assert block == ShardedModule(trained=((3, 3), (3,)))
+    assert rest == ShardedModule(trained=((3, 3), (3,), (3,), (3,)), frozen=((3,),), stays=True)
 
 
 def test_a_rank_keeps_as_much_of_the_first_dimension_as_any_other() -> None:
-    kept = shards_of([torch.ones(5, 3), torch.ones(4), torch.ones(())], ranks=2)
-    assert [(len(one), one.sum().item()) for one in kept] == [(9, 9.0), (2, 2.0), (1, 1.0)]
+    assert ShardedModule(((5, 3), (4,), ()), frozen=((1, 2),)).shard_bytes(2) == 4 * (9 + 2 + 1 + 2)
 
 
 def test_two_ranks_without_compression_train_bit_for_bit_as_plain_fsdp2_and_closely_as_a_ddp(
@@ -128,13 +127,13 @@ def test_bytes_are_those_that_the_model_and_the_hook_foretell(results: dict[str,
 def test_plain_fsdp2_sends_three_halves_of_a_model_in_blocks_and_gathers_the_rest_once() -> None:
     """On two ranks, of which each keeps a half: two gathers and a reduce-scatter."""
     model = load_task(TASK).model
-    *blocks, beside = (4 * sum(p.numel() for p in own.values()) for own in parameters_by_module(model))
+    *blocks, beside = (4 * module.elements for module in modules_of(model))
     assert step_bytes(model, Spec(NO_HOOK), 2) == 3 * sum(blocks) // 2 + 2 * beside // 2
 
 
 def test_exchanges_take_their_time_on_the_link_and_all_of_it_counts_once(results: dict[str, RunResult]) -> None:
-    *blocks, others = parameters_by_module(load_task(TASK).model)
-    payloads = [sum(4 * one.numel() for one in shards_of(own.values(), 2)) for own in (*blocks, *blocks, others)]
+    *blocks, rest = modules_of(load_task(TASK).model)
+    payloads = [module.shard_bytes(2) for module in (*blocks, *blocks, rest)]
     courses = [course_of("all-gather", payload, 2, is_private=False) for payload in payloads]
     courses += [course_of("reduce-scatter", 2 * payload, 2, is_private=False) for payload in payloads[len(blocks) :]]
     least = sum(LINK.seconds_of(course) for course in courses)

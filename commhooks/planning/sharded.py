@@ -1,0 +1,192 @@
+"""The step of a model that FSDP2 shards: gathers of parameters, and a reduce-scatter of gradients, for each module.
+
+A rank keeps a part of the first dimension of each parameter, padded to the same size on every rank. Of N elements in
+all, a rank of W sends (W-1)/W · N in each of
+
+    a gather in the forward pass
+    a gather in the backward pass    of blocks; the rest of the model stays gathered in between
+    a reduce-scatter                 what a compressor sends in its place
+
+Over Gloo, FSDP2 waits for each of these before it computes on. On a GPU (`overlaps`) it gathers one module ahead, and
+waits for the reduce-scatters at the end of the backward pass. The step-time model follows both: what is exchanged is a
+`Bucket`, whose answer is due when the training thread waits for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from commhooks.communicators.links import OF_PYTORCH
+from commhooks.language.compressor import Compressor
+from commhooks.planning.costs import HookCosts
+from commhooks.planning.payloads import rounds_of_shards
+from commhooks.planning.profile import Sends
+from commhooks.planning.sizes import FORWARD_SHARE, Shape
+from commhooks.planning.step_time import Bucket, Stage, Step
+from commhooks.scheduling.lanes import HEADER_BYTES
+
+PLAIN = "torch.none"
+"""Plain FSDP2, among hooks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedModule:
+    """A module that FSDP2 gathers and reduces by itself."""
+
+    trained: tuple[Shape, ...]
+    """Of its parameters that have gradients."""
+    frozen: tuple[Shape, ...] = ()
+    """Of the others, which are gathered too."""
+    item: int = 4
+    """Bytes of an element."""
+    stays: bool = False
+    """Whether its parameters stay in memory between the forward and the backward pass, as those of the root do."""
+
+    @property
+    def elements(self) -> int:
+        """How many elements its parameters have."""
+        return sum(map(math.prod, (*self.trained, *self.frozen)))
+
+    def shard_bytes(self, ranks: int) -> int:
+        """Return the bytes that each rank puts into a gather."""
+        return self.item * sum(_chunk(shape, ranks) for shape in (*self.trained, *self.frozen))
+
+
+def _chunk(shape: Shape, ranks: int) -> int:
+    """Return how many elements of a parameter each rank keeps, with padding."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:]) if shape else 1
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return what is sharded by itself: the modules in the model's outermost `ModuleList`s and `Sequential`s.
+
+    Those without a matrix are not, as one exchange costs more than their bytes, nor those that share a parameter with
+    another module.
+    """
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    found = []
+    for block in _listed(model):
+        named = [*block.named_parameters(remove_duplicate=False)]
+        own = Counter(id(parameter) for _, parameter in named)
+        if any(p.dim() > 1 for _, p in named) and all(uses[one] == times for one, times in own.items()):
+            found.append(block)
+    return found
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    for child in module.children():
+        if is_list:
+            yield child
+        else:
+            yield from _listed(child)
+
+
+def modules_of(model: nn.Module) -> list[ShardedModule]:
+    """Return the modules of a model whose blocks, and then itself, are passed to `fully_shard`; the last is the rest.
+
+    The rest is left out if there are no parameters in it.
+    """
+    blocks = blocks_of(model)
+    place = {id(parameter): number for number, block in enumerate(blocks) for parameter in block.parameters()}
+    of_module: list[list[nn.Parameter]] = [[] for _ in range(len(blocks) + 1)]
+    for parameter in model.parameters():
+        of_module[place.get(id(parameter), -1)].append(parameter)
+    return [
+        ShardedModule(
+            trained=tuple(tuple(p.shape) for p in own if p.requires_grad),
+            frozen=tuple(tuple(p.shape) for p in own if not p.requires_grad),
+            item=own[0].element_size(),
+            stays=number == len(blocks),
+        )
+        for number, own in enumerate(of_module)
+        if own
+    ]
+
+
+def sharded_step(
+    modules: Sequence[ShardedModule],
+    compressor: Compressor | None,
+    ranks: int,
+    *,
+    compute: float,
+    optimizer: float = 0.0,
+    costs: HookCosts | None = None,
+    copy: float = 0.0,
+    cores: int = 1,
+    overlaps: bool = False,
+) -> Step:
+    """Return a rank's step, with the exchanges of each module.
+
+    Args:
+        modules: In the order of the forward pass, the root last.
+        compressor: In place of the reduce-scatter; None: plain FSDP2.
+        ranks: How many share the model.
+        compute: Seconds of the forward and the backward pass, of which a third is forward; each module takes its share
+            by elements.
+        optimizer: Seconds.
+        costs: Of the compressor; None: it takes no time.
+        copy: Seconds in which the processor copies an element of fp32: FSDP2 copies what it gathers and reduces.
+        cores: Of each rank.
+        overlaps: Whether FSDP2 computes on while it exchanges.
+
+    Raises:
+        SettingsError: The compressor cannot return shards.
+
+    """
+    order = [*(module for module in modules if module.stays), *(module for module in modules if not module.stays)]
+    seconds = [compute * module.elements / max(sum(one.elements for one in order), 1) for module in order]
+    is_agreed = compressor is not None and sum(bool(module.trained) for module in order) > 1
+    buckets, now, earlier = list[Bucket](), 0.0, 0.0
+    for module, own in zip(order, seconds, strict=True):  # the forward pass
+        buckets.append(_gather(module, ranks, copy, earlier if overlaps else now, now))
+        earlier, now = now, now + FORWARD_SHARE * own
+    for module, own in reversed([*zip(order, seconds, strict=True)]):
+        if not module.stays:
+            buckets.append(_gather(module, ranks, copy, min(earlier, now) if overlaps else now, now))
+        earlier, now = now, min(compute, now + (1 - FORWARD_SHARE) * own)
+        if module.trained:
+            buckets.append(_reduction(module, compressor, ranks, costs, copy, now, is_agreed=is_agreed))
+            if not overlaps:
+                buckets[-1] = dataclasses.replace(buckets[-1], due=now)
+    buckets.sort(key=lambda bucket: bucket.ready)
+    return Step(compute=compute, optimizer=optimizer, buckets=tuple(buckets), cores=cores)
+
+
+def _gather(module: ShardedModule, ranks: int, copy: float, ready: float, due: float) -> Bucket:
+    shard = module.shard_bytes(ranks)
+    stage = Stage(copy * shard / 4, ((f"all-gather{OF_PYTORCH}", shard),))
+    return Bucket(ready, (stage,), copy * ranks * shard / 4, due)
+
+
+def _reduction(
+    module: ShardedModule,
+    compressor: Compressor | None,
+    ranks: int,
+    costs: HookCosts | None,
+    copy: float,
+    ready: float,
+    *,
+    is_agreed: bool,
+) -> Bucket:
+    """Return the exchange of a module's gradients, which FSDP2 copies into rows before, and from its row afterwards."""
+    row = module.item * sum(_chunk(shape, ranks) for shape in module.trained)
+    before, after = copy * ranks * row / 4, copy * row / 4
+    rounds: tuple[Sends, ...] = (((f"reduce-scatter{OF_PYTORCH}", ranks * row),),)
+    if compressor is not None:
+        dtype = torch.float32 if module.item == 4 else torch.bfloat16
+        gradients = {str(number): torch.zeros(shape, dtype=dtype) for number, shape in enumerate(module.trained)}
+        rounds = rounds_of_shards(compressor, gradients, ranks)
+    if costs is not None:
+        first, second, *_ = costs.seconds(module.trained, ranks, copy, len(costs.growth) - 1)
+        before, after = before + first, after + second
+    agreed = ((("all-gather", HEADER_BYTES),),) if is_agreed else ()  # whose turn it is, among several modules
+    stages = [Stage(0.0, sends) for sends in (*agreed, *rounds)]
+    stages[-1] = Stage(before, stages[-1].collectives)
+    return Bucket(ready, tuple(stages), after)
