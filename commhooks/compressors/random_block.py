@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.sparse.shared_places import SharedPlaces
-from commhooks.language.bucket import Slot
 from commhooks.language.randomness import stable_seed
 
 
@@ -29,8 +28,8 @@ class RandomBlock(SharedPlaces):
     Wrap it in `ErrorFeedback`, unless `unbiased`.
     """
 
-    def places(self, slot: Slot, step: int) -> Tensor:
+    def places(self, name: str, gradient: Tensor, step: int) -> Tensor:
         """Draw the start of the range, and return its indices."""
-        elements = slot.gradient.numel()
-        start = stable_seed("random-block", self.seed, slot.name, step) % elements
-        return torch.arange(start, start + self.k(elements), device=slot.gradient.device).remainder_(elements)
+        elements = gradient.numel()
+        start = stable_seed("random-block", self.seed, name, step) % elements
+        return torch.arange(start, start + self.k(elements), device=gradient.device).remainder_(elements)

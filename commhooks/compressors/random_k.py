@@ -18,7 +18,6 @@ import dataclasses
 from torch import Tensor
 
 from commhooks.compressors.sparse.shared_places import SharedPlaces
-from commhooks.language.bucket import Slot
 from commhooks.language.randomness import seeded_places, stable_seed
 
 
@@ -29,8 +28,7 @@ class RandomK(SharedPlaces):
     Wrap it in `ErrorFeedback`, unless `unbiased`.
     """
 
-    def places(self, slot: Slot, step: int) -> Tensor:
+    def places(self, name: str, gradient: Tensor, step: int) -> Tensor:
         """Draw k different indices."""
-        elements = slot.gradient.numel()
-        seed = stable_seed("random-k", self.seed, slot.name, step)
-        return seeded_places(elements, self.k(elements), seed, slot.gradient)
+        elements = gradient.numel()
+        return seeded_places(elements, self.k(elements), stable_seed("random-k", self.seed, name, step), gradient)

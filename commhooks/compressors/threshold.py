@@ -19,22 +19,21 @@ import math
 import torch
 from torch import Tensor
 
-from commhooks.compressors.sparse.gathering import Plan, Sent, gather
+from commhooks.compressors.sparse.gathering import Piece, Sent
 from commhooks.compressors.sparse.indices import Indices, largest_error
-from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.language.loss import Loss, Sends
+from commhooks.compressors.sparse.own_places import OwnPlaces
+from commhooks.language.compressor import Context
+from commhooks.language.loss import Loss
 from commhooks.language.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Threshold(Compressor):
+class Threshold(OwnPlaces):
     """A compressor that sends the elements that reach `threshold`: one collective per bucket.
 
     Wrap it in `ErrorFeedback`.
     """
 
-    message_format = 2  # places in runs of bytes
     threshold: float = setting(above=0, below=math.inf)
     """τ, in units of the gradient without its loss scale. Higher: elements wait longer, and fewer are sent at once."""
     capacity: float = setting(0.01, above=0, most=1)
@@ -42,26 +41,23 @@ class Threshold(Compressor):
     indices: Indices = "auto"
     """How indices are sent, and what the largest are chosen from; see `TopK`."""
 
-    sends = Sends.ANYTHING  # what is sent cannot be summed
-
     def loss(self, name: str, parameter: Tensor) -> Loss:
         """Return that of the largest elements; what is left because it is below τ does not grow."""
         return Loss(largest_error(self.indices, parameter.numel(), self.capacity))
 
-    def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Gather the elements that have reached the threshold on every rank; the mean is their sum, in rank order."""
-        if not bucket.filled:
-            return
-        plan = bucket.plan(self, lambda: Plan.of(bucket, self.indices, self.capacity))
-        sent = []
-        for piece in plan.pieces:
-            own = Sent.largest_of(piece, piece.tile.form())
-            is_small = own.values.abs() < self.threshold * context.loss_scale  # false for NaN, which has to be sent
-            sent.append(own._replace(values=own.values.masked_fill_(is_small, 0.0)))
-        finite, received = yield from gather(plan, sent, context)
-        for own, of_all in zip(sent, received, strict=True):
-            tile = own.piece.tile
-            M = tile.form()
-            left = torch.where(own.values == 0, M.index_select(0, own.places), 0.0)
-            tile.keep(M.index_copy_(0, own.places, left), finite)
-            tile.write(of_all.overwrite(tile.room))
+    @property
+    def most(self) -> tuple[Indices, float]:
+        """How indices are sent, and the fraction of the elements for which there is room."""
+        return self.indices, self.capacity
+
+    def sent_of(self, piece: Piece, context: Context) -> Sent:
+        """Choose the largest elements, with zeros in place of those that have not reached the threshold."""
+        own = Sent.largest_of(piece, piece.tile.form())
+        is_small = own.values.abs() < self.threshold * context.loss_scale  # false for NaN, which has to be sent
+        return own._replace(values=own.values.masked_fill_(is_small, 0.0))
+
+    def left_of(self, own: Sent) -> Tensor:
+        """Return all others, and those that are zeros in the message."""
+        M = own.piece.tile.form()
+        left = torch.where(own.values == 0, M.index_select(0, own.places), 0.0)
+        return M.index_copy_(0, own.places, left)

@@ -16,43 +16,41 @@ import dataclasses
 
 from torch import Tensor
 
-from commhooks.compressors.sparse.gathering import Plan, Sent, gather
+from commhooks.compressors.sparse.gathering import Piece, Sent
 from commhooks.compressors.sparse.indices import Indices, largest_error
-from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.language.loss import Loss, Sends
+from commhooks.compressors.sparse.own_places import OwnPlaces
+from commhooks.language.compressor import Context
+from commhooks.language.loss import Loss
 from commhooks.language.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopK(Compressor):
+class TopK(OwnPlaces):
     """A compressor that sends the `ratio` largest elements of each parameter: one collective per bucket.
 
     Wrap it in `ErrorFeedback`.
     """
 
-    message_format = 2  # places in runs of bytes
     ratio: float = setting(0.01, above=0, most=1)
     """Lower: smaller messages, but more left in the residual. At least one element of each parameter is sent."""
     indices: Indices = "auto"
     """How indices are sent. "int32" selects a parameter's largest elements; "block-12", "block-16" and "bitmap" the
     largest of each 4,096 or 65,536 elements, in smaller messages. "auto" takes the smallest."""
 
-    sends = Sends.ANYTHING  # what is sent cannot be summed
-
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return 1 - k/n, unless everything is sent: what is sent has at least the average size."""
         error = largest_error(self.indices, parameter.numel(), self.ratio)
         return Loss(error) if error else None
 
-    def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Gather every rank's largest elements and their places; the mean is their sum, in rank order."""
-        if not bucket.filled:
-            return
-        plan = bucket.plan(self, lambda: Plan.of(bucket, self.indices, self.ratio))
-        sent = [Sent.largest_of(piece, piece.tile.form()) for piece in plan.pieces]
-        finite, received = yield from gather(plan, sent, context)
-        for own, of_all in zip(sent, received, strict=True):
-            tile = own.piece.tile
-            tile.keep(tile.form().index_fill_(0, own.places, 0.0), finite)
-            tile.write(of_all.overwrite(tile.room))
+    @property
+    def most(self) -> tuple[Indices, float]:
+        """How indices are sent, and the fraction of the elements that is."""
+        return self.indices, self.ratio
+
+    def sent_of(self, piece: Piece, context: Context) -> Sent:
+        """Choose the largest elements."""
+        return Sent.largest_of(piece, piece.tile.form())
+
+    def left_of(self, own: Sent) -> Tensor:
+        """Return all others."""
+        return own.piece.tile.form().index_fill_(0, own.places, 0.0)

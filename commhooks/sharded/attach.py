@@ -136,9 +136,9 @@ def attach_sharded(
 
     `model` is what `torch.distributed.fsdp.fully_shard` was called with, on it or on modules in it: each such module
     with parameters of its own is attached. Call it on every rank, between the same two backward passes, and before or
-    after the first forward pass. A string is passed to `make_compressor`; all-reduce, casts and codes of blocks (int8,
-    int4, sign and others) can return a shard of the mean. A cast sends 16 bits and adds them up in the gradients'
-    dtype: with `MixedPrecisionPolicy(reduce_dtype=torch.float32)` in fp32.
+    after the first forward pass. A string is passed to `make_compressor`; all-reduce, casts, top-k, random-k and codes
+    of blocks (int8, int4, sign and others) can return a shard of the mean. A cast sends 16 bits and adds them up in the
+    gradients' dtype: with `MixedPrecisionPolicy(reduce_dtype=torch.float32)` in fp32.
 
     - `gather`: how the parameters travel that FSDP2 gathers in forward and backward passes: as codes of blocks, "int8",
       "fp8", "int4:block=64" or a `Codec`; or in a dtype, "bf16" or `torch.float16`. All ranks compute with what the
@@ -218,5 +218,5 @@ def _cannot_scatter(compressor: Compressor) -> SettingsError | None:
         return None
     return SettingsError(
         f"attach_sharded: {compressor!r} averages whole gradients, of which no rank can return its shard alone; "
-        "all-reduce, fp16, bf16 and codes of blocks such as int8 can."
+        "all-reduce, fp16, bf16, top-k, random-k and codes of blocks such as int8 can."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 import pytest
@@ -18,8 +19,12 @@ from commhooks import (
     NoOp,
     PerParameter,
     PowerSGD,
+    RandomBlock,
+    RandomK,
     Signum,
     Snapshot,
+    Threshold,
+    TopK,
     TwoHop,
     WireDtype,
     make_compressor,
@@ -131,28 +136,84 @@ def test_a_cast_of_8_ranks_rounds_at_most_half_as_much_as_a_sum_in_its_dtype() -
     ids=lambda one: type(one).__name__ if isinstance(one, Codec) else str(one),
 )
 def test_what_a_code_leaves_out_of_any_shard_is_kept_by_the_rank_that_sent_it(codec: Codec, dtype: torch.dtype) -> None:
-    """Sent and kept add up to what was to be sent, in units of the mean, after every step."""
     damping = min(1.0, 1 / (1 + codec.relative_error())) if codec.is_unbiased else None
-    compressor = ErrorFeedback(inner=TwoHop(codec=codec, server_feedback=False, damping=damping))
+    assert keeps_what_is_not_sent(TwoHop(codec=codec, server_feedback=False, damping=damping), dtype, 3)
+
+
+def keeps_what_is_not_sent(compressor: Compressor, dtype: torch.dtype, ranks: int) -> bool:
+    """Return whether anything is kept; sent and kept must add up to what was to be sent, in units of the mean."""
     parameters = zeros(*SHAPES, dtype=dtype)
-    workers = Sharded.in_lockstep(compressor, 3, parameters)
+    workers = Sharded.in_lockstep(ErrorFeedback(inner=compressor), ranks, parameters)
     wanted = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
-    got = [[shard_of(total, 3, rank).clone() for total in wanted] for rank in range(3)]
+    got = [[shard_of(total, ranks, rank).clone() for total in wanted] for rank in range(ranks)]
     for step in range(4):
-        gradients = normal(parameters, 3, seed=step)
+        gradients = normal(parameters, ranks, seed=step)
         for total, mean in zip(wanted, whole_means(gradients), strict=True):
             total.add_(mean)
         for own, means in zip(got, workers.step(gradients), strict=True):
             for received, mean in zip(own, means, strict=True):
                 received.add_(mean)
     kept = [torch.stack(of_ranks).double().mean(0) for of_ranks in zip(*workers.residuals(), strict=True)]
-    assert sum(float(one.norm()) for one in kept) > 0
     unit = torch.finfo(dtype).eps
     for number, total in enumerate(wanted):
-        for rank in range(3):
-            owed = shard_of(kept[number].view(total.shape), 3, rank) if kept[number].numel() else 0.0
-            missing = shard_of(total, 3, rank) - got[rank][number] - owed
+        for rank in range(ranks):
+            owed = shard_of(kept[number].view(total.shape), ranks, rank) if kept[number].numel() else 0.0
+            missing = shard_of(total, ranks, rank) - got[rank][number] - owed
             assert not missing.numel() or float(missing.abs().max()) <= 40 * unit, (number, rank)
+    return sum(float(one.norm()) for one in kept) > 0
+
+
+SPARSE = [
+    TopK(ratio=0.1),
+    TopK(ratio=0.03, indices="block-12"),
+    TopK(ratio=0.03, indices="int32"),
+    TopK(ratio=0.5, indices="bitmap"),
+    TopK(ratio=1.0),
+    Threshold(threshold=1.0, capacity=0.2),
+    RandomK(ratio=0.1),
+    RandomBlock(ratio=0.3),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compressor", SPARSE, ids=str)
+def test_elements_that_are_not_sent_of_any_shard_are_kept_by_the_rank_that_chose(
+    compressor: Compressor, dtype: torch.dtype, ranks: int
+) -> None:
+    assert keeps_what_is_not_sent(compressor, dtype, ranks) == (compressor != TopK(ratio=1.0))
+
+
+@pytest.mark.parametrize("indices", ["auto", "int32", "block-12", "block-16", "bitmap"])
+def test_the_largest_of_each_shard_are_added_up_in_rank_order(indices: Any) -> None:
+    """As many of every shard as of a parameter of its size; also of shards that are smaller than others."""
+    parameters = zeros(*SHAPES)
+    gradients = normal(parameters, 3, seed=5)
+    for rank, means in enumerate(Sharded.in_lockstep(TopK(ratio=0.1, indices=indices), 3, parameters).step(gradients)):
+        for number, mean in enumerate(means):
+            expected = torch.zeros_like(mean)
+            for own in (shard_of(of_rank[number], 3, rank) for of_rank in gradients):
+                k = math.ceil(0.1 * own.numel())
+                at = own.abs().topk(k).indices
+                expected[at] += own[at] / 3
+            assert torch.equal(mean, expected), (rank, number)
+
+
+def test_indices_that_all_ranks_know_are_not_sent_and_means_are_right_on_average() -> None:
+    parameters = zeros((40, 5))
+    gradients = normal(parameters, 2, seed=6)
+    workers = Sharded.in_lockstep(RandomK(ratio=0.1, unbiased=True), 2, parameters)
+    total = [torch.zeros(100), torch.zeros(100)]
+    steps = 400
+    for _ in range(steps):
+        for rank, (mean,) in enumerate(workers.step(gradients)):
+            assert int((mean != 0).sum()) == 10
+            total[rank] += mean / steps
+    (exact,) = whole_means(gradients)
+    for rank, own in enumerate(total):  # a mean of n/k gradients in k/n of the steps: a deviation of sqrt(n/k - 1)
+        apart = (own - shard_of(exact, 2, rank)).abs() / shard_of(exact, 2, rank).abs()
+        assert float(apart.max()) < 5 * math.sqrt((10 - 1) / steps)
+    assert workers.engines[0].statistics().moved_bytes == steps * (10 * 4 + 4)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -164,8 +225,10 @@ def test_what_a_code_leaves_out_of_any_shard_is_kept_by_the_rank_that_sent_it(co
         ErrorFeedback(inner=TwoHop(codec=Sign(block=16), server_feedback=False)),
         ErrorFeedback(inner=Cast(dtype=torch.bfloat16)),
         PerParameter(rules=(("layer0", AllReduceMean()),), otherwise=ErrorFeedback(inner=TwoHop(codec=Int8(block=16)))),
+        ErrorFeedback(inner=TopK(ratio=0.1)),
+        ErrorFeedback(inner=RandomBlock(ratio=0.1)),
     ],
-    ids=["int4", "sign", "cast", "all-reduce beside int8"],
+    ids=["int4", "sign", "cast", "all-reduce beside int8", "top-k", "random-block"],
 )
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")], ids=str)
 def test_what_is_not_finite_on_one_rank_commits_nothing_on_any(
@@ -242,6 +305,7 @@ def test_a_rank_sends_what_the_others_keep_and_no_more(ranks: int) -> None:
         "cast": Cast(dtype=torch.bfloat16),
         "int8": TwoHop(codec=Int8(block=32)),
         "kept": ErrorFeedback(inner=TwoHop(codec=Int8(block=32))),
+        "top-k": ErrorFeedback(inner=TopK(ratio=0.05, indices="block-16")),
     }.items():
         workers = Sharded.in_lockstep(compressor, ranks, parameters)
         workers.step(gradients)
@@ -253,6 +317,8 @@ def test_a_rank_sends_what_the_others_keep_and_no_more(ranks: int) -> None:
     assert moved["all-reduce"] == others * 4 * (width + 3)
     assert moved["cast"] == others * 2 * (width + 3)
     flag = 4
+    entries = math.ceil(0.05 * 64 * 32 / ranks) + math.ceil(0.05 * 32 / ranks)
+    assert moved["top-k"] == others * (entries * (4 + 2) + flag + -entries * 2 % 4)
     assert moved["int8"] == moved["kept"] == others * ((32 + 4) * blocks + 4 * ends + flag)
 
 
@@ -343,4 +409,12 @@ def test_a_noop_keeps_the_ranks_own_row() -> None:
         assert torch.equal(mean, shard_of(gradients[rank][0], 3, rank))
 
 
-NAMES = ["all-reduce", "bf16", "TwoHop(codec=Int8(block=16))", "ErrorFeedback(inner=TwoHop(codec=QSGD(block=16)))"]
+NAMES = [
+    "all-reduce",
+    "bf16",
+    "top-k:ratio=0.1",
+    "threshold:threshold=0.5,capacity=0.1",
+    "random-k:ratio=0.1",
+    "TwoHop(codec=Int8(block=16))",
+    "ErrorFeedback(inner=TwoHop(codec=QSGD(block=16)))",
+]

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ class Member(NamedTuple):
     """A parameter of which elements are sent."""
 
     slot: Slot
+    tile: Tile
+    """The parameter's, or that of one rank's shard of it."""
     coding: Coding
     number: int
     """Its index among the parameters of this coding."""
@@ -74,29 +76,53 @@ class Plan:
     """The parameters of all entries."""
 
     @classmethod
-    def of(cls, bucket: BucketView, indices: Indices, ratio: float, *, by_slot: bool = False) -> Plan:
+    def of(cls, bucket: BucketView, indices: Indices, ratio: float, *, by_slot: bool = False) -> Self:
         """Return a plan for the slots that have elements: with one piece if they share memory, unless `by_slot`."""
-        slots = bucket.filled
-        sizes = [slot.gradient.numel() for slot in slots]
         is_one = not by_slot and are_formed_together(bucket)
-        offsets = list(itertools.accumulate(sizes, initial=0)) if is_one else [0] * len(sizes)
+        tiles = [(slot, slot.tile) for slot in bucket.filled]
+        return cls._over(tiles, bucket.tiles[0] if is_one else None, bucket.memory, indices, ratio)
+
+    @classmethod
+    def of_shards(cls, bucket: BucketView, indices: Indices, ratio: float) -> list[Self]:
+        """Return a plan for each rank: for its shards in a bucket of such, with a piece for each that has elements."""
+        of_ranks = zip(*(slot.shards for slot in bucket.slots), strict=True)
+        return [
+            cls._over(
+                [(slot, tile) for slot, tile in zip(bucket.slots, shards, strict=True) if tile.gradient.numel()],
+                None,
+                bucket.memory,
+                indices,
+                ratio,
+            )
+            for shards in of_ranks
+        ]
+
+    @classmethod
+    def _over(
+        cls, tiles: Sequence[tuple[Slot, Tile]], whole: Tile | None, like: Tensor, indices: Indices, ratio: float
+    ) -> Self:
+        """Return a plan for tiles, all of which are parts of one if there is a `whole`."""
+        sizes = [tile.gradient.numel() for _, tile in tiles]
+        offsets = list(itertools.accumulate(sizes, initial=0)) if whole is not None else [0] * len(sizes)
         codings, starts, all_members, first = list[tuple[Coding, Layout]](), [], list[Member](), 0
-        for coding, positions in codings_of(indices, sizes, ratio, computing_dtype(bucket.memory.dtype).itemsize):
+        for coding, positions in codings_of(indices, sizes, ratio, computing_dtype(like.dtype).itemsize):
             members, before = [], first
             for number, at in enumerate(positions):
                 end = first + coding.sent(sizes[at])
                 place = slice(offsets[at], offsets[at] + sizes[at])
-                own = slice(first, end), len(codings), first - before
-                members.append(Member(slots[at], coding, number, place, *own))
+                slot, tile = tiles[at]
+                entries, group = slice(first, end), len(codings)
+                members.append(Member(slot, tile, coding, number, place, entries, group, first - before))
                 first = end
             codings.append((coding, _layout(members)))
             starts.append(coding.starts([offsets[at] for at in positions]))
             all_members += members
         dtype = torch.int32 if sum(sizes) < 1 << 31 else torch.int64
-        to_add = copied_to(bucket.memory.device, torch.from_numpy(np.concatenate(starts)).to(dtype))
-        pieces = [Piece(member.slot.tile, [member], member.entries, to_add[member.entries]) for member in all_members]
-        if is_one:
-            pieces = [Piece(bucket.tiles[0], all_members, slice(0, first), to_add)]
+        to_add = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *starts])).to(dtype)
+        to_add = copied_to(like.device, to_add)
+        pieces = [Piece(member.tile, [member], member.entries, to_add[member.entries]) for member in all_members]
+        if whole is not None:
+            pieces = [Piece(whole, all_members, slice(0, first), to_add)]
         return cls(pieces, codings, _layout(all_members))
 
 
@@ -190,18 +216,24 @@ class Received(NamedTuple):
         return memory
 
 
+def encoded(plan: Plan, sent: Sequence[Sent]) -> tuple[Tensor, list[Tensor]]:
+    """Return the values [entries] of all pieces, and the codes of their numbers, one for each coding."""
+    numbers = torch.cat([own.numbers for own in sent]).split([layout.elements for _, layout in plan.codings])
+    codes = [coding.encode(own) for (coding, _), own in zip(plan.codings, numbers, strict=True)]
+    return torch.cat([own.values for own in sent]), codes
+
+
 def gather(plan: Plan, sent: Sequence[Sent], context: Context) -> Generator[Asked, Any, tuple[Tensor, list[Received]]]:
     """Send to all ranks; return the verdict, and what was received of each piece."""
-    values = torch.cat([own.values for own in sent])
-    numbers = torch.cat([own.numbers for own in sent]).split([layout.elements for _, layout in plan.codings])
-    codes = [Part(coding.encode(own), layout) for (coding, layout), own in zip(plan.codings, numbers, strict=True)]
-    answers = yield AllGather(Part(values, plan.layout), *codes, last=True)
-    received = _received(plan, answers[0], answers[1:])
+    values, codes = encoded(plan, sent)
+    parts = [Part(code, layout) for code, (_, layout) in zip(codes, plan.codings, strict=True)]
+    answers = yield AllGather(Part(values, plan.layout), *parts, last=True)
+    received = received_of(plan, answers[0], answers[1:])
     sums = (of_all.overwrite(piece.tile.room) for piece, of_all in zip(plan.pieces, received, strict=True))
     return (yield Judge(answers[0], *plan.pieces[0].tile.in_own_range(sums))), received
 
 
-def _received(plan: Plan, values: Tensor, codes: Sequence[Tensor]) -> list[Received]:
+def received_of(plan: Plan, values: Tensor, codes: Sequence[Tensor]) -> list[Received]:
     """Return what the values [W, entries] and the codes [W, bytes] of each coding say of each piece."""
     selection = Selection.chosen(values)
     decoded = {

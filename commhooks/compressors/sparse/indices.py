@@ -15,7 +15,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ class Coding(ABC):
     sizes: tuple[int, ...]
     """Each parameter's elements."""
     ratio: float
+    dtype: ClassVar[torch.dtype] = torch.uint8
+    """The dtype of codes."""
 
     def block(self, elements: int) -> int:
         """Return how many of a parameter's elements a share is chosen from; its last block may have fewer."""
@@ -106,6 +108,8 @@ class Coding(ABC):
 
 class Int32(Coding):
     """Indices of 4 bytes."""
+
+    dtype: ClassVar[torch.dtype] = torch.int32
 
     @property
     def code_bytes(self) -> int:

@@ -9,11 +9,13 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from commhooks.language.bucket import BucketView, Slot
+from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.loss import Loss
-from commhooks.language.requests import AllReduce, Judge
+from commhooks.language.requests import AllReduce, AllToAll, Judge, Part, ReduceScatter
 from commhooks.language.settings import setting
+from commhooks.language.shards import Flags
+from commhooks.tensors import computing_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +33,8 @@ class SharedPlaces(Compressor):
     """Seeds the indices, together with the parameter's name and the step."""
 
     @abstractmethod
-    def places(self, slot: Slot, step: int) -> Tensor:
-        """Return the k indices of a step; each of the n elements must be equally likely to be among them."""
+    def places(self, name: str, gradient: Tensor, step: int) -> Tensor:
+        """Return the k indices of a step into a gradient [n], each as likely as any other, given what it is called."""
 
     def k(self, elements: int) -> int:
         """Return how many of so many elements are sent."""
@@ -53,7 +55,7 @@ class SharedPlaces(Compressor):
         places, parts = [], []
         for slot in slots:
             M = slot.form()
-            places.append(self.places(slot, context.step))
+            places.append(self.places(slot.name, slot.gradient, context.step))
             values = M[places[-1]]
             if self.unbiased:
                 values *= len(M) / len(values)
@@ -70,3 +72,39 @@ class SharedPlaces(Compressor):
                 slot.keep(M, finite)
             room = slot.room.zero_().index_copy_(0, at, mean.to(slot.room.dtype))
             slot.write(room.add_(torch.where(finite, 0.0, torch.nan)))  # one bad element shows on every rank
+
+    def scatter(self, bucket: BucketView, context: Context) -> Exchange:
+        """Average elements of each rank's shards, chosen from every shard by itself; the other means are zero."""
+        ranks, rank = context.world_size, context.rank
+        sent, parts, seen = [], list[Part](), list[Tensor]()
+        for slot in bucket.slots:
+            most = max(self.k(tile.gradient.numel()) for tile in slot.shards)
+            values = bucket.memory.new_zeros(ranks, most, dtype=computing_dtype(bucket.memory.dtype))
+            of_ranks = list[Tensor | None]()
+            for to, tile in enumerate(slot.shards):
+                if not tile.gradient.numel():
+                    of_ranks.append(None)
+                    continue
+                M = tile.form()
+                at = self.places(f"{slot.name}/{to}", tile.gradient, context.step)
+                torch.mul(M[at], len(M) / len(at) if self.unbiased else 1.0, out=values[to, : len(at)])
+                # The norm is not finite if any element is not, even one that is not sent.
+                seen += [M.norm(math.inf), *tile.in_own_range([values[to]])]
+                of_ranks.append(at)
+            sent.append(of_ranks)
+            parts.append(slot.part(values))
+        answers, (flags,) = yield (
+            ReduceScatter(*parts, average=True, last=True),
+            AllToAll(Flags.of(seen, ranks), last=True),
+        )
+
+        if bucket.keeps:
+            finite = yield Judge(flags)
+            for slot, of_ranks in zip(bucket.slots, sent, strict=True):
+                for tile, chosen in zip(slot.shards, of_ranks, strict=True):
+                    if chosen is not None:
+                        tile.keep(tile.form().index_fill_(0, chosen, 0.0), finite)
+        for slot, of_ranks, mean in zip(bucket.slots, sent, answers, strict=True):
+            own = of_ranks[rank]
+            if own is not None:
+                slot.mean.zero_().index_copy_(0, own, mean[: len(own)].to(slot.mean.dtype)).add_(flags.sum())

@@ -1,0 +1,69 @@
+"""The base of compressors of which every rank sends the largest elements of its own, with their places."""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from commhooks.compressors.sparse.gathering import Piece, Plan, Sent, gather
+from commhooks.compressors.sparse.indices import Indices
+from commhooks.compressors.sparse.scattering import scatter
+from commhooks.language.bucket import BucketView
+from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.loss import Sends
+from commhooks.tensors import computing_dtype
+
+
+class OwnPlaces(Compressor):
+    """A compressor that adds up elements which each rank has chosen by itself: one collective per bucket."""
+
+    message_format: ClassVar[int] = 2  # places in runs of bytes
+    sends = Sends.ANYTHING  # what is sent cannot be summed
+
+    @property
+    @abstractmethod
+    def most(self) -> tuple[Indices, float]:
+        """How indices are sent, and the fraction of a parameter's elements for which there is room in a message."""
+
+    @abstractmethod
+    def sent_of(self, piece: Piece, context: Context) -> Sent:
+        """Choose what is sent of a piece."""
+
+    @abstractmethod
+    def left_of(self, own: Sent) -> Tensor:
+        """Return what is left of a piece's memory, and overwrite the memory with it."""
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Gather every rank's elements and their places; the mean is their sum, in rank order."""
+        if not bucket.filled:
+            return
+        plan = bucket.plan(self, lambda: Plan.of(bucket, *self.most))
+        sent = [self.sent_of(piece, context) for piece in plan.pieces]
+        finite, received = yield from gather(plan, sent, context)
+        for own, of_all in zip(sent, received, strict=True):
+            tile = own.piece.tile
+            tile.keep(self.left_of(own), finite)
+            tile.write(of_all.overwrite(tile.room))
+
+    def scatter(self, bucket: BucketView, context: Context) -> Exchange:
+        """Exchange the elements of each rank's shards and their places; each rank adds up its own, in rank order.
+
+        They are chosen from every shard by itself, as many as from a parameter of its size.
+        """
+        plans = bucket.plan((self, "shards"), lambda: Plan.of_shards(bucket, *self.most))
+        sent = [[self.sent_of(piece, context) for piece in plan.pieces] for plan in plans]
+        finite, received = yield from scatter(bucket, plans, sent, context)
+        if finite is not None:
+            for own in itertools.chain.from_iterable(sent):
+                own.piece.tile.keep(self.left_of(own), finite)
+        for piece, of_all in zip(plans[context.rank].pieces, received, strict=True):
+            mean = piece.members[0].slot.mean
+            wide = computing_dtype(mean.dtype)
+            room = mean if mean.dtype == wide else torch.empty_like(mean, dtype=wide)
+            of_all.overwrite(room)
+            if room is not mean:
+                mean.copy_(room)
