@@ -22,7 +22,21 @@ from commhooks import attach_sharded
 from tests.commhooks.ranks import survived
 from tests.commhooks.resuming import distance, roundtrip
 from tests.commhooks.told import Told, told_by
-from tests.sharded.models import FP32, MIXED, NARROW, Make, Network, adamw, furthest, sgd, sharded, shards, train
+from tests.sharded.models import (
+    CLASSES,
+    FP32,
+    MIXED,
+    NARROW,
+    Make,
+    Network,
+    adamw,
+    batch,
+    furthest,
+    sgd,
+    sharded,
+    shards,
+    train,
+)
 from tests.world import on_ranks, run_world_outcomes
 
 STEPS = 6
@@ -67,15 +81,59 @@ def trained(
 @pytest.mark.parametrize("policy", POLICIES)
 def test_without_loss_two_ranks_train_bit_for_bit_as_fsdp2_does(rank: int, policy: str) -> None:
     """Sums of two are the same in any order; in fp16 FSDP2 divides sums, and this means, which differ where it ends."""
-    for make in (sgd, adamw):
-        ways: list[dict[str, Any]] = [{}, {"frozen": True}, {"reshard_after_forward": False}]
-        if policy == "fp32":
-            ways += [{"factor": 3.0}, {"accumulated": 2}]
-        for how in ways:
-            plain, ours = (trained(rank, name, make, POLICIES[policy], **how)[0] for name in (None, "all-reduce"))
-            assert furthest(plain, ours) <= (1e-5 if policy == "fp16" and make is sgd else 0.0) or (
-                policy == "fp16" and make is adamw  # whose first steps are signs, also of what is almost 0
-            )
+    steps = STEPS if policy == "fp16" else 20
+    ways: list[tuple[Make, dict[str, Any]]] = [(sgd, {"steps": steps}), (adamw, {"steps": steps})]
+    ways += [(sgd, {"frozen": True}), (adamw, {"reshard_after_forward": False})]
+    if policy == "fp32":
+        ways += [(adamw, {"factor": 3.0}), (sgd, {"accumulated": 2})]
+    for make, how in ways:
+        plain, ours = (trained(rank, name, make, POLICIES[policy], **how)[0] for name in (None, "all-reduce"))
+        assert furthest(plain, ours) <= (1e-5 if policy == "fp16" and make is sgd else 0.0) or (
+            policy == "fp16" and make is adamw  # whose first steps are signs, also of what is almost 0
+        )
+
+
+class Peculiar(Network):
+    """The network with a layer that is computed again in the backward pass, and two heads with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second["wide"] = checkpoint_wrapper(self.second["wide"])
+        self.tied = nn.Linear(130, CLASSES)
+        self.tied.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second["wide"](self.first(x).tanh()).tanh()
+        y: Tensor = self.head(x) + self.tied(x.relu())
+        return self.scale * y
+
+
+@on_ranks(2)
+def test_checkpointed_activations_tied_weights_and_clipped_norms_change_nothing(rank: int) -> None:
+    """Attached before the first forward pass, or between two steps; the norm of all shards is clipped in every step."""
+    kept = []
+    for attached_at in (None, 0, 3):
+        model, attachment, norms = Peculiar(), None, list[Tensor]()
+        for module in (model.first, model.second["wide"], model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = adamw(model)
+        model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
+        for step in range(8):
+            if step == attached_at:
+                attachment = attach_sharded(model, "all-reduce", hook_timeout=30.0)
+                attachment.watch(optimizer)
+            inputs, targets = batch(rank, step)
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            norms.append(norm.full_tensor())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert min(norms) > 0.5, "each was clipped"
+        assert attachment is None or attachment.steps == 8 - (attached_at or 0)
+        kept.append(shards(model) | {"norms": torch.stack(norms)})
+        if attachment is not None:
+            attachment.detach()
+    assert furthest(kept[0], kept[1]) == furthest(kept[0], kept[2]) == 0
 
 
 @on_ranks(4)
