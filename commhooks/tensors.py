@@ -44,6 +44,13 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank keeps of a DTensor, in the same memory, and other tensors themselves; without a graph."""
+    sharded: Any = tensor
+    own: Tensor = sharded.to_local() if hasattr(tensor, "to_local") else tensor
+    return own.detach()
+
+
 def power_below(terms: int) -> float:
     """Return the largest power of two that is at most 1/terms: a sum of terms, scaled by it first, cannot overflow."""
     return 2.0 ** -(terms - 1).bit_length()

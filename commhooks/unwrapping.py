@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from commhooks.errors import AttachError
+from commhooks.tensors import local
 
 _WRAPPERS = (
     "_forward_module",  # of lightning.fabric's _FabricModule
@@ -127,6 +128,26 @@ def described(model: object) -> str:
         names.append(type(inner).__name__)
         model = inner
     return " around ".join(names)
+
+
+def kept_buffers(module: Module) -> dict[str, Tensor]:
+    """Return the buffers that are in the module's state_dict; others may be caches, of any shape."""
+    kept = module.state_dict().keys()
+    return {plain_name(name): buffer for name, buffer in module.named_buffers() if name in kept and buffer.numel()}
+
+
+def reshard(model: Module) -> None:
+    """Let modules that FSDP2 has gathered go back to their shards, which are about to change."""
+    fsdp = _loaded("torch.distributed.fsdp")
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+
+
+def everything_kept(model: Module) -> list[Tensor]:
+    """Return the parameters, those that are frozen too, and buffers; of shards, what this rank keeps."""
+    reshard(model)
+    return [local(one) for one in (*model.parameters(), *kept_buffers(model).values())]
 
 
 def is_sharded(model: Module) -> bool:

@@ -30,11 +30,11 @@ from commhooks.language.compressor import Compressor
 from commhooks.seldom.cutting import Arrangement
 from commhooks.seldom.diloco import DiLoCo
 from commhooks.seldom.outer import Outer
-from commhooks.seldom.starting import kept_buffers, trained
+from commhooks.seldom.starting import trained
 from commhooks.state.groups import Snapshots
 from commhooks.state.snapshot import LoadOptions, LoadRules
 from commhooks.state.table import ResidualStorage
-from commhooks.unwrapping import bare
+from commhooks.unwrapping import bare, kept_buffers
 
 require("lightning", at_least="2.4", extra="lightning")
 

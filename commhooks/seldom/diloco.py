@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from commhooks.communicators.beginning import agree, share_from_rank_0
 from commhooks.communicators.connection import WrapCommunicator
-from commhooks.errors import CheckpointError, CommHooksError, CompressorError, SettingsError
+from commhooks.errors import CheckpointError, CompressorError, SettingsError
 from commhooks.hooks.exchanger import Exchanger
 from commhooks.hooks.exchangers import Exchangers
 from commhooks.hooks.grouped import read_groups
@@ -32,14 +33,14 @@ from commhooks.seldom.inner import Inner
 from commhooks.seldom.loading import misfits
 from commhooks.seldom.outer import Outer, made_of, nesterov
 from commhooks.seldom.parts import Buffers, Fragment
-from commhooks.seldom.shards import local, shaped_like
-from commhooks.seldom.starting import Beginning, agree, average_over, group_of_ranks, share_from_rank_0, trained
+from commhooks.seldom.shards import shaped_like
+from commhooks.seldom.starting import Beginning, average_over, group_of_ranks, trained
 from commhooks.state.groups import Snapshots
 from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 from commhooks.state.table import ResidualStorage
-from commhooks.tensors import all_finite, cloned
+from commhooks.tensors import all_finite, cloned, local
 from commhooks.units import counted
-from commhooks.unwrapping import bare
+from commhooks.unwrapping import bare, everything_kept
 
 _INSIDE = "within outer_parameters(): the parameters are the outer copies, and this rank's own would be lost"
 
@@ -115,9 +116,9 @@ class DiLoCo:
                 group,
             )
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
-            agree(group, error if isinstance(error, CommHooksError) else SettingsError(f"DiLoCo: {error!r}"))
+            agree("DiLoCo", group, error)
             raise
-        agree(group, beginning.fingerprint())
+        agree("DiLoCo", group, beginning.fingerprint())
         self.process_group = group
         """The process group whose ranks average together; None for workers of one process."""
         self.schedule = beginning.schedule
@@ -125,8 +126,7 @@ class DiLoCo:
         """How often `step` was called, in the run that was resumed too."""
         self._calls = 0
         self._model = bare(model)
-        if group is not None:
-            share_from_rank_0(self._model, group)
+        share_from_rank_0(everything_kept(self._model), group)
         self._make_parts(beginning, on_host=on_host)
         self._outer_optimizer = made_of(outer, [held for one in self._fragments for held in one.outer.values()], group)
         if group is not None:

@@ -14,8 +14,7 @@ from torch.optim import Adagrad, Optimizer
 
 from commhooks.errors import SettingsError
 from commhooks.hooks.watching import is_standing
-from commhooks.seldom.shards import local
-from commhooks.tensors import all_finite
+from commhooks.tensors import all_finite, local
 
 
 class Inner:

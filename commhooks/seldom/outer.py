@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from commhooks.communicators.beginning import agree
 from commhooks.errors import SettingsError
-from commhooks.seldom.starting import agree
 
 Outer = Callable[[list[Tensor]], Optimizer]
 """Makes the outer optimizer of the tensors that it is to train."""
@@ -39,6 +39,6 @@ def made_of(outer: Outer, copies: list[Tensor], group: dist.ProcessGroup | None)
         refusal = "outer must return an optimizer of the tensors that it is given."
     options = [{name: value for name, value in one.items() if name != "params"} for one in groups]
     described = f"outer optimizer: {type(made).__name__} with {options}"
-    agree(group, SettingsError(f"DiLoCo: {refusal}") if refusal else described)
+    agree("DiLoCo", group, SettingsError(f"DiLoCo: {refusal}") if refusal else described)
     assert isinstance(made, Optimizer), "anything else was refused"
     return made

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from commhooks.hooks.exchanger import Averaging, Exchanger
-from commhooks.seldom.shards import local
-from commhooks.tensors import all_finite, bytes_of, cloned, computing_dtype
+from commhooks.tensors import all_finite, bytes_of, cloned, computing_dtype, local
 
 _COUNT = "ranks with finite buffers"
 """The name under which ranks count those of them whose buffers are finite."""

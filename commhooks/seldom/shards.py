@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank keeps of a DTensor, in the same memory, and other tensors themselves; without a graph."""
-    sharded: Any = tensor
-    own: Tensor = sharded.to_local() if hasattr(tensor, "to_local") else tensor
-    return own.detach()
+from commhooks.tensors import local
+from commhooks.unwrapping import reshard
 
 
 def shaped_like(parameter: Tensor, own: Tensor) -> Tensor:
@@ -56,7 +51,4 @@ class Shards:
 
     def reshard(self) -> None:
         """Let modules that FSDP2 has gathered go back to their shards, which are about to change."""
-        modules: Iterable[Any] = self._model.modules() if self._meshes else ()
-        for module in modules:
-            if hasattr(module, "reshard"):
-                module.reshard()
+        reshard(self._model)

@@ -1,4 +1,4 @@
-"""How DiLoCo begins: its settings are checked and compared, and all ranks take rank 0's model."""
+"""How DiLoCo begins: its settings are checked, and described for the other ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from commhooks.communicators.disagreement import describe, refusal_as_fingerprint
 from commhooks.communicators.parent_group import name_and_store
-from commhooks.errors import CommHooksError, SettingsError
+from commhooks.errors import SettingsError
 from commhooks.hooks.exchanger import check_takes_weights
 from commhooks.hooks.handle import check_run_settings, checked_compressor
 from commhooks.hooks.sockets import group_or_default
@@ -22,9 +21,9 @@ from commhooks.hooks.watching import optimizer_of
 from commhooks.language.compressor import Compressor
 from commhooks.seldom.cutting import Arrangement, cut, turns
 from commhooks.seldom.inner import check_is_free
-from commhooks.seldom.shards import Shards, local
-from commhooks.tensors import all_finite, bytes_of, computing_dtype
-from commhooks.unwrapping import bare, is_ddp, is_sharded, plain_name, unwrapped
+from commhooks.seldom.shards import Shards
+from commhooks.tensors import all_finite, computing_dtype, local
+from commhooks.unwrapping import bare, is_ddp, is_sharded, kept_buffers, plain_name, unwrapped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,39 +129,11 @@ def trained(module: Module) -> dict[str, Tensor]:
     return {plain_name(name): parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def kept_buffers(module: Module) -> dict[str, Tensor]:
-    """Return the buffers that are in the module's state_dict; others may be caches, of any shape."""
-    kept = module.state_dict().keys()
-    return {plain_name(name): buffer for name, buffer in module.named_buffers() if name in kept and buffer.numel()}
-
-
 def group_of_ranks(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the process group, or the default one; raise `AttachError` for one whose ranks come and go."""
     group = group_or_default(process_group)
     name_and_store(group)
     return group
-
-
-def agree(group: dist.ProcessGroup | None, fingerprint: str | CommHooksError) -> None:
-    """Raise the error that is passed on this rank, or `SettingsError` if ranks pass errors, or other fingerprints."""
-    text = fingerprint if isinstance(fingerprint, str) else refusal_as_fingerprint(fingerprint)
-    told = [text] if group is None else [text] * dist.get_world_size(group)
-    if group is not None:
-        dist.all_gather_object(told, text, group=group)
-    if not isinstance(fingerprint, str):
-        raise fingerprint
-    if len(set(told)) > 1:
-        raise SettingsError(f"DiLoCo: ranks disagree: {describe(told)}")
-
-
-@torch.no_grad()
-def share_from_rank_0(module: Module, group: dist.ProcessGroup) -> None:
-    """Overwrite the parameters and buffers with those of the group's rank 0."""
-    source = dist.get_global_rank(group, 0)
-    for tensor in map(local, (*module.parameters(), *kept_buffers(module).values())):
-        sent = bytes_of(tensor)  # Gloo sends no int16, unsigned integers or fp8
-        dist.broadcast(sent, source, group=group)
-        tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
 
 @torch.no_grad()

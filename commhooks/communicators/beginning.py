@@ -1,0 +1,47 @@
+"""How ranks begin alike: what they were given is compared, and rank 0's tensors are copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.communicators.disagreement import describe, refusal_as_fingerprint
+from commhooks.errors import CommHooksError, SettingsError
+from commhooks.tensors import bytes_of
+
+
+def agree(
+    caller: str,
+    group: dist.ProcessGroup | None,
+    fingerprint: str | Exception,
+    error: type[CommHooksError] = SettingsError,
+) -> None:
+    """Raise the error that is passed on this rank, or `error` if ranks pass errors, or other fingerprints.
+
+    An error that is none of commhooks' own is raised as `error`, too. Without a group there is nobody to agree with.
+    """
+    if isinstance(fingerprint, Exception) and not isinstance(fingerprint, CommHooksError):
+        fingerprint = error(f"{caller}: {fingerprint!r}")
+    text = fingerprint if isinstance(fingerprint, str) else refusal_as_fingerprint(fingerprint)
+    told = [text] if group is None else [text] * dist.get_world_size(group)
+    if group is not None:
+        dist.all_gather_object(told, text, group=group)
+    if not isinstance(fingerprint, str):
+        raise fingerprint
+    if len(set(told)) > 1:
+        raise error(f"{caller}: ranks disagree: {describe(told)}")
+
+
+@torch.no_grad()
+def share_from_rank_0(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Overwrite tensors with those of the group's rank 0, byte by byte; without a group, leave them."""
+    if group is None:
+        return
+    source = dist.get_global_rank(group, 0)
+    for tensor in tensors:
+        sent = bytes_of(tensor)  # Gloo sends no int16, unsigned integers or fp8
+        dist.broadcast(sent, source, group=group)
+        tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
