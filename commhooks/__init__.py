@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from commhooks.seldom.counts import DiLoCoStatistics
     from commhooks.seldom.diloco import DiLoCo, step_in_lockstep
     from commhooks.sharded.attach import ShardedAttachment, attach_sharded
+    from commhooks.sharded.replicas import ReplicasAttachment, attach_replicas
     from commhooks.state.memory import MemoryReport
     from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
     from commhooks.wrappers import ErrorFeedback, Hierarchical, Match, PerParameter, StartAfter, WireDtype, schedule
@@ -128,6 +129,7 @@ __all__ = [
     "ProfileError",
     "RandomBlock",
     "RandomK",
+    "ReplicasAttachment",
     "SVD",
     "SettingsError",
     "ShardedAttachment",
@@ -143,6 +145,7 @@ __all__ = [
     "WireDtype",
     "allreduce_hook",
     "attach",
+    "attach_replicas",
     "attach_sharded",
     "average_in_lockstep",
     "batched_powerSGD_hook",

@@ -45,6 +45,7 @@ _PLACES = {
     "seldom.counts": "DiLoCoStatistics",
     "seldom.diloco": "DiLoCo step_in_lockstep",
     "sharded.attach": "ShardedAttachment attach_sharded",
+    "sharded.replicas": "ReplicasAttachment attach_replicas",
     "state.memory": "MemoryReport",
     "state.snapshot": "LoadRules Snapshot merge_state_dicts",
     "wrappers": "ErrorFeedback Hierarchical Match PerParameter StartAfter WireDtype schedule",

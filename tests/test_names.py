@@ -38,7 +38,7 @@ quantization_perchannel_hook quantization_pertensor_hook register_ddp_comm_hook 
 
 
 NEW = {"Compiled", "DiLoCo", "DiLoCoStatistics", "Exchangers", "ModelAverager", "compiled", "step_in_lockstep"}
-NEW |= {"ShardedAttachment", "attach_sharded"}
+NEW |= {"ReplicasAttachment", "ShardedAttachment", "attach_replicas", "attach_sharded"}
 
 
 def test_every_former_name_is_offered_or_has_moved() -> None:

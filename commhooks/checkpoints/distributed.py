@@ -52,7 +52,7 @@ def load_distributed(
     allowed = LoadRules(**rules)
     read: dict[str, Any] | CheckpointError
     try:
-        read = _read_state(checkpoint_id, storage_reader, key, *hooks.rank_and_world_size, allowed)
+        read = _read_state(checkpoint_id, storage_reader, key, hooks, allowed)
     except CheckpointError as error:
         read = error
     except Exception as error:  # whatever a damaged file causes in DCP
@@ -65,8 +65,7 @@ def _read_state(
     checkpoint_id: str | os.PathLike[str],
     reader: StorageReader | None,
     key: str,
-    rank: int,
-    world_size: int,
+    hooks: HookState,
     rules: LoadRules,
 ) -> dict[str, Any]:
     """Return a state_dict with those per-rank parts that this rank needs, also one of several engines."""
@@ -78,7 +77,11 @@ def _read_state(
         reader.reset(checkpoint_id)
     metadata = reader.read_metadata()
     paths = _paths_under(key, metadata)
+    rank, world_size = hooks.rank_and_world_size
     labels = list(dict.fromkeys(str(path[1]) for path in paths.values() if path[:1] == ("groups",)))
+    is_own = getattr(hooks, "is_own", None)
+    if is_own is not None:  # others are those of ranks that keep other shards
+        labels = list(filter(is_own, labels)) or labels
     if not labels:
         return _read_one(str(checkpoint_id), reader, metadata, key, rank, world_size, rules)
     groups = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -88,10 +88,16 @@ class Exchangers(Grouped[Exchanger]):
 
     def memory_report(self) -> MemoryReport:
         """Return how many bytes are used, and for what; `gradients` are the tensors that are sent and received."""
-        rooms = {memory.data_ptr(): memory for one in self.values() for memory in one.memories()}
-        used = sum(memory.untyped_storage().nbytes() for memory in rooms.values())
-        return added((exchanger.memory_report() for exchanger in self.values()), used)
+        return memory_of(self.values())
 
     def fail(self, what: str) -> NoReturn:
         """Raise `CompressorError` here, and fail the other ranks' rounds with it."""
         next(iter(self.values())).fail(what)
+
+
+def memory_of(exchangers: Iterable[Exchanger]) -> MemoryReport:
+    """Return how many bytes exchangers use, which may share the memory of what they send and receive."""
+    these = list(exchangers)
+    rooms = {memory.data_ptr(): memory for one in these for memory in one.memories()}
+    used = sum(memory.untyped_storage().nbytes() for memory in rooms.values())
+    return added((one.memory_report() for one in these), used)

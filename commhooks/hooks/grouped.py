@@ -102,6 +102,10 @@ class Grouped(Mapping[str, One]):
         for label, one in self.items():
             restore(one._made_engine(), loaded.groups[label], rules, 0)
 
+    def is_own(self, label: str) -> bool:
+        """Return whether this rank loads a group of a checkpoint: not if it belongs to ranks with another shard."""
+        return True
+
     def close(self) -> None:
         """Close all lanes; the thread stops with the line's last one. Later rounds fail."""
         for one in self.values():

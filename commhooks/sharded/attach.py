@@ -72,6 +72,8 @@ class ShardedUnit(Handle):
 class ShardedAttachment(ModulesAttachment[ShardedUnit]):
     """A compressor attached to the FSDP modules of a model, by their names, as returned by `attach_sharded`."""
 
+    _seam = "custom reduce-scatter"
+
     def __init__(
         self, units: Mapping[str, ShardedUnit], gathers: Mapping[str, Gather], line: ProcessGroupLine, memory: Memory
     ) -> None:
@@ -114,12 +116,6 @@ class ShardedAttachment(ModulesAttachment[ShardedUnit]):
 
     def _shards(self, label: str) -> set[Tensor]:
         return {parameter.shard for parameter in self[label]._unit.parameters()}
-
-    def _advice(self, label: str) -> str:
-        return (
-            f"It trains parameters of {label}: run the last backward pass before each step with "
-            "set_requires_gradient_sync(True), and set no other custom reduce-scatter."
-        )
 
 
 def attach_sharded(

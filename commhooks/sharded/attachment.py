@@ -22,6 +22,8 @@ class ModulesAttachment(Grouped[One]):
 
     _line: ProcessGroupLine
     _watches: list[Watch]
+    _seam: str
+    """What of FSDP2 runs the compressor."""
 
     @property
     @abstractmethod
@@ -38,10 +40,6 @@ class ModulesAttachment(Grouped[One]):
     @abstractmethod
     def _shards(self, label: str) -> Set[Tensor]:
         """Return the parameters whose gradients a handle's compressor averages."""
-
-    @abstractmethod
-    def _advice(self, label: str) -> str:
-        """Return what to do if it does not: the end of an error."""
 
     @property
     def steps(self) -> int:
@@ -80,7 +78,11 @@ class ModulesAttachment(Grouped[One]):
         trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if not trained.isdisjoint(shards):
             engine = self[label]._made_engine()
-            self._watches.append(Watch(optimizer, shards, {}, lambda: engine.step, engine, self._advice(label)))
+            advice = (
+                f"It trains parameters of {label}: run the last backward pass before each step with "
+                f"set_requires_gradient_sync(True), and set no other {self._seam}."
+            )
+            self._watches.append(Watch(optimizer, shards, {}, lambda: engine.step, engine, advice))
 
     def _end_watching(self) -> None:
         while self._watches:  # they hold parameters

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from commhooks.errors import AttachError, SettingsError
+from commhooks.tensors import local
 from commhooks.unwrapping import plain_name, unwrapped
 
 _sending_unused: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
@@ -41,14 +42,31 @@ class ShardedParameter:
     """Of the whole parameter."""
     device: torch.device
     """Where gradients are reduced: not that of the shard if it is offloaded, or without memory yet (meta)."""
+    reduced_in: torch.dtype
+    """What gradients are reduced in."""
     chunk: int
     """How many elements of it a row of the reduce-scatter's input has, the same for every rank."""
 
     def like(self) -> Tensor:
         """Return a tensor of the whole parameter's shape and dtype, without memory."""
-        whole = torch.empty(self.shape, dtype=self.shard.dtype, device=self.device)
-        whole.untyped_storage().resize_(0)
-        return whole
+        return without_memory(self.shape, self.shard.dtype, self.device)
+
+    @property
+    def own_shape(self) -> torch.Size:
+        """The shape of what this rank keeps, which may be empty."""
+        return local(self.shard).shape
+
+
+def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of which only this is known."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def has_hooks(shard: Tensor) -> bool:
+    """Return whether something runs as soon as a parameter has its gradient."""
+    return bool(getattr(shard, "_post_accumulate_grad_hooks", None))
 
 
 class Unit:
@@ -90,6 +108,11 @@ class Unit:
         return group
 
     @property
+    def shard(self) -> tuple[int, int]:
+        """The number of the shards that this rank keeps, and how many ranks have one."""
+        return self.process_group.rank(), self.process_group.size()
+
+    @property
     def is_replicated(self) -> bool:
         """Whether FSDP2 itself averages over replicas: shards (HSDP), or whole gradients (`replicate`)."""
         return bool(_held(self._group, "_is_hsdp")) or hasattr(
@@ -126,8 +149,9 @@ class Unit:
                 )
             if shard.requires_grad or frozen:
                 chunk = _held(one, "padded_sharded_param_size").numel()
-                device = _held(self._group, "device")
-                found.append(ShardedParameter(name, shard, _held(one, "_orig_size"), device, chunk))
+                device, policy = _held(self._group, "device"), _held(self._group, "mp_policy")
+                reduced_in = policy.reduce_dtype or policy.param_dtype or shard.dtype
+                found.append(ShardedParameter(name, shard, _held(one, "_orig_size"), device, reduced_in, chunk))
         return found
 
     def fingerprint(self, *, frozen: bool = False) -> str:
@@ -142,6 +166,25 @@ class Unit:
     def all_gather(self) -> Any:
         """Return what runs the all-gather now."""
         return _held(self._group, "_all_gather_comm")
+
+    def all_reduce_hook(self) -> Any:
+        """Return what runs after the reduce-scatter; None: nothing."""
+        return _held(self._group, "_all_reduce_hook")
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None] | None) -> None:
+        """Run this after the reduce-scatter; None: nothing."""
+        self.module.set_all_reduce_hook(hook)  # type: ignore[arg-type]  # PyTorch's default is None
+
+    @property
+    def wants_replicas(self) -> bool:
+        """Whether gradients are to be averaged over replicas: False after `set_requires_all_reduce(False)`."""
+        return bool(_held(self._group, "all_reduce_grads"))
+
+    @property
+    def is_in_backward_pass(self) -> bool:
+        """Whether FSDP2 has work left to do at the end of the current backward pass."""
+        context = _held(self.module._get_fsdp_state(), "_state_ctx")
+        return bool(_held(context, "post_backward_final_callback_queued"))
 
     def send_unused(self) -> None:
         """Let zeros be sent for parameters without a gradient, until `end_sending_unused` was called as often."""
@@ -193,7 +236,8 @@ def units_of(caller: str, model: Module, *, frozen: bool = False) -> list[Unit]:
         if unit.is_replicated:
             raise SettingsError(
                 f"{caller}: FSDP2 averages the gradients of {unit.name} over replicas itself, uncompressed (HSDP: a "
-                "mesh of two dimensions; or replicate); shard over a mesh of one."
+                "mesh of two dimensions; or replicate); shard over a mesh of one, and average over replicas with "
+                "commhooks.attach_replicas."
             )
         if unit.process_group is not units[0].process_group:
             raise SettingsError(f"{caller}: {unit.name} and {units[0].name} are sharded over different ranks.")

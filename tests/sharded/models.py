@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -45,10 +45,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def sharded(
-    policy: MixedPrecisionPolicy = FP32, *, frozen: bool = False, ranks: int | None = None, **settings: Any
+    policy: MixedPrecisionPolicy = FP32, *, frozen: bool = False, mesh: DeviceMesh | None = None, **settings: Any
 ) -> Network:
-    """Return the network, sharded over the ranks of the default group, three FSDP modules."""
-    mesh = init_device_mesh("cpu", (ranks or dist.get_world_size(),))
+    """Return the network, sharded over a mesh or the ranks of the default group, three FSDP modules."""
+    if mesh is None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = Network()
     if frozen:
         model.first.bias.requires_grad_(False)

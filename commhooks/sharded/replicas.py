@@ -1,0 +1,307 @@
+"""Averaging over replicas of a model that FSDP2 shards: `attach_replicas`, and what it attaches to FSDP modules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.nn import Module
+
+from commhooks.communicators.beginning import agree, share_from_rank_0
+from commhooks.communicators.connection import WrapCommunicator
+from commhooks.errors import AttachError, SettingsError
+from commhooks.hooks.exchanger import Exchanger
+from commhooks.hooks.exchangers import memory_of
+from commhooks.hooks.flat import InTurns
+from commhooks.hooks.handle import check_run_settings, checked_compressor
+from commhooks.hooks.sockets import group_or_default
+from commhooks.language.compressor import Compressor
+from commhooks.scheduling.line import ProcessGroupLine
+from commhooks.scheduling.policy import PolicyName
+from commhooks.sharded.attachment import ModulesAttachment
+from commhooks.sharded.fsdp import ShardedParameter, Unit, has_hooks, units_of, without_memory
+from commhooks.state.loss_scale import Scaler
+from commhooks.state.memory import MemoryReport
+from commhooks.state.table import ResidualStorage
+from commhooks.tensors import local
+from commhooks.unwrapping import everything_kept
+
+Hook = Callable[[Tensor], None]
+"""What FSDP2 calls with a module's reduced gradients: 1-D, each parameter's part padded to the size of the largest."""
+_CHANGED = "parameters were frozen or unfrozen since attach_replicas; detach, and attach again"
+
+
+class PerModule:
+    """The exchange of one module's shards, as soon as FSDP2 has reduced them."""
+
+    def __init__(self, unit: Unit, exchanger: Exchanger) -> None:
+        self._unit, self._exchanger = unit, exchanger
+        self._parts = [(one.name, one.own_shape, one.chunk) for one in unit.parameters()]
+
+    @_disable_dynamo  # a compiled training step would trace the engine
+    @torch.no_grad()
+    def __call__(self, reduced: Tensor) -> None:
+        """Overwrite the gradients with their mean over the replicas."""
+        if reduced.numel() != sum(chunk for *_, chunk in self._parts):
+            self._exchanger.fail(f"{self._unit.name}: {_CHANGED}.")
+        if not self._unit.wants_replicas:
+            self._exchanger.fail(
+                f"{self._unit.name}: set_requires_all_reduce(False) needs attach_replicas(policy='fused'); with 'fifo' "
+                "accumulate gradients with set_requires_gradient_sync(False)."
+            )
+        places = zip(self._parts, reduced.split([chunk for *_, chunk in self._parts]), strict=True)
+        self._exchanger.average({name: place[: shape.numel()].view(shape) for (name, shape, _), place in places})
+
+
+class AtTheEnd:
+    """One exchange of all shards' gradients, once FSDP2 has finished a backward pass in which it reduced any."""
+
+    def __init__(self, units: Sequence[Unit], exchanger: Exchanger) -> None:
+        self._units, self._exchanger = units, exchanger
+        self._names = _names_of(units)
+        self._reduced: dict[Unit, str] = {}
+        """The modules reduced since the last exchange, with a parameter that had a gradient before; "": none had."""
+        self._queued_in = -1
+        """The last backward pass in which an exchange was queued."""
+
+    def hook_of(self, unit: Unit) -> Hook:
+        """Return what FSDP2 calls for a module."""
+        return functools.partial(self._note, unit)
+
+    @_disable_dynamo  # as PerModule
+    def _note(self, unit: Unit, reduced: Tensor) -> None:
+        """Note that a module's gradients were reduced, which FSDP2 adds to `.grad` next."""
+        used = next((one.name for one in unit.parameters() if one.shard.grad is not None), "")
+        if unit not in self._reduced or not used:  # a module that is called twice is reduced twice in a pass
+            self._reduced[unit] = used
+        task = torch._C._current_graph_task_id()
+        if unit.wants_replicas and task != self._queued_in:
+            self._queued_in = task  # unlike a flag, right after a pass that failed, too
+            _queue(self._come_last)
+
+    def _come_last(self) -> None:
+        """Queue the exchange behind what FSDP2 has queued for the end of the pass, once for each root."""
+        _queue(self._exchange)
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        # A pass inside this one, as of reentrant checkpointing, ends before FSDP2 has reduced all.
+        if not self._reduced or any(unit.is_in_backward_pass for unit in self._units):
+            return
+        if _names_of(self._units) != self._names:
+            self._exchanger.fail(f"{_CHANGED}.")
+        named = {one: unit for unit in self._units for one in unit.parameters()}
+        left_over = {
+            one.name for one, unit in named.items() if unit not in self._reduced and one.shard.grad is not None
+        }
+        if used := left_over | {*self._reduced.values()} - {""}:
+            self._exchanger.fail(
+                f"{min(used)} had a gradient before this backward pass, which would be averaged a second time: clear "
+                "gradients after each step with optimizer.zero_grad(), and accumulate them with "
+                "set_requires_gradient_sync(False), or with attach_replicas(policy='fifo')."
+            )
+        self._reduced.clear()
+        gradients = dict[str, Tensor]()
+        for one in named:
+            if one.shard.grad is None:  # other replicas may have used it
+                one.shard.grad = torch.zeros_like(one.shard)
+            gradients[one.name] = local(one.shard.grad)
+        self._exchanger.average(gradients)
+
+
+class ReplicasAttachment(ModulesAttachment[Exchanger]):
+    """A compressor that averages over replicas of shards, as returned by `attach_replicas`.
+
+    Its keys are the names of FSDP modules under "fifo", and one, "all modules", under "fused". Each names the shard
+    that this rank keeps, if there are several, so that a checkpoint of all ranks holds the state of every shard.
+    """
+
+    _seam = "all-reduce hook"
+
+    def __init__(
+        self, exchangers: Mapping[str, tuple[Exchanger, Sequence[Unit]]], line: ProcessGroupLine, *, fused: bool
+    ) -> None:
+        self._handles = {label: exchanger for label, (exchanger, _) in exchangers.items()}
+        self._units = {label: units for label, (_, units) in exchangers.items()}
+        self._shard = next(iter(self._units.values()))[0].shard
+        self._line = line
+        self._watches = []
+        self._sends_unused = not fused
+        self._hooks: dict[Unit, Hook] = {}
+        for exchanger, units in exchangers.values():
+            at_the_end = AtTheEnd(units, exchanger)
+            for unit in units:
+                self._hooks[unit] = hook = at_the_end.hook_of(unit) if fused else PerModule(unit, exchanger)
+                unit.set_all_reduce_hook(hook)
+                if self._sends_unused:
+                    unit.send_unused()  # a step's size must not differ
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the model's gradients go through this compressor: until `detach`, or until the model is gone."""
+        return bool(self._hooks) and all(
+            unit.is_there and unit.all_reduce_hook() is hook for unit, hook in self._hooks.items()
+        )
+
+    def is_own(self, label: str) -> bool:
+        """Return whether this rank loads a group of a checkpoint: not that of another one of the same shards."""
+        number, ranks = self._shard
+        return not any(label.endswith(_titled("", other, ranks)) for other in range(ranks) if other != number)
+
+    def memory_report(self) -> MemoryReport:
+        """Return how many bytes are used, and for what; `gradients` are the copies that are sent and received."""
+        return memory_of(self.values())
+
+    def detach(self) -> None:
+        """Take the hooks off the modules. A second call does nothing.
+
+        Every rank must detach between the same two steps.
+        """
+        self._end_watching()
+        while self._hooks:
+            unit, hook = self._hooks.popitem()
+            if unit.is_there and unit.all_reduce_hook() is hook:
+                unit.set_all_reduce_hook(None)
+            if unit.is_there and self._sends_unused:
+                unit.end_sending_unused()
+        for exchanger in self.values():
+            exchanger.close()
+
+    def _shards(self, label: str) -> set[Tensor]:
+        return {parameter.shard for unit in self._units[label] for parameter in unit.parameters()}
+
+
+def attach_replicas(
+    model: Module,
+    compressor: Compressor | str,
+    process_group: dist.ProcessGroup | None,
+    *,
+    policy: PolicyName = "fused",
+    hook_timeout: float | None = None,
+    scaler: Scaler | None = None,
+    residuals: ResidualStorage = "fp32",
+    wrap_communicator: WrapCommunicator | None = None,
+) -> ReplicasAttachment:
+    """Average the gradients of a model that FSDP2 shards over its replicas, with `compressor`.
+
+    `model` is what `torch.distributed.fsdp.fully_shard` was called with, on it or on modules in it, over a mesh of one
+    dimension, such as the ranks of one site. `process_group` connects the ranks that keep the same shard, one of each
+    site; None: the default group, for meshes of one rank, with which this is plain replication. FSDP2 reduces gradients
+    within a site, and the compressor averages the shards between sites. Call it on every rank, between the same two
+    backward passes, and before or after the first forward pass, once the parameters have memory. A string is passed to
+    `make_compressor`; every compressor is possible. It also goes together with `attach_sharded`, which compresses the
+    reduction within a site.
+
+    All parameters and buffers are overwritten with those of the group's rank 0, as in a DistributedDataParallel.
+
+    - `policy`: "fused" averages all gradients at once, at the end of each backward pass that synchronises: few
+      collectives, whatever the number of modules. `.grad` must be None before that pass, and parameters that it does
+      not use get a gradient, of zeros unless another replica used them. "fifo" averages each module's gradients as soon
+      as they are reduced, in `MixedPrecisionPolicy`'s `reduce_dtype`, during the rest of the backward pass. All
+      replicas must then use the same modules.
+    - `hook_timeout`, `scaler`, `residuals` and `wrap_communicator` are those of `attach`. A residual has the size of
+      this rank's shard.
+
+    Raises `AttachError` if nothing in the model is sharded, if an all-reduce hook is set already, or if ranks disagree,
+    also about which shard they keep; `SettingsError` for FSDP2's own replication (HSDP), for a process group with ranks
+    that keep other shards, and for settings that cannot work.
+    """
+    group = group_or_default(process_group)
+    try:
+        compressor = checked_compressor("attach_replicas", compressor)
+        check_run_settings("attach_replicas", policy, hook_timeout)
+        units = units_of("attach_replicas", model)
+        _check(model, units, group, policy)
+    except Exception as error:  # whatever it is, the other ranks are waiting for an answer
+        agree("attach_replicas", group, error)
+        raise
+    number, ranks = units[0].shard
+    facts = [f"shard: {number} of {ranks}", f"modules: {', '.join(unit.name for unit in units)}"]
+    agree("attach_replicas", group, "\n".join(facts + [unit.fingerprint() for unit in units]), AttachError)
+    line = ProcessGroupLine(
+        group,
+        label="replicas",
+        policy=policy,
+        wrap_communicator=wrap_communicator,
+        hook_timeout=hook_timeout,
+        may_bypass=wrap_communicator is not None,
+    )
+    groups = {"all modules": units} if policy == "fused" else {unit.name: [unit] for unit in units}
+    memory = InTurns()
+    like = {
+        _titled(name, number, ranks): {one.name: _like(one, policy) for unit in of_group for one in unit.parameters()}
+        for name, of_group in groups.items()
+    }
+    for tensors in like.values():
+        memory.reserve(tensors.values())
+    try:
+        exchangers = [
+            Exchanger(tensors, compressor, line=line, scaler=scaler, residuals=residuals, name=label, memory=memory)
+            for label, tensors in like.items()
+        ]
+    except Exception as error:  # as above
+        agree("attach_replicas", group, error)
+        raise
+    agree("attach_replicas", group, "")
+    try:
+        for exchanger in exchangers:
+            exchanger.open()
+    except Exception:
+        for exchanger in exchangers:
+            exchanger.close()
+        raise
+    share_from_rank_0(everything_kept(model), group)
+    made = zip(exchangers, groups.values(), strict=True)
+    return ReplicasAttachment(dict(zip(like, made, strict=True)), line, fused=policy == "fused")
+
+
+def _check(model: Module, units: Sequence[Unit], group: dist.ProcessGroup, policy: PolicyName) -> None:
+    """Raise `AttachError` or `SettingsError` for what cannot be averaged over this group's ranks."""
+    both = {*dist.get_process_group_ranks(units[0].process_group)} & {*dist.get_process_group_ranks(group)}
+    if len(both) > 1:
+        raise SettingsError(
+            f"attach_replicas: ranks {sorted(both)} of the process group keep different shards of {units[0].name}; "
+            'pass the group of the ranks that keep the same one, such as mesh["replicas"].get_group() of a mesh of two '
+            'dimensions, and shard over mesh["shards"].'
+        )
+    if any(kept.is_meta for kept in everything_kept(model)):
+        raise AttachError(
+            "attach_replicas: parameters or buffers have no memory yet (meta), so those of rank 0 cannot be copied; "
+            "call model.to_empty first, and fill them."
+        )
+    for unit in units:
+        if unit.all_reduce_hook() is not None:
+            raise AttachError(f"attach_replicas: {unit.name} has an all-reduce hook already; detach that first.")
+        for one in unit.parameters():
+            if policy == "fused" and has_hooks(one.shard):
+                raise SettingsError(
+                    f"attach_replicas: {one.name!r} has a hook that runs as soon as its gradient is there "
+                    "(register_post_accumulate_grad_hook), which is before the replicas have averaged it; pass "
+                    "policy='fifo'."
+                )
+
+
+def _like(parameter: ShardedParameter, policy: PolicyName) -> Tensor:
+    """Return what is averaged of a parameter: what FSDP2 reduces, or what becomes its gradient."""
+    kept = local(parameter.shard)
+    if policy == "fused":
+        return without_memory(kept.shape, kept.dtype, kept.device)
+    return without_memory(kept.shape, parameter.reduced_in, parameter.device)
+
+
+def _titled(name: str, number: int, ranks: int) -> str:
+    return f"{name} (shard {number} of {ranks})" if ranks > 1 else name
+
+
+def _names_of(units: Sequence[Unit]) -> list[str]:
+    return [one.name for unit in units for one in unit.parameters()]
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    """Run this at the end of the current backward pass, after what was queued before."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

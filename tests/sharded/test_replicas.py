@@ -1,0 +1,538 @@
+"""Shards averaged over replicas: without loss as native HSDP does it, with loss as the compressors promise."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from commhooks import ReplicasAttachment, attach_replicas, attach_sharded, load_distributed
+from ddp_core import DistributedDataParallel
+from tests.commhooks.ranks import of_every_rank, survived
+from tests.commhooks.resuming import distance
+from tests.commhooks.told import Told, told_by
+from tests.sharded.models import (
+    FP32,
+    MIXED,
+    NARROW,
+    Make,
+    Network,
+    adamw,
+    batch,
+    furthest,
+    sgd,
+    sharded,
+    shards,
+    train,
+)
+from tests.world import on_ranks, run_world_outcomes
+
+STEPS = 20
+POLICIES = ["fifo", "fused"]
+MODULES = ["the model", "first", "second.wide"]
+
+
+def sites() -> DeviceMesh:
+    """Return the mesh of four ranks in two sites, each of which has the whole model."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+
+
+def alone() -> DeviceMesh:
+    """Return the mesh of ranks each of which has the whole model."""
+    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
+
+
+def attached(model: nn.Module, mesh: DeviceMesh, compressor: str, policy: Any, **settings: Any) -> ReplicasAttachment:
+    return attach_replicas(
+        model, compressor, mesh["replicas"].get_group(), policy=policy, **{"hook_timeout": 30.0, **settings}
+    )
+
+
+def trained(
+    rank: int,
+    mesh: DeviceMesh,
+    compressor: str | None,
+    policy: str = "fused",
+    make: Make = sgd,
+    precision: MixedPrecisionPolicy = FP32,
+    *,
+    steps: int = STEPS,
+    accumulated: int = 1,
+    **of_model: Any,
+) -> tuple[dict[str, Tensor], float]:
+    """Train a new model over replicas with a compressor, or with native HSDP; return this rank's shards and loss."""
+    model = sharded(precision, mesh=mesh if compressor is None else mesh["shards"], **of_model)
+    optimizer, attachment = make(model), None
+    if compressor is None:
+        model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
+    else:
+        attachment = attached(model, mesh, compressor, policy)
+        attachment.watch(optimizer)
+    loss = train(model, optimizer, rank, 0, steps, accumulated=accumulated)
+    if attachment is not None:
+        assert attachment.is_attached and attachment.steps == steps
+        attachment.detach()
+        assert not attachment.is_attached
+    return shards(model), loss
+
+
+def assert_replicas_are_equal(model: nn.Module, mesh: DeviceMesh) -> None:
+    for name, shard in shards(model).items():
+        others = [torch.empty_like(shard) for _ in range(2)]
+        dist.all_gather(others, shard, group=mesh["replicas"].get_group())
+        assert torch.equal(others[0], others[1]), name
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_without_loss_shards_are_those_of_native_hsdp_bit_for_bit(rank: int, policy: str, make: Make) -> None:
+    """With reduce_dtype=bf16 "fused" averages in the parameters' fp32, and is more precise than HSDP."""
+    mesh = sites()
+    ways: list[tuple[MixedPrecisionPolicy, dict[str, Any]]] = [(FP32, {"steps": STEPS}), (MIXED, {}), (NARROW, {})]
+    ways += [(FP32, {"frozen": True}), (FP32, {"accumulated": 2}), (FP32, {"reshard_after_forward": False})]
+    for precision, how in ways:
+        native, ours = (
+            trained(rank, mesh, name, policy, make, precision, **{"steps": 5, **how})[0]
+            for name in (None, "all-reduce")
+        )
+        if precision is NARROW and policy == "fused":
+            assert 0 < furthest(native, ours) < 0.01
+        else:
+            assert furthest(native, ours) == 0, (precision, how)
+
+
+@on_ranks(4)
+def test_ranks_that_keep_the_whole_model_train_as_a_distributed_data_parallel_does(rank: int) -> None:
+    """`attach_replicas` copies rank 0's parameters and buffers, as DDP does.
+
+    The sums of four gradients below 1, in other orders, differ by at most 6 roundings of 2^-24, of which SGD with a
+    rate of 0.1 and a momentum of 0.9 adds up at most one for each step: 20 * 6 * 2^-24 is less than 1e-5.
+    """
+    ddp = DistributedDataParallel(Network(), find_unused_parameters=True)
+    train(ddp, sgd(ddp), rank, 0, STEPS)
+    whole = {name: p.detach() for name, p in ddp.module.named_parameters()}
+    for policy in POLICIES:
+        mesh = alone()
+        model = sharded(mesh=mesh["shards"])
+        model.register_buffer("seen", torch.full((3,), rank, dtype=torch.int16))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(rank)
+        attachment = attached(model, mesh, "all-reduce", policy)
+        assert list(attachment) == (["all modules"] if policy == "fused" else MODULES)
+        train(model, sgd(model), rank, 0, STEPS)
+        assert furthest(whole, shards(model)) < 1e-5
+        assert dict(model.named_buffers())["seen"].tolist() == [0, 0, 0]
+        attachment.detach()
+
+
+@on_ranks(4)
+def test_every_compressor_trains_the_same_per_module_and_at_once(rank: int) -> None:
+    """The state of shards does not depend on how many are averaged at once, so neither does what is trained."""
+    mesh, found = sites(), dict[str, dict[str, Tensor]]()
+    for name, collectives in (("all-reduce", 1), ("int8", 3), ("bf16", 1), ("powersgd", 2)):
+        for policy in POLICIES:
+            model = sharded(mesh=mesh["shards"])
+            attachment, optimizer = attached(model, mesh, name, policy), sgd(model)
+            losses = [train(model, optimizer, rank, 0, 1) for _ in range(STEPS)]
+            assert losses[-1] < losses[0] / 2, (name, losses)
+            assert_replicas_are_equal(model, mesh)
+            found[policy] = shards(model)
+            counts, traffic = attachment.statistics(), attachment.by_parameter().values()
+            assert counts.gradient_bytes == STEPS * 4 * sum(shard.numel() for shard in shards(model).values())
+            assert counts.moved_bytes >= sum(one.moved_bytes for one in traffic) > 0
+            if policy == "fused":
+                assert counts.steps == STEPS and counts.collectives == collectives * STEPS
+            attachment.detach()
+        assert furthest(found["fifo"], found["fused"]) == 0, name
+
+
+@on_ranks(4)
+def test_the_guide_tells_what_is_sent(rank: int) -> None:
+    """Of its model, on two sites of two ranks."""
+    mesh, guide = sites(), (Path(__file__).parents[2] / "docs/guide/sharded.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([^`]+)` \| ([\d,]+) \| (\d+) \| ([\d,]+) \| (\d+) \|$", guide, re.M)
+    assert len(rows) == 6
+    for name, at_once, fused, per_module, fifo in rows:
+        for policy, moved, collectives in (("fused", at_once, fused), ("fifo", per_module, fifo)):
+            model = nn.Sequential(nn.Linear(20, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10))
+            for layer in (model[0], model[2], model):
+                fully_shard(layer, mesh=mesh["shards"])
+            attachment = attached(model, mesh, name, policy)
+            for step in range(2):
+                nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
+                model.zero_grad()
+            counts = attachment.statistics()
+            assert counts.moved_bytes == 2 * int(moved.replace(",", "")), (name, policy)
+            assert counts.collectives == 2 * int(collectives), (name, policy)
+            attachment.detach()
+
+
+@on_ranks(4)
+def test_flexdemo_trains_within_sites_on_means_between_them(rank: int) -> None:
+    """DeMo's momentum takes the place of the optimizer's."""
+    mesh = sites()
+    model = sharded(mesh=mesh["shards"])
+    attachment, optimizer = attached(model, mesh, "demo", "fused"), torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = [train(model, optimizer, rank, 0, 1) for _ in range(STEPS)]
+    assert_replicas_are_equal(model, mesh)
+    assert sum(of_every_rank(losses[-1])) < sum(of_every_rank(losses[0])) / 2, losses
+    assert attachment.statistics().payload_bytes < attachment.statistics().gradient_bytes / 8
+    attachment.detach()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_both_hops_are_compressed_in_any_order_of_attaching(rank: int, policy: str) -> None:
+    mesh = sites()
+    for within_first in (True, False):
+        model = sharded(mesh=mesh["shards"])
+        between = None if within_first else attached(model, mesh, "powersgd", policy)
+        within = attach_sharded(model, "int8", hook_timeout=30.0)
+        between = between or attached(model, mesh, "powersgd", policy)
+        one, other = (within, between) if within_first else (between, within)
+        optimizer = sgd(model)
+        losses = [train(model, optimizer, rank, 0, 1) for _ in range(STEPS)]
+        assert losses[-1] < losses[0] / 2, losses
+        assert_replicas_are_equal(model, mesh)
+        assert [one.is_attached, other.is_attached] == [True, True] and one.steps == other.steps == STEPS
+        one.detach()
+        assert [one.is_attached, other.is_attached] == [False, True]
+        train(model, optimizer, rank, STEPS, STEPS + 1)  # it still sends zeros for parameters that are not used
+        other.detach()
+        state: Any = model._get_fsdp_state()  # type: ignore[operator]  # FSDPModule's
+        group = state._fsdp_param_groups[0]
+        assert group._all_reduce_hook is None and not group.reduce_scatter_unused_params
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(rank: int, policy: str, tmp_path: Path) -> None:
+    """One checkpoint of torch.distributed holds the state of every shard, of its true shape."""
+    mesh = sites()
+    model = sharded(mesh=mesh["shards"])
+    optimizer, attachment = adamw(model), attached(model, mesh, "powersgd", policy)
+    train(model, optimizer, rank, 0, 4)
+    state = attachment.state_dict()
+    (label,) = [one for one in state["groups"] if one.startswith(("all modules", "second.wide"))]
+    kept = state["groups"][label]["local"][f"rank{rank // 2}"]["second.wide.weight"]
+    assert kept["residual"].numel() == 65 * 65, "of the shard, half of 130 rows"
+    save({"model": model.state_dict(), "hooks": state}, checkpoint_id=tmp_path)
+    inner = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, rank, 4, 8)
+    whole, state = shards(model), attachment.state_dict()
+    attachment.detach()
+
+    again = sharded(mesh=mesh["shards"])
+    optimizer, resumed = adamw(again), attached(again, mesh, "powersgd", policy)
+    parameters = again.state_dict()
+    load({"model": parameters}, checkpoint_id=tmp_path)
+    again.load_state_dict(parameters)
+    optimizer.load_state_dict(inner)
+    load_distributed(tmp_path, resumed)
+    assert resumed.steps == 4
+    train(again, optimizer, rank, 4, 8)
+    assert furthest(whole, shards(again)) == 0
+    assert distance(state["groups"], resumed.state_dict()["groups"]) == 0
+    resumed.replace("int8")
+    train(again, optimizer, rank, 8, 9)
+    assert_replicas_are_equal(again, mesh)
+    resumed.detach()
+
+    other = sharded(mesh=alone()["shards"])
+    resumed = attached(other, alone(), "powersgd", policy)
+    told = told_by(lambda: load_distributed(tmp_path, resumed, world_size="spread"))
+    assert told.error == "CheckpointError" and "shard 0 of 2" in told.text and "and this run has" in told.text
+    resumed.detach()
+
+
+@on_ranks(4)
+def test_gradients_that_are_reduced_within_sites_are_averaged_once_between_them(rank: int) -> None:
+    """As native HSDP does after `set_requires_all_reduce(False)`; per module there is no place to keep them."""
+    mesh, found = sites(), []
+    for name in (None, "all-reduce"):
+        model: Any = sharded(mesh=mesh if name is None else mesh["shards"])
+        model.set_reduce_scatter_unused_params(True)
+        optimizer = adamw(model)
+        attachment = attached(model, mesh, name, "fused") if name is not None else None
+        for step in range(6):
+            model.set_requires_all_reduce(step % 3 == 2)
+            nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
+            if step % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(shards(model))
+        if attachment is not None:
+            assert attachment.steps == 2
+            attachment.detach()
+    assert furthest(*found) == 0
+    model.set_requires_all_reduce(False)
+    attachment = attached(model, mesh, "int8", "fifo")
+    assert "needs attach_replicas(policy='fused')" in told_by(lambda: train(model, optimizer, rank, 0, 1)).text
+    attachment.detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_that_were_averaged_before_are_not_averaged_again(rank: int, policy: str) -> None:
+    """Averaging each module's new gradients, "fifo" adds means up; "fused" finds both in `.grad`, and raises."""
+    mesh, (inputs, targets) = alone(), batch(rank, 0)
+    model = sharded(mesh=mesh["shards"])
+    attachment = attached(model, mesh, "all-reduce", policy)
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    once = {name: one.grad.to_local().clone() for name, one in model.named_parameters()}  # type: ignore[union-attr]  # there is one
+    told = told_by(lambda: nn.functional.cross_entropy(model(inputs), targets).backward())
+    if policy == "fifo":
+        assert told.error == "nothing"
+        twice = {name: one.grad.to_local() for name, one in model.named_parameters()}  # type: ignore[union-attr]
+        assert furthest({name: 2 * one for name, one in once.items()}, twice) == 0
+    else:
+        assert told.error in {"CompressorError", "CollectiveError"}, told.text
+        assert "had a gradient before this backward pass" in told.text and "optimizer.zero_grad()" in told.text
+    attachment.detach()
+    model.zero_grad()
+
+
+class Branches(nn.Module):
+    """Layers of which a rank uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.stem = nn.Linear(20, 16)
+        self.left, self.right, self.never = nn.Linear(16, 7), nn.Linear(16, 7), nn.Linear(16, 7)
+        self.uses = "left"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.get_submodule(self.uses)(self.stem(x).tanh())
+        return y
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_modules_that_some_replicas_do_not_use_hang_nobody(rank: int, policy: str) -> None:
+    """At once, they send zeros; per module, the ranks disagree in words, and what no rank uses is left alone."""
+    mesh = alone()
+    model = Branches()
+    for module in (model.stem, model.left, model.right, model.never, model):
+        if module is not model:
+            fully_shard(module, mesh=mesh["shards"])
+    attachment = attached(model, mesh, "int8", policy, hook_timeout=5.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, rank, 0, 3)
+    model.uses = "left" if rank == 0 else "right"
+    told = told_by(lambda: train(model, optimizer, rank, 3, 6))
+    if policy == "fused":
+        assert told.error == "nothing", told.text
+        for name, shard in shards(model).items():
+            assert torch.equal(*of_every_rank(shard)), name
+    else:
+        assert told.error == "CollectiveError" and told.seconds < 10.0, told.text
+        assert not optimizer.state[model.never.weight], "no step was taken"
+    attachment.detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_parameters_frozen_since_attaching_are_named(rank: int, policy: str) -> None:
+    mesh = alone()
+    model = sharded(mesh=mesh["shards"])
+    attachment = attached(model, mesh, "int8", policy)
+    model.first.bias.requires_grad_(False)
+    told = told_by(lambda: train(model, sgd(model), rank, 0, 1))
+    assert told.error in {"CompressorError", "CollectiveError"} and told.text, told.text
+    where = "first: " if policy == "fifo" else ""
+    assert f"{where}parameters were frozen or unfrozen since attach_replicas; detach, and attach again" in told.text
+    attachment.detach()
+
+
+class Checkpointed(Network):
+    """The network with a layer that is computed again in the backward pass, in a backward pass of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        x = checkpoint(self.second["wide"], x, use_reentrant=True).tanh()
+        y: Tensor = self.head(x)
+        return self.scale * y
+
+
+@on_ranks(2)
+def test_the_exchange_comes_after_all_of_fsdps_work(rank: int) -> None:
+    """Also if the model has several roots, and after a backward pass within the backward pass."""
+    mesh = alone()
+    plain, _ = trained(rank, mesh, "all-reduce", "fifo", steps=4)
+    for kind in (Network, Checkpointed):
+        model = kind()
+        for module in (model.first, model.second["wide"], model.head):  # each is a root
+            fully_shard(module, mesh=mesh["shards"])
+        if kind is Checkpointed:
+            fully_shard(model, mesh=mesh["shards"])
+        else:
+            model.scale.requires_grad_(False)
+        optimizer = sgd(model)
+        attachment = attached(model, mesh, "all-reduce", "fused")
+        attachment.watch(optimizer)
+        train(model, optimizer, rank, 0, 4)
+        assert attachment.steps == 4 and attachment.statistics().collectives == 4
+        attachment.detach()
+        if kind is Checkpointed:
+            assert furthest(plain, shards(model)) == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_training_goes_on_after_a_backward_pass_that_failed(rank: int, policy: str) -> None:
+    """On every rank, as for a batch that is too large."""
+    mesh, (inputs, targets) = alone(), batch(rank, 0)
+    model: Any = sharded(mesh=mesh["shards"])
+    optimizer, attachment = sgd(model), attached(model, mesh, "int8", policy)
+    attachment.watch(optimizer)
+    train(model, optimizer, rank, 0, 1)
+    failing = model.first.register_full_backward_hook(_fail)
+    assert "of its own" in told_by(lambda: nn.functional.cross_entropy(model(inputs), targets).backward()).text
+    failing.remove()
+    model.reset_iter_state()
+    optimizer.zero_grad()
+    train(model, optimizer, rank, 1, 3)
+    assert all(torch.equal(*of_every_rank(shard)) for shard in shards(model).values())
+    attachment.detach()
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("a failure of its own")
+
+
+@on_ranks(2)
+def test_an_inf_on_one_rank_commits_nothing_on_any(rank: int) -> None:
+    mesh = alone()
+    for policy in POLICIES:
+        model = sharded(mesh=mesh["shards"])
+        optimizer, attachment = sgd(model), attached(model, mesh, "powersgd", policy)
+        train(model, optimizer, rank, 0, 2)
+        before = copy.deepcopy(attachment.state_dict()["groups"])
+        model(torch.full((2, 20), float("inf") if rank else 1.0)).sum().backward()
+        after = attachment.state_dict()["groups"]
+        for label in attachment:
+            assert distance(before[label]["local"], after[label]["local"]) == 0
+        optimizer.zero_grad()
+        train(model, optimizer, rank, 2, 3)
+        assert all(shard.isfinite().all() for shard in shards(model).values())
+        attachment.detach()
+
+
+def without_a_peer(rank: int, how: str, policy: str) -> Told | None:
+    """Train on while rank 1 was killed, or does not come."""
+    mesh = alone()
+    model = sharded(mesh=mesh["shards"])
+    optimizer = sgd(model)
+    attached(model, mesh, "int8", policy, hook_timeout=2.0 if how == "late" else None)
+    train(model, optimizer, rank, 0, 2)
+    if rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(6.0)
+        os._exit(0)
+    return told_by(lambda: train(model, optimizer, rank, 2, 3))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("how", ["killed", "late"])
+def test_a_rank_that_dies_or_does_not_come_is_named(how: str, policy: str) -> None:
+    first, _ = run_world_outcomes(without_a_peer, 2, how, policy)
+    assert survived(first) and first.value.error == "CollectiveError", first.describe()
+    assert f"round 2, {'all modules' if policy == 'fused' else 'second.wide'}" in first.value.text, first.value.text
+    assert "rank 1" in first.value.text
+    if how == "late":
+        assert "hook_timeout=2.0 s. No answer from rank 1" in first.value.text and first.value.seconds < 6.0
+
+
+@on_ranks(4)
+def test_what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
+    mesh, whole = sites(), alone()
+    model = sharded(mesh=mesh["shards"])
+    group = mesh["replicas"].get_group()
+
+    def told(model: nn.Module, compressor: str = "int8", group: Any = group, **settings: Any) -> Told:
+        return told_by(lambda: attach_replicas(model, compressor, group, **settings))
+
+    plain = told(Network())
+    assert plain.error == "AttachError" and "call torch.distributed.fsdp.fully_shard" in plain.text
+    across = told(model, group=None)
+    assert across.error == "SettingsError" and "keep different shards of the model" in across.text, across.text
+    assert f"ranks {[0, 1] if rank < 2 else [2, 3]} of the process group" in across.text
+    crossed = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])[0]
+    mixed = told(model, group=crossed)
+    assert mixed.error == "AttachError" and f"shard: {rank % 2 ^ rank // 2} of 2 (rank 0)" in mixed.text, mixed.text
+    native = told(sharded(mesh=mesh))
+    assert native.error == "SettingsError" and "average over replicas with commhooks.attach_replicas" in native.text
+    replicated = nn.Linear(4, 4)
+    replicate(replicated, mesh=init_device_mesh("cpu", (4,)))
+    assert "over replicas itself, uncompressed" in told(replicated).text
+    for settings, error, text in (
+        ({"compressor": "int9"}, "SettingsError", "Did you mean 'int8'"),
+        ({"policy": "later"}, "SettingsError", "policy must be one of fifo, fused"),
+        ({"hook_timeout": 0.0}, "SettingsError", "hook_timeout must be above 0 s"),
+        ({"compressor": "int8" if rank < 2 else "int4"}, "AttachError", "ranks disagree"),
+        ({"policy": "fused" if rank < 2 else "fifo"}, "AttachError", "policy: 'fused' (rank 0), 'fifo' (rank 1)"),
+        ({"compressor": "int8" if rank < 2 else "int9"}, "", "rank 1 cannot take part" if rank < 2 else "Did you mean"),
+    ):
+        refused = told(model, **settings)
+        assert refused.error == (error or ("SettingsError" if rank >= 2 else "AttachError")), refused.text
+        assert text in refused.text, refused.text
+    attachment = attach_replicas(model, "int8", group)
+    again = told(model)
+    assert again.error == "AttachError" and "has an all-reduce hook already; detach that first" in again.text
+    attachment.detach()
+    attachment.detach()
+    acting = sharded(mesh=whole["shards"])
+    acting.head.weight.register_post_accumulate_grad_hook(lambda _: None)
+    assert "pass policy='fifo'" in told(acting, group=whole["replicas"].get_group()).text
+    with torch.device("meta"):
+        empty = nn.Linear(4, 4)
+    fully_shard(empty, mesh=whole["shards"])
+    assert "call model.to_empty first" in told(empty, group=whole["replicas"].get_group()).text
+    frozen = sharded(mesh=whole["shards"])
+    frozen.requires_grad_(False)
+    assert "all parameters are frozen" in told(frozen).text
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_optimizer_that_steps_on_gradients_of_one_rank_is_stopped(rank: int, policy: str) -> None:
+    mesh = alone()
+    model = sharded(mesh=mesh["shards"])
+    optimizer, attachment = sgd(model), attached(model, mesh, "int8", policy)
+    attachment.watch(optimizer)
+    train(model, optimizer, rank, 0, 1)
+    model.set_all_reduce_hook(None)  # type: ignore[operator]  # FSDPModule's
+    model.first.set_all_reduce_hook(None)  # type: ignore[operator]
+    model.second["wide"].set_all_reduce_hook(None)  # type: ignore[operator]
+    told = told_by(lambda: train(model, optimizer, rank, 1, 2))
+    assert told.error == "HookDidNotRunError" and "set no other all-reduce hook" in told.text, told.text
+    assert not attachment.is_attached
+    attachment.detach()
+
+
+@on_ranks(1)
+def test_one_rank_trains_as_a_distributed_data_parallel_with_a_hook_does(rank: int) -> None:
+    """With itself, that is: without loss as without."""
+    mesh = alone()
+    plain = trained(rank, mesh["shards"], None, steps=3)[0]
+    for policy in POLICIES:
+        assert furthest(plain, trained(rank, mesh, "all-reduce", policy, steps=3)[0]) == 0
