@@ -23,23 +23,36 @@ torch.set_num_threads(1)
 
 
 LONGEST_FIRST = (
-    "experiments/test_compare.py",
-    "parity/test_parity.py",
-    "commhooks/test_failure.py",
+    "commhooks/test_laws.py",
     "experiments/test_reproduce.py",
-    "commhooks/test_company.py",
+    "experiments/test_compare.py",
+    "commhooks/test_laws_of_state.py",
+    "parity/test_parity.py",
+    "commhooks/test_fake_cuda.py",
+    "commhooks/test_dynamic.py",
     "commhooks/test_hierarchical.py",
-    "soak/test_kills.py",
-    "experiments/test_leaderboard.py",
-    "commhooks/test_distributed_checkpoint.py",
-    "experiments/test_launch.py",
-    "parity/test_hooks.py",
-    "commhooks/test_adaptive.py",
-    "commhooks/test_lockstep.py",
-    "commhooks/test_noticeboard.py",
     "world/test_world.py",
+    "commhooks/test_company.py",
+    "soak/test_kills.py",
+    "commhooks/test_failure.py",
+    "commhooks/test_compiled.py",
+    "parity/test_hooks.py",
+    "commhooks/test_distributed_checkpoint.py",
+    "commhooks/test_amp.py",
+    "commhooks/test_counting.py",
+    "commhooks/test_optimizers.py",
+    "commhooks/test_odd_parameters.py",
+    "commhooks/test_both_ways.py",
+    "experiments/test_leaderboard.py",
+    "commhooks/test_disagreement.py",
+    "commhooks/test_hooks.py",
+    "commhooks/test_lockstep.py",
+    "commhooks/test_making.py",
+    "experiments/test_launch.py",
+    "commhooks/test_adaptive.py",
+    "commhooks/test_noticeboard.py",
 )
-"""The files that take more than 12 s, longest first: with several workers, one that ends late keeps others waiting."""
+"""Files that take more than 10 s, longest first: with several workers, one that ends late keeps others waiting."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
