@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -18,6 +19,12 @@ BLOCKS, WIDTH = 16, 32
 def noise_of(step: int, name: str = "weight", width: int = WIDTH, hop: int = 0) -> Tensor:
     keys = Keys.of(name, BLOCKS, width)
     return Noise.of(keys, width, step, 1000 * step + hop).uniform()
+
+
+@functools.cache
+def noise_of_steps(steps: int) -> Tensor:
+    """Return the numbers of so many steps, stacked."""
+    return torch.stack([noise_of(step) for step in range(steps)])
 
 
 def test_a_blocks_numbers_depend_on_its_name_number_step_and_hop_alone() -> None:
@@ -43,7 +50,7 @@ def test_numbers_are_odd_multiples_of_two_to_the_minus_17(width: int) -> None:
 
 def test_every_number_is_uniform() -> None:
     """Hoeffding: the mean of n draws from 0 to 1 is off by t with a probability of at most 2·exp(-2·n·t²)."""
-    draws = torch.stack([noise_of(step) for step in range(3000)])
+    draws = noise_of_steps(3000)
     probability = 1e-6 / (3 * BLOCKS * WIDTH)
     allowed = math.sqrt(math.log(2 / probability) / (2 * len(draws)))
     for moment in (1, 2, 3):
@@ -66,8 +73,9 @@ def test_a_sum_of_errors_varies_as_with_a_number_for_each_element(codec: Int4 | 
     functionals = torch.cat([functionals, whole, row, column]).flatten(1).double()
     low, high = (codec.decode(codec.encode(blocks, torch.full_like(blocks, end))) for end in (2**-17, 1 - 2**-17))
     variances = ((blocks - low) * (high - blocks)).abs().flatten().double()
-    errors = (codec.decode(codec.encode(blocks, noise_of(step))) - blocks for step in range(6000))
-    measured = torch.stack([functionals @ error.flatten().double() for error in errors])
+    noise = noise_of_steps(6000)
+    rounded = codec.decode(codec.encode(blocks.repeat(len(noise), 1), noise.flatten(0, 1))).view_as(noise)
+    measured = (rounded - blocks).flatten(1).double() @ functionals.T
     expected = functionals.square() @ variances
     assert (measured.var(0) / expected - 1).abs().max() <= 0.1
     # Means: a normal number is beyond 6 standard deviations with a probability of 2e-9.
