@@ -24,7 +24,7 @@ from torch.nn import Module
 
 from commhooks.errors import AttachError, SettingsError
 from commhooks.tensors import local
-from commhooks.unwrapping import plain_name, unwrapped
+from commhooks.unwrapping import is_ddp, plain_name, unwrapped
 
 _sending_unused: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
 """By what FSDP2 keeps of a unit: how many attachments want zeros sent, and whether they were before."""
@@ -223,10 +223,9 @@ def units_of(caller: str, model: Module, *, frozen: bool = False) -> list[Unit]:
             by_state.setdefault(module._get_fsdp_state(), (name, module))
     sharded = [one for state, one in by_state.items() if _held(state, "_fsdp_param_groups")]
     if not sharded:
-        raise AttachError(
-            f"{caller}: {type(model).__name__} has no parameters that FSDP2 shards; call "
-            "torch.distributed.fsdp.fully_shard on it and its layers first."
-        )
+        first = "call torch.distributed.fsdp.fully_shard on it and its layers first"
+        advice = "every rank has all of them, so use commhooks.attach" if is_ddp(unwrapped(model)) else first
+        raise AttachError(f"{caller}: {type(model).__name__} has no parameters that FSDP2 shards; {advice}.")
     found = [Unit(caller, *one, names) for one in sharded]
     trained = [unit for unit in found if unit.parameters()]
     if not trained:

@@ -206,6 +206,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(rank: int, residuals
 def test_what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
     plain = told_by(lambda: attach_sharded(Network(), "int8"))
     assert plain.error == "AttachError" and "call torch.distributed.fsdp.fully_shard" in plain.text
+    whole = nn.parallel.DistributedDataParallel(Network())
+    assert "use commhooks.attach" in told_by(lambda: attach_sharded(whole, "int8")).text
     model = sharded()
     for name, error, text in (
         ("powersgd", "SettingsError", "averages whole gradients, of which no rank can return its shard alone"),
