@@ -35,6 +35,7 @@ _OF_ALL_HOOKS = {
     ),
     "decay": ("none", "The fraction of it that is kept; none: all, or what the compressor's paper uses."),
     "policy": ("fifo", "fifo: bucket by bucket; fused: one collective for each round of all buckets."),
+    "gather": ("none", "Of a sharded model: how parameters are gathered, such as int8 or bf16; none: uncompressed."),
 }
 _LABEL = r"[A-Z][\w ]*:"  # of a paragraph, such as 'Bytes on the wire:'
 

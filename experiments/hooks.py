@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 import commhooks
+from commhooks.compressors.codecs import Codec
 from commhooks.language.compressor import Compressor
 from commhooks.making import settings_of
 from commhooks.scheduling.policy import POLICIES, PolicyName
+from commhooks.sharded.gathering import code_of
 
 from .seldom import Seldom
 from .specs import Spec, is_seldom
@@ -26,6 +30,17 @@ def make_hook(spec: Spec, seed: int = 0) -> Compressor:
     return commhooks.make_compressor(
         str(plain.with_default("seed", seed) if "seed" in settings_of(spec.name) else plain)
     )
+
+
+def reduction_of(spec: Spec) -> Spec:
+    """Return the hook that averages gradients, without how a sharded model's parameters are gathered."""
+    return spec.having(gather=None)
+
+
+def gather_of(spec: Spec) -> Codec | torch.dtype | None:
+    """Return how a sharded model's parameters are gathered, the hook's setting `gather`; None: uncompressed."""
+    asked = dict(spec.settings).get("gather")
+    return None if asked is None else code_of(str(asked))
 
 
 def policy_of(spec: Spec) -> PolicyName:

@@ -51,14 +51,18 @@ def rounds_of_shards(compressor: Compressor, gradients: Mapping[str, Tensor], ra
     line = LockstepLine(PretendingCommunicator(0, ranks, rounds, in_place=True))
     engine = Engine(compressor, line, may_join=False)
     engine.bind(list(gradients.items()))
-    rows = [rows_of(gradient, ranks) for gradient in gradients.values()]
-    chunks = [row.shape[1] for row in rows]
-    bucket = Rows(torch.cat(rows, dim=1), rows[0].new_empty(sum(chunks)), [*gradients.values()], chunks)
-    done = engine.run(bucket)
+    done = engine.run(bucket_of_shards(gradients, [*gradients.values()], ranks))
     run_in_turns([line])
     done.wait()
     engine.stop()
     return tuple(map(tuple, rounds.sends))
+
+
+def bucket_of_shards(gradients: Mapping[str, Tensor], parameters: Sequence[Tensor], ranks: int) -> Rows:
+    """Return gradients as FSDP2 hands them to a rank's reduce-scatter; the engine knows them by these parameters."""
+    rows = [rows_of(gradient, ranks) for gradient in gradients.values()]
+    chunks = [row.shape[1] for row in rows]
+    return Rows(torch.cat(rows, dim=1), rows[0].new_empty(sum(chunks)), parameters, chunks)
 
 
 def rows_of(gradient: Tensor, ranks: int) -> Tensor:

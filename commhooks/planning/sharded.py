@@ -23,6 +23,8 @@ import torch
 from torch import nn
 
 from commhooks.communicators.links import OF_PYTORCH
+from commhooks.compressors.codecs.codec import Codec
+from commhooks.compressors.codecs.passes import payloads_of
 from commhooks.language.compressor import Compressor
 from commhooks.planning.costs import HookCosts
 from commhooks.planning.payloads import rounds_of_shards
@@ -33,6 +35,8 @@ from commhooks.scheduling.lanes import HEADER_BYTES
 
 PLAIN = "torch.none"
 """Plain FSDP2, among hooks."""
+_AGREED = (("all-gather", HEADER_BYTES),)
+"""What ranks send to agree on whose turn it is, among several modules on a line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +57,13 @@ class ShardedModule:
         """How many elements its parameters have."""
         return sum(map(math.prod, (*self.trained, *self.frozen)))
 
-    def shard_bytes(self, ranks: int) -> int:
-        """Return the bytes that each rank puts into a gather."""
-        return self.item * sum(_chunk(shape, ranks) for shape in (*self.trained, *self.frozen))
+    def shard_bytes(self, ranks: int, code: Codec | torch.dtype | None = None) -> int:
+        """Return the bytes that each rank puts into a gather: of its shards, or of their codes."""
+        chunks = [_chunk(shape, ranks) for shape in (*self.trained, *self.frozen)]
+        if isinstance(code, Codec):
+            block = sum(math.prod(shape) * dtype.itemsize for shape, dtype in payloads_of(code, torch.float32))
+            return sum(chunk // code.block * block + chunk % code.block * self.item for chunk in chunks)
+        return sum(chunks) * (self.item if code is None else min(self.item, code.itemsize))
 
 
 def _chunk(shape: Shape, ranks: int) -> int:
@@ -121,6 +129,7 @@ def sharded_step(
     copy: float = 0.0,
     cores: int = 1,
     overlaps: bool = False,
+    gather: Codec | torch.dtype | None = None,
 ) -> Step:
     """Return a rank's step, with the exchanges of each module.
 
@@ -135,6 +144,7 @@ def sharded_step(
         copy: Seconds in which the processor copies an element of fp32: FSDP2 copies what it gathers and reduces.
         cores: Of each rank.
         overlaps: Whether FSDP2 computes on while it exchanges.
+        gather: How parameters travel, as codes or in a dtype, whose time is not counted; None: FSDP2 gathers them.
 
     Raises:
         SettingsError: The compressor cannot return shards.
@@ -142,14 +152,15 @@ def sharded_step(
     """
     order = [*(module for module in modules if module.stays), *(module for module in modules if not module.stays)]
     seconds = [compute * module.elements / max(sum(one.elements for one in order), 1) for module in order]
-    is_agreed = compressor is not None and sum(bool(module.trained) for module in order) > 1
+    lanes = sum(bool(module.trained) for module in order) + (len(order) if gather is not None else 0)
+    is_agreed = compressor is not None and lanes > 1
     buckets, now, earlier = list[Bucket](), 0.0, 0.0
     for module, own in zip(order, seconds, strict=True):  # the forward pass
-        buckets.append(_gather(module, ranks, copy, earlier if overlaps else now, now))
+        buckets.append(_gather(module, ranks, copy, gather, earlier if overlaps else now, now))
         earlier, now = now, now + FORWARD_SHARE * own
     for module, own in reversed([*zip(order, seconds, strict=True)]):
         if not module.stays:
-            buckets.append(_gather(module, ranks, copy, min(earlier, now) if overlaps else now, now))
+            buckets.append(_gather(module, ranks, copy, gather, min(earlier, now) if overlaps else now, now))
         earlier, now = now, min(compute, now + (1 - FORWARD_SHARE) * own)
         if module.trained:
             buckets.append(_reduction(module, compressor, ranks, costs, copy, now, is_agreed=is_agreed))
@@ -159,10 +170,15 @@ def sharded_step(
     return Step(compute=compute, optimizer=optimizer, buckets=tuple(buckets), cores=cores)
 
 
-def _gather(module: ShardedModule, ranks: int, copy: float, ready: float, due: float) -> Bucket:
+def _gather(
+    module: ShardedModule, ranks: int, copy: float, code: Codec | torch.dtype | None, ready: float, due: float
+) -> Bucket:
     shard = module.shard_bytes(ranks)
-    stage = Stage(copy * shard / 4, ((f"all-gather{OF_PYTORCH}", shard),))
-    return Bucket(ready, (stage,), copy * ranks * shard / 4, due)
+    copies, sends = copy * shard / 4, (f"all-gather{OF_PYTORCH}", shard)
+    stages = [Stage(copies, (sends,))]
+    if code is not None:  # ranks agree on whose turn it is, and gather in private groups
+        stages = [Stage(0.0, _AGREED), Stage(copies, (("all-gather", module.shard_bytes(ranks, code)),))]
+    return Bucket(ready, tuple(stages), ranks * copies, due)
 
 
 def _reduction(
@@ -186,7 +202,7 @@ def _reduction(
     if costs is not None:
         first, second, *_ = costs.seconds(module.trained, ranks, copy, len(costs.growth) - 1)
         before, after = before + first, after + second
-    agreed = ((("all-gather", HEADER_BYTES),),) if is_agreed else ()  # whose turn it is, among several modules
+    agreed = (_AGREED,) if is_agreed else ()
     stages = [Stage(0.0, sends) for sends in (*agreed, *rounds)]
     stages[-1] = Stage(before, stages[-1].collectives)
     return Bucket(ready, tuple(stages), after)

@@ -181,8 +181,9 @@ def check_runs(runs: Sequence[RunSettings]) -> None:
             seen[settings.task] = load_task(settings.task, settings.seed)
         seen[settings.task].optimizer(settings.optimizer)
         seen[settings.task].check(settings.ranks)
-    for settings in {(one.task, one.hook): one for one in runs}.values():
-        check_hook(settings.hook, dict(seen[settings.task].model.named_parameters()))
+    for settings in {(one.task, one.hook, one.is_sharded): one for one in runs}.values():
+        named = dict(seen[settings.task].model.named_parameters())
+        check_hook(settings.hook, named, is_sharded=settings.is_sharded)
     _check_seldom([one for one in runs if is_seldom(one.hook)], seen)
     if (torchrun_world() or (0, 1))[0] > 0:  # rank 0 tells it
         return

@@ -23,7 +23,7 @@ from commhooks.planning.sharded import blocks_of, modules_of, sharded_step
 from commhooks.planning.step_time import step_time
 from commhooks.tensors import tensor_bytes
 
-from ..hooks import make_hook
+from ..hooks import gather_of, make_hook, reduction_of
 from ..links.link import Wire
 from ..links.waits import WaitClock
 from ..runs import RunSettings
@@ -49,13 +49,15 @@ class ShardedHook(Registered):
     def _register(self, settings: RunSettings) -> None:
         self._own = _OwnExchanges(self.wire, self.waits)
         self._sharded: commhooks.ShardedAttachment | None = None
+        gather = gather_of(settings.hook)
         for unit in self._units:
-            unit.set_custom_all_gather(_AllGather(self._own))  # type: ignore[arg-type]  # it has the methods of FSDP2's class
+            if gather is None:
+                unit.set_custom_all_gather(_AllGather(self._own))  # type: ignore[arg-type]  # it has the methods of FSDP2's class
             if is_stock(settings.hook):
                 unit.set_custom_reduce_scatter(_ReduceScatter(self._own))  # type: ignore[arg-type]  # so has this
         if not is_stock(settings.hook):
-            made = make_hook(settings.hook, settings.seed)
-            self._sharded = commhooks.attach_sharded(self._model, made, wrap_communicator=self._linked)
+            made = make_hook(reduction_of(settings.hook), settings.seed)
+            self._sharded = commhooks.attach_sharded(self._model, made, gather=gather, wrap_communicator=self._linked)
         self._steps = 0
         trained = [parameter for parameter in self._whole.parameters() if parameter.requires_grad]
         self._gradient_bytes = sum(map(tensor_bytes, trained))
@@ -97,6 +99,13 @@ class ShardedHook(Registered):
             counts.payload_bytes + self._own.payload_bytes,
             counts.moved_bytes + self._own.moved_bytes,
         )
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes that the hook states to use, with the rows of reduce-scatters; and those of residuals."""
+        if self._sharded is None:
+            return 0, 0
+        report = self._sharded.memory_report()
+        return report.total + report.gradients, report.residuals
 
     def dense_bytes(self, gradient_bytes: int, ranks: int) -> int:
         """Return what a rank sends in a step of plain FSDP2."""
@@ -164,8 +173,9 @@ def shard(model: nn.Module) -> list[FSDPModule]:
 
 def step_bytes(model: nn.Module, hook: Spec, ranks: int) -> int:
     """Return what a rank sends in a step, as a ring moves it, if the model is sharded as `shard` does."""
-    compressor = None if is_stock(hook) else make_hook(hook)
-    return step_time(sharded_step(modules_of(model), compressor, ranks, compute=0.0), NoLink(), ranks).bytes_sent
+    compressor = None if is_stock(hook) else make_hook(reduction_of(hook))
+    step = sharded_step(modules_of(model), compressor, ranks, compute=0.0, gather=gather_of(hook))
+    return step_time(step, NoLink(), ranks).bytes_sent
 
 
 def check_sharded(hook: Spec) -> None:
@@ -174,11 +184,12 @@ def check_sharded(hook: Spec) -> None:
         raise ValueError(
             f"hook {hook.label!r}: FSDP2 reduces one module at a time, so policy has no effect; leave it out"
         )
-    if hook.label != NO_HOOK and (is_stock(hook) or is_seldom(hook) or not make_hook(hook).scatters):
+    if hook.label != NO_HOOK and (is_stock(hook) or is_seldom(hook) or not make_hook(reduction_of(hook)).scatters):
         raise ValueError(
             f"hook {hook.label!r} cannot average shards of gradients, which sharded models need; {NO_HOOK} (plain "
             f"FSDP2) and {', '.join(_that_scatter())} can"
         )
+    gather_of(hook)  # raises if weights cannot travel so
 
 
 def _that_scatter() -> list[str]:

@@ -20,11 +20,12 @@ from experiments.sweeps.forecast import Forecast
 from experiments.sweeps.plan import plan
 from experiments.tasks import load_task
 from experiments.training.sharded import step_bytes
+from experiments.training.sharded_lockstep import train_sharded_in_lockstep
 from experiments.training.stock import NO_HOOK
 from experiments.training.worker import RunDone, Work, train_all
 
 TASK = "gpt:size=tiny"
-SENT = (NO_HOOK, "all-reduce", "bf16", "int8", "int4")
+SENT = (NO_HOOK, "all-reduce", "bf16", "int8", "int4", "int8:gather=int8", "all-reduce:gather=bf16")
 IN_DDP = "all-reduce in a DDP"
 STEPS = 8
 LINK = LinkSettings(bits_per_second=100e6)
@@ -65,11 +66,18 @@ def results() -> dict[str, RunResult]:
         ("torch.fp16", "cannot average shards of gradients"),
         ("int8:policy=fused", "policy has no effect"),
         ("int8:blok=4", "blok"),
+        ("int8:gather=powersgd", "other compressors average gradients"),
+        ("torch.none:gather=int8", "no setting 'gather'"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_before_anything_starts(hook: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan([TASK], [hook], links=["10Mbit/s"], ddp=SHARDED)
+
+
+def test_a_ddp_gathers_nothing() -> None:
+    with pytest.raises(ValueError, match="leave out gather"):
+        plan([TASK], ["int8:gather=int8"], links=["10Mbit/s"])
 
 
 def test_one_rank_and_buckets_are_refused() -> None:
@@ -153,6 +161,13 @@ def test_a_report_compares_them_with_plain_fsdp2(results: dict[str, RunResult], 
     (setting,) = settings_of(shown, baseline=NO_HOOK)
     ratios = {one.hook: one.ratio for one in setting.outcomes}
     assert ratios[NO_HOOK] == 1 < ratios["bf16"] < ratios["int8"] < ratios["int4"] < 3
+
+
+@pytest.mark.parametrize("hook", SENT[1:])
+def test_workers_of_one_process_end_as_ranks_do(results: dict[str, RunResult], hook: str) -> None:
+    trained = train_sharded_in_lockstep(load_task(TASK), Spec.parse(hook), steps=STEPS, workers=2)
+    assert trained.loss == results[hook].evaluation.loss
+    assert trained.moved_bytes == results[hook].steps[-1].moved_bytes
 
 
 def test_a_forecast_of_a_slow_link_is_that_of_the_bytes() -> None:

@@ -1,0 +1,97 @@
+"""Training a sharded model with workers that live in one process: each averages its shard of the gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+import commhooks
+from commhooks.compressors.codecs import Codec
+from commhooks.engine.engine import Engine
+from commhooks.planning.payloads import bucket_of_shards, rows_of
+from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
+
+from ..hooks import gather_of, make_hook, reduction_of
+from ..specs import Spec
+from ..tasks import LoadedTask
+from .lockstep import Gradients, Trained, own_gradients
+from .sharded import step_bytes
+
+Tensors = Mapping[str, Tensor]
+
+
+def train_sharded_in_lockstep(task: LoadedTask, hook: Spec, *, steps: int, workers: int) -> Trained:
+    """Train the task's model, in place, as ranks do of which each keeps a shard, and return the outcome.
+
+    Bytes are those that a rank sends, for gathers too. Losses are those of parameters as they are gathered.
+    """
+    model, code = task.model, gather_of(hook)
+    optimizer = task.optimizer()
+    lines = commhooks.lockstep_lines(workers)
+    compressor = make_hook(reduction_of(hook), task.seed)
+    engines = [Engine(compressor, line, may_join=False) for line in lines]
+    named = dict(model.named_parameters())
+    kept = {name: parameter.detach().clone() for name, parameter in named.items()}
+    for engine in engines:
+        engine.bind(list(kept.items()))
+    diverged = None
+    for step in range(steps):
+        task.set_learning_rate(optimizer, step, steps)
+        _gather(named, kept, workers, code)
+        losses, gradients = own_gradients(task, step, workers)
+        _scatter(engines, kept, gradients, named)
+        _gather(named, kept, workers, None)
+        optimizer.step()
+        for name, parameter in named.items():
+            kept[name].copy_(parameter.detach())
+        if not math.isfinite(sum(losses)):
+            diverged = step + 1
+            break
+    _gather(named, kept, workers, code)
+    judged, sent = task.evaluate(), step_bytes(model, hook, workers)
+    for engine in engines:
+        engine.stop()
+    return Trained(
+        loss=judged["loss"],
+        accuracy=judged.get("accuracy"),
+        payload_bytes=sent,
+        moved_bytes=sent,
+        gradient_bytes=sum(4 * parameter.numel() for parameter in named.values()),
+        residual=None,
+        diverged=diverged,
+        vnmse=math.nan,
+    )
+
+
+@torch.no_grad()
+def _gather(named: Tensors, kept: Tensors, ranks: int, code: Codec | torch.dtype | None) -> None:
+    """Give the model the parameters that ranks keep, as they are gathered."""
+    for name, parameter in named.items():
+        parameter.copy_(kept[name] if code is None else as_gathered(kept[name], ranks, code))
+
+
+def as_gathered(parameter: Tensor, ranks: int, code: Codec | torch.dtype) -> Tensor:
+    """Return a parameter of which each rank has sent its shard in a code: whole blocks, and the rest as it is."""
+    rows = rows_of(parameter, ranks)  # W×chunk
+    if isinstance(code, Codec):
+        if coded := rows.shape[1] - rows.shape[1] % code.block:
+            blocks = rows[:, :coded].reshape(-1, code.block)
+            rows[:, :coded] = code.decode(code.encode(blocks, blocks.new_empty(0))).view(ranks, coded)
+    else:
+        rows = rows.to(code).to(parameter.dtype)
+    return rows.view(-1)[: parameter.numel()].view(parameter.shape)
+
+
+def _scatter(engines: Sequence[Engine], kept: Tensors, gradients: Sequence[Gradients], named: Tensors) -> None:
+    """Give the model the mean gradients: each worker's shard of them, put together."""
+    buckets = [bucket_of_shards(own, [*kept.values()], len(engines)) for own in gradients]
+    done = [engine.run(bucket) for engine, bucket in zip(engines, buckets, strict=True)]
+    run_in_turns([engine.line for engine in engines if isinstance(engine.line, LockstepLine)])
+    for future in done:
+        future.wait()
+    rows = torch.stack([bucket.output() for bucket in buckets])  # W×chunks
+    for parameter, shards in zip(named.values(), rows.split(buckets[0].chunks(), dim=1), strict=True):
+        parameter.grad = shards.flatten()[: parameter.numel()].view(parameter.shape)
