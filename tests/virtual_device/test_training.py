@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ SCENARIOS = [
     training.saving,
     training.adapting,
     training.hooks_of_pytorch,
+    training.sharded,
     pytest.param(
         training.powersgd_of_pytorch,
         marks=pytest.mark.xfail(
@@ -93,3 +95,18 @@ def _one_never_comes(rank: int, policy: Any) -> str:
         except RuntimeError as error:
             assert "pair closure" in str(error)  # noqa: PT017 - how many fail depends on how far the step got
     return str(caught.value)
+
+
+@pytest.mark.parametrize(("mark", "gather"), training.MARKS.items())
+def test_a_collective_of_fsdp2_that_does_not_wait_for_what_it_sends_is_a_race(mark: str, gather: str | None) -> None:
+    """Its input is filled on another stream than that on which it is compressed."""
+    run_world(_without_mark, 2, mark, gather, backend="nccl", environment=ranks.environment("late"))
+
+
+def _without_mark(rank: int, mark: str, gather: str | None) -> None:
+    with mock.patch(mark.replace(":", "."), return_value=None) as mark_of:
+        training.train_sharded(rank, "all-reduce", gather)
+    assert mark_of.called
+    races = report().races
+    begin("late")
+    assert any("in no order" in race for race in races)

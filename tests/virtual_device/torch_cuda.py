@@ -143,6 +143,19 @@ def replace() -> None:
     modules.streams.Stream, modules.streams.Event = Stream, Event
     modules.random.get_rng_state = torch.cuda.get_rng_state
     modules.random.set_rng_state = torch.cuda.set_rng_state
+    storage: Any = torch.UntypedStorage
+    storage.resize_ = _resize_storage
+
+
+_resize_on_cpu: Any = torch.UntypedStorage.resize_
+
+
+def _resize_storage(storage: torch.UntypedStorage, size: int) -> Any:
+    """Give a storage other memory, as FSDP2 does between two passes."""
+    if storage.device.type != "cuda":
+        return _resize_on_cpu(storage, size)
+    extension().resize_storage(storage, size)
+    return storage
 
 
 def _stream(device: int, stream: int) -> torch.Stream:

@@ -11,12 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock_powersgd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import commhooks
 import ddp_core
 from commhooks.default_hooks import fp16_compress_wrapper
 
 STEPS = 4
+MARKS = {"commhooks.engine.engine:mark_of": None, "commhooks.sharded.gathering:mark_of": "int8:block=32"}
+"""Without which FSDP2's collectives would not wait for what they send, and how parameters are gathered then."""
 
 
 class Net(nn.Module):
@@ -232,3 +236,39 @@ def _under(rank: int, state: Any, hook: Callable[..., Any]) -> list[Tensor]:
     for step in range(STEPS):
         run.step(step)
     return run.parameters()
+
+
+def sharded(rank: int) -> list[Tensor]:
+    """FSDP2 alone, and with compressors in place of its reduce-scatters and all-gathers."""
+    outputs: list[Tensor] = []
+    for compressor, gather in ((None, None), ("all-reduce", None), ("int4", None), ("bf16", "int8:block=32")):
+        outputs += train_sharded(rank, compressor, gather)
+    return outputs
+
+
+def train_sharded(rank: int, compressor: str | None, gather: str | None) -> list[Tensor]:
+    """Return what the whole model makes of the same batch after every step.
+
+    Gradients are set to zero, not freed: FSDP2 makes them on a stream of its own, on which nobody reuses their memory
+    before that stream has waited for the optimizer's, which the device cannot know.
+    """
+    model = Net().cuda()
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh=mesh)
+    attachment = None if compressor is None else commhooks.attach_sharded(model, compressor, gather=gather)
+    if attachment is None:
+        model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outputs = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        batch = torch.randn(16, 20, generator=generator).pin_memory().cuda(non_blocking=True)
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        with torch.no_grad():
+            outputs.append(model(torch.linspace(-1, 1, 40).view(2, 20).cuda()).cpu())
+    if attachment is not None:
+        attachment.detach()
+    return outputs

@@ -103,6 +103,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("get_rng_state", [](int device) { return generator_of(device).get_state(); });
   m.def("set_rng_state", [](int device, const at::Tensor& state) { generator_of(device).set_state(state); });
   m.def("manual_seed", [](int device, uint64_t seed) { generator_of(device).set_current_seed(seed); });
+  m.def("resize_storage",
+        [](const at::Storage& storage, size_t bytes) { resize_storage(storage.unsafeGetStorageImpl(), bytes); });
   m.def("meet", &meet);
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "Group")
       .def(py::init<c10::intrusive_ptr<c10d::Backend>, std::string>());

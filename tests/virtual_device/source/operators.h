@@ -371,25 +371,27 @@ inline at::Scalar local_scalar(const Tensor& tensor) {
 inline void record_stream(Tensor& tensor, c10::Stream stream) {
   guard.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
+// Its memory is another one then; what was in it is copied.
+inline void resize_storage(c10::StorageImpl* storage, size_t bytes) {
+  c10::DeviceGuard there(storage->device());
+  auto other = bytes ? device_allocator.allocate(bytes) : at::DataPtr(nullptr, storage->device());
+  if (size_t kept = std::min(storage->nbytes(), bytes)) {
+    auto alias = [](const void* data, size_t count) {
+      return at::from_blob((void*)data, {(int64_t)count}, at::kByte);
+    };
+    Tensor target = alias(other.get(), kept), source = alias(storage->data(), kept);
+    Lock lock;
+    launch(stream_of(current_device));
+    push(stream_of(current_device), Item{"resize_", [target, source] { target.copy_(source); }});
+  }
+  storage->set_data_ptr(std::move(other));
+  storage->set_nbytes(bytes);
+}
 inline const Tensor& resize_(const Tensor& tensor, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
   size_t bytes = at::detail::computeStorageNbytesContiguous(size, tensor.element_size(), tensor.storage_offset());
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(size);
   auto* storage = tensor.storage().unsafeGetStorageImpl();
-  if (bytes > storage->nbytes()) {
-    c10::DeviceGuard there(tensor.device());
-    auto larger = device_allocator.allocate(bytes);
-    if (size_t kept = storage->nbytes()) {
-      auto alias = [](const void* data, size_t count) {
-        return at::from_blob((void*)data, {(int64_t)count}, at::kByte);
-      };
-      Tensor target = alias(larger.get(), kept), source = alias(storage->data(), kept);
-      Lock lock;
-      launch(stream_of(current_device));
-      push(stream_of(current_device), Item{"resize_", [target, source] { target.copy_(source); }});
-    }
-    storage->set_data_ptr(std::move(larger));
-    storage->set_nbytes(bytes);
-  }
+  if (bytes > storage->nbytes()) resize_storage(storage, bytes);
   return tensor;
 }
 inline Tensor& set_storage(Tensor& tensor, c10::Storage storage, int64_t offset, at::IntArrayRef size,
