@@ -76,7 +76,7 @@ class AtTheEnd:
     def _note(self, unit: Unit, reduced: Tensor) -> None:
         """Note that a module's gradients were reduced, which FSDP2 adds to `.grad` next."""
         used = next((one.name for one in unit.parameters() if one.shard.grad is not None), "")
-        if unit not in self._reduced or not used:  # a module that is called twice is reduced twice in a pass
+        if unit not in self._reduced or not used:  # a module that runs twice may be reduced twice in a pass
             self._reduced[unit] = used
         task = torch._C._current_graph_task_id()
         if unit.wants_replicas and task != self._queued_in:

@@ -376,23 +376,70 @@ class Checkpointed(Network):
 def test_the_exchange_comes_after_all_of_fsdps_work(rank: int) -> None:
     """Also if the model has several roots, and after a backward pass within the backward pass."""
     mesh = alone()
-    plain, _ = trained(rank, mesh, "all-reduce", "fifo", steps=4)
     for kind in (Network, Checkpointed):
-        model = kind()
-        for module in (model.first, model.second["wide"], model.head):  # each is a root
+        found = []
+        for policy in POLICIES:
+            model = kind()
+            for module in (model.first, model.second["wide"], model.head):
+                fully_shard(module, mesh=mesh["shards"])
+            if kind is Checkpointed:
+                fully_shard(model, mesh=mesh["shards"])
+            else:
+                model.scale.requires_grad_(False)  # each layer is a root, which leaves this one out
+            optimizer, attachment = sgd(model), attached(model, mesh, "all-reduce", policy)
+            attachment.watch(optimizer)
+            train(model, optimizer, rank, 0, 4)
+            assert attachment.steps == 4
+            if policy == "fused":
+                assert attachment.statistics().collectives == 4
+            whole: dict[str, Any] = dict(model.named_parameters())
+            found.append({name: getattr(one, "to_local", one.detach)().clone() for name, one in whole.items()})
+            attachment.detach()
+        assert furthest(*found) == 0, kind
+
+
+@on_ranks(2)
+def test_a_module_that_runs_thrice_is_averaged_once(rank: int) -> None:
+    """If it sends zeros, FSDP2 reduces it three times in a pass, and adds up; nothing was there before the pass."""
+    mesh, found = alone(), []
+    for policy in POLICIES:
+        torch.manual_seed(0)
+        layer = nn.Linear(20, 20)
+        model: Any = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), layer, nn.Linear(20, 7))
+        for module in (layer, model):
             fully_shard(module, mesh=mesh["shards"])
-        if kind is Checkpointed:
-            fully_shard(model, mesh=mesh["shards"])
-        else:
-            model.scale.requires_grad_(False)
-        optimizer = sgd(model)
-        attachment = attached(model, mesh, "all-reduce", "fused")
-        attachment.watch(optimizer)
-        train(model, optimizer, rank, 0, 4)
-        assert attachment.steps == 4 and attachment.statistics().collectives == 4
+        model.set_reduce_scatter_unused_params(True)
+        optimizer, attachment = sgd(model), attached(model, mesh, "all-reduce", policy)
+        train(model, optimizer, rank, 0, 3)
+        assert attachment.steps == (3 if policy == "fused" else 9)
+        found.append(shards(model))
         attachment.detach()
-        if kind is Checkpointed:
-            assert furthest(plain, shards(model)) == 0
+    assert furthest(*found) < 1e-6
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_memory_is_that_of_shards_and_residuals_follow_the_loss_scale(rank: int, policy: str) -> None:
+    mesh = sites()
+    model = sharded(mesh=mesh["shards"])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    attachment = attached(model, mesh, "top-k", policy, scaler=scaler, residuals="bf16")
+    optimizer = sgd(model)
+    scales = []
+    for step in range(3):
+        inputs, targets = batch(rank, step)
+        scaler.scale(nn.functional.cross_entropy(model(inputs), targets)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales += [attachment[label]._made_engine().loss_scale.of_gradients for label in attachment]
+    assert set(scales[: len(attachment)]) == {2.0**8} and set(scales[-len(attachment) :]) == {2.0**9}
+    report, sizes = attachment.memory_report(), {name: shard.numel() for name, shard in shards(model).items()}
+    widest = sum(size for name, size in sizes.items() if name.startswith("second.wide."))
+    assert report.gradients == 4 * (sum(sizes.values()) if policy == "fused" else widest)
+    assert report.by_parameter["second.wide.weight"] == 2 * sizes["second.wide.weight"], "bf16 of a shard"
+    assert report.residuals == sum(report.by_parameter.values()) <= 2 * sum(sizes.values())
+    attachment.detach()
 
 
 @on_ranks(2)
