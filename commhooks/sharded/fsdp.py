@@ -154,6 +154,10 @@ class Unit:
                 found.append(ShardedParameter(name, shard, _held(one, "_orig_size"), device, reduced_in, chunk))
         return found
 
+    def trained(self) -> list[bool]:
+        """Return of each parameter whether it is trained."""
+        return [_held(one, "sharded_param").requires_grad for one in _held(self._group, "fsdp_params")]
+
     def fingerprint(self, *, frozen: bool = False) -> str:
         """Return the text that must be the same on every rank, of the parameters that are trained or of all."""
         found = self.parameters(frozen=frozen)

@@ -15,6 +15,8 @@ from commhooks.engine.rows import Rows
 from commhooks.errors import AttachError
 from commhooks.sharded.fsdp import Unit
 
+_CHANGED = "parameters were frozen or unfrozen since attach_sharded; detach, and attach again"
+
 
 class Memory:
     """What the reduce-scatters of a model's modules use one after another: as much as the largest needs."""
@@ -42,6 +44,7 @@ class ReduceScatter:
         self._unit, self._engine, self._memory = unit, engine, memory
         self._like = [parameter.like() for parameter in parameters]
         self._chunks = [parameter.chunk for parameter in parameters]
+        self._trained = unit.trained()
         engine.bind([(one.name, like) for one, like in zip(parameters, self._like, strict=True)])
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -60,9 +63,10 @@ class ReduceScatter:
         ranks, width = self._engine.line.world_size, sum(self._chunks)
         if input_tensor.numel() != ranks * width:
             self._fail(
-                f"the gradients have {input_tensor.numel():,} elements in place of {ranks * width:,}: parameters were "
-                "frozen or unfrozen since attach_sharded; detach, and attach again"
+                f"the gradients have {input_tensor.numel():,} elements in place of {ranks * width:,}: {_CHANGED}"
             )
+        if self._unit.trained() != self._trained:  # others of as many elements
+            self._fail(_CHANGED)
         mean = self._memory.take("output", width, input_tensor.dtype, input_tensor.device)
         self._engine.run(Rows(input_tensor.view(ranks, width), mean, self._like, self._chunks)).wait()
         output_tensor.copy_(mean)

@@ -223,6 +223,17 @@ def test_what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
     frozen = told_by(lambda: train(model, sgd(model), rank, 0, 2))
     assert "first: the gradients have 1,320 elements in place of 1,386" in frozen.text
     assert attachment["first"].steps == 0
+    of_one_size = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    fully_shard(of_one_size.requires_grad_(False), mesh=init_device_mesh("cpu", (2,)))
+    of_one_size[0].requires_grad_(True)
+    attach_sharded(of_one_size, "int8")
+    of_one_size(torch.ones(1, 4)).sum().backward()
+    of_one_size[0].requires_grad_(False)
+    of_one_size[1].requires_grad_(True)
+    assert (
+        "the model: parameters were frozen or unfrozen since"
+        in told_by(lambda: of_one_size(torch.ones(1, 4)).sum().backward()).text
+    )
     replicated = nn.Linear(4, 4)
     fully_shard(replicated, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
     assert "over replicas itself, uncompressed (HSDP" in told_by(lambda: attach_sharded(replicated, "int8")).text
