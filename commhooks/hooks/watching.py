@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from commhooks.devices import runs_later
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, HookDidNotRunError
 from commhooks.hooks.optimizers import unsuited
@@ -86,15 +87,14 @@ class Watch:
         A step without gradients of the model, or with those of the last step, is the same on every rank: one optimizer
         may train two models in turns, and Lightning's SWA makes a step after a pass that only updates batch norms.
         """
-        if is_standing(optimizer):
-            return
-        if self._buckets_handed_in() == self._at_last_step and any(map(self._is_new, _stepped(optimizer))):
+        is_bypassed = self._buckets_handed_in() == self._at_last_step and any(map(self._is_new, _stepped(optimizer)))
+        if is_bypassed and not is_standing(optimizer):
             raise HookDidNotRunError(
                 f"{type(optimizer).__name__} {makes} a step, but no gradient has passed through the attached "
                 f"compressor since its last one: this rank trains alone. {self._advice}"
             )
         alone = [self._left_out[p] for p in _stepped(optimizer) if p in self._left_out] if self._left_out else []
-        if alone:
+        if alone and not is_standing(optimizer):
             more = f" and of {len(alone) - 1} more parameters" if len(alone) > 1 else ""
             raise HookDidNotRunError(
                 f"{type(optimizer).__name__} {makes} a step with the gradient of {alone[0]!r}{more}, which "
@@ -107,9 +107,11 @@ class Watch:
 def is_standing(optimizer: Optimizer) -> bool:
     """Return whether all learning rates are 0, so that a step changes no parameter.
 
-    So `torch.distributed.checkpoint` makes an optimizer create its state.
+    So `torch.distributed.checkpoint` makes an optimizer create its state. An optimizer whose rate is None finds one by
+    itself. A rate on a GPU is not read, for which the host would wait, and which fails while a graph is captured.
     """
-    return all("lr" in group and not group["lr"] for group in optimizer.param_groups)
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return not any(rate is None or (isinstance(rate, Tensor) and runs_later(rate)) or float(rate) for rate in rates)
 
 
 def _stepped(optimizer: Optimizer) -> Iterable[Tensor]:

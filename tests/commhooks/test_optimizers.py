@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from commhooks import Compressor, make_compressor, schedule
+from commhooks import Compressor, HookDidNotRunError, make_compressor, schedule
 from commhooks.hooks.optimizers import unsuited
 from commhooks.hooks.watching import Watch
 from tests.commhooks.workers import Workers, zeros
@@ -124,6 +125,23 @@ def test_the_first_step_of_a_watched_optimizer_warns_once_and_on_rank_0() -> Non
         watch.remove()
     assert [len(messages) for messages in heard] == [1, 0, 0, 0]
     assert heard[0][0].startswith("commhooks: dgc with SGD: momentum is applied twice")
+
+
+@pytest.mark.parametrize("rate", [None, 0.1, torch.tensor(0.1), 0.0, torch.tensor(0.0)], ids=str)
+def test_only_a_rate_of_zero_lets_a_step_pass_that_the_hook_knows_nothing_of(rate: Any) -> None:
+    """None: the optimizer finds its rate by itself, as Adafactor does."""
+    parameters = zeros((ROWS, COLUMNS))
+    watched = sgd(parameters)
+    watched.param_groups[0]["lr"] = rate
+    (engine,) = Workers(make_compressor("int8"), 1, parameters).engines
+    watch = Watch(watched, set(parameters), {}, lambda: 0, engine)
+    parameters[0].grad = torch.ones(ROWS, COLUMNS)
+    if rate is None or rate:
+        with pytest.raises(HookDidNotRunError, match="is about to take a step, but no gradient has"):
+            watched.step()
+    else:
+        watched.step()
+    watch.remove()
 
 
 def test_signs_with_feedback_are_warned_of_where_an_optimizer_has_second_moments() -> None:
