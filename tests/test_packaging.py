@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -228,34 +229,65 @@ def test_a_command_with_typer_and_rich_alone_says_what_else_it_needs(
     assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["estimate", "--parameters", "25M", "--compute", "200ms", "--copy-rate", "10GB/s"],
-        ["plan", "--probe", "probe.json", "--profile", "profile.json"],
-        ["probe", "--ranks", "2", "--seconds", "1", "--unsteady"],
-        ["profile", "--task", "gpt:size=tiny", "--hook", "fp16", "--steps", "10"],
-        ["hooks"],
-        ["tasks", "digits"],
-        ["cluster", "--help"],
-    ],
-    ids=lambda words: words[0],
-)
-def test_a_command_that_neither_draws_nor_reports_runs_with_typer_and_rich_alone(
-    words: list[str], tmp_path: Path
-) -> None:
-    a_probe().write(tmp_path / "probe.json")
-    a_profile(hook("fp16", 0.113, 2)).write(tmp_path / "profile.json")
-    (tmp_path / "without").mkdir()
+THAT_NEITHER_DRAW_NOR_REPORT = [
+    ["estimate", "--parameters", "25M", "--compute", "200ms", "--copy-rate", "10GB/s"],
+    ["plan", "--probe", "probe.json", "--profile", "profile.json"],
+    ["probe", "--ranks", "2", "--seconds", "1", "--unsteady"],
+    ["profile", "--task", "gpt:size=tiny", "--hook", "fp16", "--steps", "10"],
+    ["hooks"],
+    ["tasks", "digits"],
+    ["cluster", "--help"],
+]
+ONE_AFTER_ANOTHER = """
+import json, sys, traceback
+from experiments.commands import front
+
+if __name__ == "__main__":
+    ended = {}
+    for words in json.loads(sys.argv.pop()):
+        sys.argv[1:] = words
+        print("the command:", *words, flush=True)
+        try:
+            front.main()
+        except SystemExit as exit:
+            ended[words[0]] = exit.code or 0
+        except BaseException:
+            traceback.print_exc()
+            ended[words[0]] = "an exception"
+    with open("ended.json", "w") as file:
+        json.dump(ended, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def without_others(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object], str]:
+    """Return how commands end where typer and rich are all that is installed, by name, and what they print.
+
+    One process runs them all: it cannot import what is missing, whichever of them asks for it.
+    """
+    folder = tmp_path_factory.mktemp("without")
+    a_probe().write(folder / "probe.json")
+    a_profile(hook("fp16", 0.113, 2)).write(folder / "profile.json")
+    (folder / "missing").mkdir()
     for module in OTHERS:
-        (tmp_path / "without" / f"{module}.py").write_text(f"raise ModuleNotFoundError('No module named {module}')\n")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path / 'without'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "experiments", *words]
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+        (folder / "missing" / f"{module}.py").write_text(f"raise ModuleNotFoundError('No module named {module}')\n")
+    environment = os.environ | {"PYTHONPATH": f"{folder / 'missing'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", ONE_AFTER_ANOTHER, json.dumps(THAT_NEITHER_DRAW_NOR_REPORT)]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250, check=False
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    return json.loads((folder / "ended.json").read_text()), said
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("command", [words[0] for words in THAT_NEITHER_DRAW_NOR_REPORT])
+def test_a_command_that_neither_draws_nor_reports_runs_with_typer_and_rich_alone(
+    without_others: tuple[dict[str, object], str], command: str
+) -> None:
+    ended, said = without_others
+    assert ended[command] == 0, said
 
 
 def test_a_command_that_does_not_exist_is_refused_without_the_extra_too(bare: Bare) -> None:
