@@ -28,6 +28,8 @@ LONGEST_FIRST = (
     "experiments/test_reproduce.py",
     "experiments/test_compare.py",
     "commhooks/test_laws_of_state.py",
+    "test_packaging.py",
+    "test_docs.py",
     "parity/test_parity.py",
     "commhooks/test_fake_cuda.py",
     "commhooks/test_dynamic.py",
