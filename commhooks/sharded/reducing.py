@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from commhooks.devices import Mark, mark_of
 from commhooks.engine.engine import Engine
 from commhooks.engine.rows import Rows
 from commhooks.errors import AttachError
@@ -23,6 +24,17 @@ class Memory:
 
     def __init__(self) -> None:
         self._of_kind: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._read: Mark | None = None
+
+    def take_input(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory, 1-D, to fill once the last input that was `read` is no longer needed: the stream waits."""
+        if self._read is not None:
+            self._read.wait()
+        return self.take("input", elements, dtype, device)
+
+    def read(self, device: torch.device) -> None:
+        """Note that an input is not needed behind what the current stream has queued."""
+        self._read = mark_of(device)
 
     def take(self, what: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory, 1-D, which the next call may return again: for what one stream does in turn."""
@@ -50,8 +62,8 @@ class ReduceScatter:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for an input, or new memory for an output, which becomes the gradient."""
         ranks, width = self._engine.line.world_size, sum(self._chunks)
-        if ranks > 1 and tuple(size) == (ranks * width,) and device.type == "cpu":  # a GPU fills it on another stream
-            return self._memory.take("input", ranks * width, dtype, device)
+        if ranks > 1 and tuple(size) == (ranks * width,):
+            return self._memory.take_input(ranks * width, dtype, device)
         return torch.empty(*size, dtype=dtype, device=device)
 
     @_disable_dynamo  # a compiled training step would trace the engine
@@ -69,6 +81,7 @@ class ReduceScatter:
             self._fail(_CHANGED)
         mean = self._memory.take("output", width, input_tensor.dtype, input_tensor.device)
         self._engine.run(Rows(input_tensor.view(ranks, width), mean, self._like, self._chunks)).wait()
+        self._memory.read(input_tensor.device)
         output_tensor.copy_(mean)
         if op != dist.ReduceOp.AVG:
             output_tensor.mul_(ranks if op == dist.ReduceOp.SUM else ranks / (self._unit.divide_factor or ranks))

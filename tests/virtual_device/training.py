@@ -19,8 +19,13 @@ import ddp_core
 from commhooks.default_hooks import fp16_compress_wrapper
 
 STEPS = 4
-MARKS = {"commhooks.engine.engine:mark_of": None, "commhooks.sharded.gathering:mark_of": "int8:block=32"}
-"""Without which FSDP2's collectives would not wait for what they send, and how parameters are gathered then."""
+MARKS = {
+    "commhooks.engine.engine:mark_of": None,
+    "commhooks.sharded.reducing:mark_of": None,
+    "commhooks.sharded.gathering:mark_of": "int8:block=32",
+}
+"""Without which FSDP2's collectives would not wait for what they send, or be waited for before the next is filled; and
+how parameters are gathered then."""
 
 
 class Net(nn.Module):
@@ -256,6 +261,7 @@ def train_sharded(rank: int, compressor: str | None, gather: str | None) -> list
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     for module in (model.first, model.second, model):
         fully_shard(module, mesh=mesh)
+    model.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]  # FSDPModule's; else FSDP2 waits by itself
     attachment = None if compressor is None else commhooks.attach_sharded(model, compressor, gather=gather)
     if attachment is None:
         model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
@@ -270,5 +276,7 @@ def train_sharded(rank: int, compressor: str | None, gather: str | None) -> list
         with torch.no_grad():
             outputs.append(model(torch.linspace(-1, 1, 40).view(2, 20).cuda()).cpu())
     if attachment is not None:
+        views = [view for unit in attachment.values() for view in unit._made_engine().buckets.views()]
+        assert len({view.memory.untyped_storage().data_ptr() for view in views}) == 1, "one input for all modules"
         attachment.detach()
     return outputs
