@@ -35,6 +35,7 @@ MODULES: dict[str, str] = {
     "diloco-utilisation": ".utilisation",
     "diloco-recipes": ".diloco_recipes",
     "control-link": ".control",
+    "sharded-loss": ".sharded_loss",
 }
 """Where each reproduction is, by its name; in the order in which they are listed."""
 

@@ -109,18 +109,6 @@ def train_variants(ablation: Ablation, notes: Notes) -> dict[str, Any]:
         WorldError: A run failed.
 
     """
-    trials = [
-        Trial(
-            task=task,
-            variant=label,
-            hook=hook,
-            seed=seed,
-            workers=ablation.workers,
-        )
-        for task in ablation.tasks
-        for label, hook in ablation.variants.items()
-        for seed in range(ablation.seeds)
-    ]
     for task in ablation.tasks:  # a mistake is an error before the first run, not after an hour
         named, optimizer = task_and_optimizer(task)
         loaded = load_task(named)
@@ -128,7 +116,17 @@ def train_variants(ablation: Ablation, notes: Notes) -> dict[str, Any]:
         steps = loaded.steps
         for hook in ablation.variants.values():
             make_hook(Spec.parse(hook_for(hook, steps)))
-    return {"runs": rows_of(trials, notes, ablation.processes)}
+    return {"runs": rows_of(trials_of(ablation, Trial), notes, ablation.processes)}
+
+
+def trials_of(ablation: Ablation, kind: type[Trial]) -> list[Trial]:
+    """Return the runs of an ablation: of all variants on all tasks with all seeds."""
+    return [
+        kind(task=task, variant=label, hook=hook, seed=seed, workers=ablation.workers)
+        for task in ablation.tasks
+        for label, hook in ablation.variants.items()
+        for seed in range(ablation.seeds)
+    ]
 
 
 class Keyed(Job, Protocol):
