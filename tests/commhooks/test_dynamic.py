@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -18,17 +19,16 @@ from tests.commhooks.workers import largest, normal, zeros
 from tests.world import on_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
-ways = pytest.mark.parametrize(
-    ("how", "case"),
-    [
-        ("fifo", "powersgd-2"),
-        ("fused", "powersgd-2"),
-        ("hook", "powersgd-2"),
-        ("fifo", "powersgd-2-fp16-wire"),
-        ("fused", "powersgd-2-alternating"),
-        ("fifo", "fp16-feedback"),
-    ],
+WAYS = (
+    ("fifo", "powersgd-2"),
+    ("fused", "powersgd-2"),
+    ("hook", "powersgd-2"),
+    ("fifo", "powersgd-2-fp16-wire"),
+    ("fused", "powersgd-2-alternating"),
+    ("fifo", "fp16-feedback"),
 )
+"""Policies, or PyTorch's way to register a hook; and rows of the table. A world tries them on one model after another:
+starting and ending it takes longer."""
 SHAPES = [(30, 50), (40, 30), (24, 24), (50,)]
 BRANCHES = {"bucket_cap_mb": 0.004}
 
@@ -76,10 +76,12 @@ def _hooked(kind: str, how: Any, case: str, **settings: Any) -> tuple[nn.Module,
 
 @on_ranks(2)
 @both_ddps
-@ways
-def test_a_parameter_that_no_rank_uses_keeps_its_state_and_nothing_is_lost(
-    rank: int, kind: str, how: str, case: str
-) -> None:
+def test_a_parameter_that_no_rank_uses_keeps_its_state_and_nothing_is_lost(rank: int, kind: str) -> None:
+    for how, case in WAYS:
+        leave_some_unused(rank, kind, how, case)
+
+
+def leave_some_unused(rank: int, kind: str, how: str, case: str) -> None:
     """Use other branches in each step; what no rank uses keeps its state, and no residual is lost."""
     model, hooks = _hooked(kind, how, case, find_unused_parameters=True)
     wanted = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]  # the sum of the means of all gradients
@@ -120,10 +122,12 @@ def _mean_over_ranks(tensor: Tensor) -> Tensor:
 
 @on_ranks(2)
 @both_ddps
-@ways
-def test_a_rank_that_has_joined_takes_part_with_zeros_and_keeps_what_it_owes(
-    rank: int, kind: str, how: str, case: str
-) -> None:
+def test_a_rank_that_has_joined_takes_part_with_zeros_and_keeps_what_it_owes(rank: int, kind: str) -> None:
+    for how, case in WAYS:
+        run_out_of_inputs(rank, kind, how, case)
+
+
+def run_out_of_inputs(rank: int, kind: str, how: str, case: str) -> None:
     """Let rank 0 run out of inputs; it takes part with zeros, and keeps its residual."""
     model, hooks = _hooked(kind, how, case)
     inputs = [4, 9]
@@ -151,11 +155,12 @@ def test_a_rank_that_has_joined_takes_part_with_zeros_and_keeps_what_it_owes(
 
 @on_ranks(2)
 @both_ddps
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
-@pytest.mark.parametrize("matrices", ["first-dimension", "whole-bucket"])
-def test_a_step_that_is_undone_leaves_a_rank_that_has_joined_what_it_owes(
-    rank: int, kind: str, policy: Any, matrices: Any
-) -> None:
+def test_a_step_that_is_undone_leaves_a_rank_that_has_joined_what_it_owes(rank: int, kind: str) -> None:
+    for policy, matrices in itertools.product(("fifo", "fused"), ("first-dimension", "whole-bucket")):
+        undo_after_joining(rank, kind, policy, matrices)
+
+
+def undo_after_joining(rank: int, kind: str, policy: Any, matrices: Any) -> None:
     """Let rank 0 join, then put an inf into a run with atomic steps: no state changes any more."""
     model = wrap(kind, Branches(), **BRANCHES)
     hooks = commhooks.attach(
