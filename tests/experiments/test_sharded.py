@@ -25,7 +25,7 @@ from experiments.training.stock import NO_HOOK
 from experiments.training.worker import RunDone, Work, train_all
 
 TASK = "gpt:size=tiny"
-SENT = (NO_HOOK, "all-reduce", "bf16", "int8", "int4", "int8:gather=int8", "all-reduce:gather=bf16")
+SENT = (NO_HOOK, "all-reduce", "bf16", "int8", "int4", "top-k:ratio=0.1", "int8:gather=int8", "all-reduce:gather=bf16")
 IN_DDP = "all-reduce in a DDP"
 STEPS = 8
 LINK = LinkSettings(bits_per_second=100e6)
@@ -60,7 +60,7 @@ def results() -> dict[str, RunResult]:
 @pytest.mark.parametrize(
     ("hook", "message"),
     [
-        ("top-k:ratio=0.1", r"cannot average shards of gradients.*torch.none \(plain FSDP2\) and all-reduce, bf16"),
+        ("dgc:ratio=0.1", r"cannot average shards of gradients.*torch.none \(plain FSDP2\) and all-reduce, bf16"),
         ("powersgd", "cannot average shards of gradients"),
         ("diloco:every=4", "cannot average shards of gradients"),
         ("torch.fp16", "cannot average shards of gradients"),
