@@ -23,7 +23,7 @@ from commhooks.seldom.cutting import Arrangement, cut, turns
 from commhooks.seldom.inner import check_is_free
 from commhooks.seldom.shards import Shards
 from commhooks.tensors import all_finite, computing_dtype, local
-from commhooks.unwrapping import bare, is_ddp, is_sharded, kept_buffers, plain_name, unwrapped
+from commhooks.unwrapping import bare, is_ddp, is_sharded, kept_buffers, plain_name, reshard, unwrapped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,9 @@ class Beginning:
             raise SettingsError(f"DiLoCo(delay={delay!r}): delay must be an int from 0 to {every - 1}, below every.")
         if not 0 <= mixing < 1:
             raise SettingsError(f"DiLoCo(mixing={mixing!r}): mixing must be in [0, 1).")
+        if not isinstance(model, Module):
+            raise SettingsError(f"DiLoCo: model must be a torch.nn.Module (got {type(model).__name__}).")
+        reshard(model)  # since a forward pass without a backward pass leaves parameters gathered, which nobody trains
         _check_model(model, group)
         named = trained(bare(model))
         if not named:
@@ -157,9 +160,7 @@ def average_over(parameters: Sequence[Tensor], group: dist.ProcessGroup, shards:
     return counted > 0
 
 
-def _check_model(model: object, group: dist.ProcessGroup | None) -> None:
-    if not isinstance(model, Module):
-        raise SettingsError(f"DiLoCo: model must be a torch.nn.Module (got {type(model).__name__}).")
+def _check_model(model: Module, group: dist.ProcessGroup | None) -> None:
     ddp = unwrapped(model)
     shards = Shards(ddp).ranks()
     if is_sharded(ddp) and not shards:

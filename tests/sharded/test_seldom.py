@@ -120,6 +120,11 @@ def one_of_four_is_not_finite(rank: int, mesh: DeviceMesh) -> None:
     same(shards(model), {name: before[name].to_local() for name in shards(model)})
     assert own.statistics().dropped_rounds == 1
 
+    optimizer, own = diloco(model := sharded_in_its_site(mesh), mesh)
+    own.close()
+    with torch.no_grad():
+        model(batch(0, 999)[0])  # after which the root's parameters stay gathered
+    commhooks.DiLoCo(model, optimizer, every=EVERY, process_group=mesh.get_group("site")).close()
     for wrong, words in (
         ({"process_group": None}, r"ranks \[0, 1\]|ranks \[2, 3\]"),
         ({"process_group": mesh.get_group("shard")}, "keep parts"),
