@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from commhooks.communicators.beginning import agree
 from commhooks.communicators.connection import WrapCommunicator
 from commhooks.compressors.codecs.codec import Codec
 from commhooks.engine.engine import Engine
@@ -19,7 +20,7 @@ from commhooks.language.lending import Pool
 from commhooks.scheduling.ledger import Statistics, total
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.sharded.attachment import ModulesAttachment
-from commhooks.sharded.fsdp import Unit, is_default, units_of
+from commhooks.sharded.fsdp import Unit, group_of, is_default, units_of
 from commhooks.sharded.gathering import Gather, Gathers, code_of
 from commhooks.sharded.reducing import Memory, ReduceScatter
 from commhooks.state.loss_scale import Scaler
@@ -150,14 +151,22 @@ def attach_sharded(
     `SettingsError` for a compressor that cannot return shards, for FSDP2's own replication (HSDP), and for settings
     that cannot work.
     """
-    compressor = checked_compressor("attach_sharded", compressor)
-    check_run_settings("attach_sharded", "fifo", hook_timeout)
-    code = None if gather is None else code_of(gather)
-    found = units_of("attach_sharded", model, frozen=code is not None)
-    units = [unit for unit in found if unit.parameters()]
-    gathered = [] if code is None else found
-    _refuse_others("reduce-scatter", {unit: unit.reduce_scatter() for unit in units})
-    _refuse_others("all-gather", {unit: unit.all_gather() for unit in gathered})
+    try:
+        compressor = checked_compressor("attach_sharded", compressor)
+        check_run_settings("attach_sharded", "fifo", hook_timeout)
+        code = None if gather is None else code_of(gather)
+        found = units_of("attach_sharded", model, frozen=code is not None)
+        units = [unit for unit in found if unit.parameters()]
+        gathered = [] if code is None else found
+        _refuse_others("reduce-scatter", {unit: unit.reduce_scatter() for unit in units})
+        _refuse_others("all-gather", {unit: unit.all_gather() for unit in gathered})
+    except Exception as error:  # whatever it is, the other ranks are waiting for an answer
+        agree("attach_sharded", group_of(model), error, AttachError)
+        raise
+    # A rank with one more would wait for the others.
+    names = f"modules: {', '.join(unit.name for unit in units)}\n"
+    names += f"gather: {code} of {', '.join(unit.name for unit in gathered)}\n" if code is not None else ""
+    agree("attach_sharded", units[0].process_group, names, AttachError)
     line = ProcessGroupLine(
         units[0].process_group,
         label="FSDP",
@@ -167,9 +176,6 @@ def attach_sharded(
     )
     memory, pool = Memory(), Pool()
     made, gathers = dict[str, ShardedUnit](), dict[str, Gather]()
-    # A rank with one more would wait for the others.
-    names = f"modules: {', '.join(unit.name for unit in units)}\n"
-    names += f"gather: {code} of {', '.join(unit.name for unit in gathered)}\n" if code is not None else ""
     try:
         for unit in units:
             engine = Engine(

@@ -213,12 +213,14 @@ def units_of(caller: str, model: Module, *, frozen: bool = False) -> list[Unit]:
     that a checkpoint loads with and without them.
 
     Raises:
-        AttachError: There is none, or a backward pass is under way.
+        AttachError: There is none, this is no module, or a backward pass is under way.
         SettingsError: FSDP2 averages over replicas itself, or modules are sharded over different ranks.
 
     """
     if torch._C._current_graph_task_id() != -1:
         raise AttachError(f"{caller}: a backward pass is under way; call it between two passes.")
+    if not isinstance(model, Module):
+        raise AttachError(f"{caller}: model must be a torch.nn.Module (got {type(model).__name__}).")
     named = [(plain_name(name), module) for name, module in unwrapped(model).named_modules()]
     names = {module: name for name, module in named}
     by_state: dict[Any, tuple[str, FSDPModule]] = {}
@@ -245,6 +247,14 @@ def units_of(caller: str, model: Module, *, frozen: bool = False) -> list[Unit]:
         if unit.process_group is not units[0].process_group:
             raise SettingsError(f"{caller}: {unit.name} and {units[0].name} are sharded over different ranks.")
     return units
+
+
+def group_of(model: object) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that have the shards of the first FSDP module, if any, whatever else is wrong."""
+    modules = model.modules() if isinstance(model, Module) else ()
+    sharded = (module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule))
+    held = (group for state in sharded for group in _held(state, "_fsdp_param_groups"))
+    return next((getattr(_held(group, "mesh_info"), "shard_process_group", None) for group in held), None)
 
 
 def is_default(communication: object) -> bool:

@@ -285,7 +285,13 @@ def test_state_loads_with_and_without_compilation_and_activation_checkpointing(r
 @on_ranks(2)
 def test_ranks_that_have_other_modules_disagree_in_words(rank: int) -> None:
     """The last module's parameters are frozen on one rank, which does not wait there for the other."""
+    no_model: Any = 3
+    assert "model must be a torch.nn.Module (got int)" in told_by(lambda: attach_sharded(no_model, "int8")).text
     model = sharded()
+    for compressor, gather in ("int8" if rank else "int9", None), ("int8", "int8" if rank else "int9"):
+        told = told_by(lambda of=(compressor, gather): attach_sharded(model, of[0], gather=of[1]))  # type: ignore[misc]  # mypy: cannot infer a lambda
+        assert "'int9' is not known" in told.text and told.seconds < 10.0, told.text
+        assert told.error == ("AttachError" if rank else "SettingsError")
     if rank == 0:
         model.second["wide"].requires_grad_(False)
     told = told_by(lambda: attach_sharded(model, "int8", hook_timeout=30.0))
