@@ -36,6 +36,7 @@ MODULES: dict[str, str] = {
     "diloco-recipes": ".diloco_recipes",
     "control-link": ".control",
     "sharded-loss": ".sharded_loss",
+    "sharded-hosts": ".sharded_hosts",
 }
 """Where each reproduction is, by its name; in the order in which they are listed."""
 
