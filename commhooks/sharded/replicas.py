@@ -41,12 +41,13 @@ class PerModule:
     def __init__(self, unit: Unit, exchanger: Exchanger) -> None:
         self._unit, self._exchanger = unit, exchanger
         self._parts = [(one.name, one.own_shape, one.chunk) for one in unit.parameters()]
+        self._trained = unit.trained()
 
     @_disable_dynamo  # a compiled training step would trace the engine
     @torch.no_grad()
     def __call__(self, reduced: Tensor) -> None:
         """Overwrite the gradients with their mean over the replicas."""
-        if reduced.numel() != sum(chunk for *_, chunk in self._parts):
+        if reduced.numel() != sum(chunk for *_, chunk in self._parts) or self._unit.trained() != self._trained:
             self._exchanger.fail(f"{self._unit.name}: {_CHANGED}.")
         if not self._unit.wants_replicas:
             self._exchanger.fail(

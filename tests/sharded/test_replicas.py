@@ -359,6 +359,13 @@ def test_parameters_frozen_since_attaching_are_named(rank: int, policy: str) -> 
     assert told.error in {"CompressorError", "CollectiveError"} and told.text, told.text
     where = "first: " if policy == "fifo" else ""
     assert f"{where}parameters were frozen or unfrozen since attach_replicas; detach, and attach again" in told.text
+    of_one_size = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).requires_grad_(False))
+    fully_shard(of_one_size, mesh=mesh["shards"])
+    attached(of_one_size, mesh, "int8", policy)
+    of_one_size[0].requires_grad_(False)
+    of_one_size[1].requires_grad_(True)
+    told = told_by(lambda: of_one_size(torch.ones(1, 4)).sum().backward())
+    assert "parameters were frozen or unfrozen since attach_replicas" in told.text, told.text
     attachment.detach()
 
 
