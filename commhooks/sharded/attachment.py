@@ -43,7 +43,10 @@ class ModulesAttachment(Grouped[One]):
 
     @property
     def steps(self) -> int:
-        """The number of backward passes synchronised since attaching, by the module with the most."""
+        """The number of rounds since attaching, of the module with the most.
+
+        One for each backward pass that synchronises, and for each call in it of a module that is called several times.
+        """
         return max(one._made_engine().step for one in self.values())
 
     def statistics(self) -> Statistics:

@@ -283,6 +283,27 @@ def test_state_loads_with_and_without_compilation_and_activation_checkpointing(r
 
 
 @on_ranks(2)
+def test_a_module_that_is_called_twice_sends_zeros_first(rank: int) -> None:
+    """So each pass counts as two steps of it, and the gradient is that of FSDP2."""
+    found = []
+    for compressor in (None, "all-reduce"):
+        torch.manual_seed(0)
+        twice = nn.Linear(20, 20)
+        model = nn.Sequential(twice, nn.Tanh(), twice, nn.Linear(20, 7))
+        for module in (twice, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        attachment = None if compressor is None else attach_sharded(model, compressor)
+        x, y = batch(rank, 0)
+        nn.functional.cross_entropy(model(x), y).backward()
+        named: dict[str, Any] = dict(model.named_parameters())
+        found.append({name: parameter.grad.to_local() for name, parameter in named.items()})
+        if attachment is not None:
+            assert {name: unit.steps for name, unit in attachment.items()} == {"the model": 1, "0": 2}
+            assert attachment.steps == 2
+    assert furthest(*found) == 0
+
+
+@on_ranks(2)
 def test_ranks_that_have_other_modules_disagree_in_words(rank: int) -> None:
     """The last module's parameters are frozen on one rank, which does not wait there for the other."""
     no_model: Any = 3
