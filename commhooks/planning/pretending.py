@@ -72,6 +72,8 @@ class PretendingCommunicator:
         answer = tensor
         if collective.kind == "all-gather":
             answer = tensor.expand(self.world_size, *tensor.shape)
+        elif collective.kind == "all-to-all":  # other rows may hold what only their own rank can decode
+            answer = tensor[self.rank].expand_as(tensor)
         elif collective.kind == "reduce-scatter":
             answer = tensor[self.rank]
         return answer if self._in_place else answer.clone(memory_format=torch.contiguous_format)

@@ -16,7 +16,8 @@ from commhooks.planning.payloads import rounds_of_shards
 from commhooks.planning.predicting import NoLink
 from commhooks.planning.sharded import PLAIN, ShardedModule, modules_of, sharded_step
 from commhooks.planning.step_time import Step, step_time
-from tests.commhooks.workers import zeros
+from tests.commhooks.shards import Sharded
+from tests.commhooks.workers import normal, zeros
 
 BLOCKS = [ShardedModule(((64, 32), (64,)))] * 3
 REST = ShardedModule(((128, 16),), stays=True)
@@ -68,6 +69,16 @@ def test_a_compressor_sends_what_it_is_counted_to_send_and_ranks_agree_on_turns(
         assert agreed.collectives == (("all-gather", 32),)
         counted = rounds_of_shards(compressor, {str(n): p for n, p in enumerate(zeros(*module.trained))}, 2)
         assert (sent.collectives,) == counted
+
+
+@pytest.mark.parametrize("name", ["int8", "top-k", "random-k"])
+def test_shards_of_different_sizes_are_counted_as_they_are_sent(name: str) -> None:
+    shapes, compressor = ((17, 5), (5,), (1,), (64, 3)), commhooks.make_compressor(name)
+    counted = rounds_of_shards(compressor, {str(number): one for number, one in enumerate(zeros(*shapes))}, 3)
+    workers = Sharded.in_lockstep(compressor, 3, zeros(*shapes))
+    workers.step(normal(zeros(*shapes), 3, seed=0))
+    sent = sum(size for sends in counted for _, size in sends)
+    assert sent == workers.engines[0].statistics().payload_bytes
 
 
 def test_of_two_hops_the_codes_and_their_means_cost_and_fsdp2_copies_what_it_exchanges() -> None:
