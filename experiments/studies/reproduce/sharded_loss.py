@@ -27,6 +27,7 @@ VARIANTS = {
     "fp8": "fp8",
     "int4": "int4",
     "sign": "sign",
+    "top-k": "top-k",
     "weights in int8": "all-reduce:gather=int8",
     "int8 and weights in int8": "int8:gather=int8",
 }
