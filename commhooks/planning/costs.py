@@ -107,6 +107,11 @@ class HookCosts:
         each = copy * copies + self.bucket_seconds / len(copies)
         return (*each[:rounds].tolist(), *[0.0] * (rounds - len(each)), float(each[rounds:].sum()))
 
+    def of_shards(self, shapes: Sequence[Shape], ranks: int, copy: float) -> tuple[float, float]:
+        """Return the seconds before and after the one round of an exchange of shards, whose mean is not sent again."""
+        first, second, *_ = self.seconds(shapes, ranks, copy, len(self.growth) - 1)
+        return first, second
+
     def _parameter(self, shape: Shape) -> npt.NDArray[np.float64]:
         """Return the copies of an element that a parameter costs, for each round and after the last."""
         elements = math.prod(shape)

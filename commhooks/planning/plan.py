@@ -19,12 +19,14 @@ from commhooks.planning.predicting import (
     link_like,
     payloads_of,
     predict,
+    probed_link,
     rate_for,
     utilisation,
 )
 from commhooks.planning.probe import REACH, Probe
 from commhooks.planning.profile import HookProfile, Profile, StepParts
 from commhooks.planning.profiling import fingerprint_of
+from commhooks.planning.sharding import ShardedChoice, sharded_choices
 from commhooks.units import seconds_in_words
 from commhooks.unwrapping import find_ddp, trained_parameters
 
@@ -89,6 +91,8 @@ class Plan:
     seldom: tuple[SeldomChoice, ...] = ()
     """DiLoCo with each compressor, in the shortest rounds that reach `wanted_utilisation`; the shortest first. It
     trains differently from hooks of every step, so it is never recommended here: compare the loss."""
+    sharded: tuple[ShardedChoice, ...] = ()
+    """If it was asked for: plain FSDP2, and each compressor that can return shards, the fastest first."""
 
     @property
     def dense(self) -> Choice:
@@ -104,6 +108,7 @@ def plan(
     wanted_utilisation: float = 0.9,
     bucket_caps_mb: Sequence[float] = BUCKET_CAPS_MB,
     backend: str | None = None,
+    sharded: bool = False,
 ) -> Plan:
     """Predict the step time of every hook in a profile, over the network of a probe, and recommend one.
 
@@ -116,6 +121,8 @@ def plan(
             probe can predict are left out.
         backend: None: that of the probe, in whose times it is. "none": transfers take the time that was probed and
             nothing of the processor, as if a network card did all of it.
+        sharded: Whether to predict steps of FSDP2 too, which a profile does not have, nor a probe FSDP2's collectives:
+            their time follows from the rate and the latency of the probe's all-reduce.
 
     Raises:
         SettingsError: The profile is of another model, or of other ranks, hosts or another link than the probe; or an
@@ -169,6 +176,11 @@ def plan(
         backend=backend or probe.backend,
         seconds_per_byte=link_like(probe, math.inf, is_effortless=is_effortless).seconds_per_byte,
         seldom=seldom_choices(profile, probe, network, wanted_utilisation),
+        sharded=sharded_choices(
+            profile, probed_link(probe, is_effortless=is_effortless), overlaps=(backend or probe.backend) != "gloo"
+        )
+        if sharded
+        else (),
     )
 
 

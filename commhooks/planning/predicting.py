@@ -213,6 +213,13 @@ def link_like(probe: Probe, rate: float, *, is_effortless: bool = False) -> Link
     return Link(rate=rate, latency=cost.line.at_zero / hops, seconds_per_byte=a_byte)
 
 
+def probed_link(probe: Probe, *, is_effortless: bool = False) -> Link:
+    """Return a link of the rate and latency that were measured, for collectives that were not."""
+    sent = ring_bytes("all-reduce", MIB, probe.ranks) / MIB
+    a_byte = probe.costs["all-reduce"].line.per_byte / sent
+    return link_like(probe, 8 / a_byte if a_byte > 0 else math.inf, is_effortless=is_effortless)
+
+
 def utilisation(profile: Profile, seconds: float) -> float:
     """Return the part of a step of so many seconds in which a rank does what it does without communication."""
     return profile.noop.seconds.median / seconds

@@ -18,6 +18,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -26,7 +27,6 @@ from commhooks.communicators.links import OF_PYTORCH
 from commhooks.compressors.codecs.codec import Codec
 from commhooks.compressors.codecs.passes import payloads_of
 from commhooks.language.compressor import Compressor
-from commhooks.planning.costs import HookCosts
 from commhooks.planning.payloads import rounds_of_shards
 from commhooks.planning.profile import Sends
 from commhooks.planning.sizes import FORWARD_SHARE, Shape
@@ -37,6 +37,13 @@ PLAIN = "torch.none"
 """Plain FSDP2, among hooks."""
 _AGREED = (("all-gather", HEADER_BYTES),)
 """What ranks send to agree on whose turn it is, among several modules on a line."""
+
+
+class ShardCosts(Protocol):
+    """What a compressor's passes take, if each rank gets its shard of the mean."""
+
+    def of_shards(self, shapes: Sequence[Shape], ranks: int, copy: float) -> tuple[float, float]:
+        """Return the seconds before and after the round of a module whose parameters have these shapes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +132,7 @@ def sharded_step(
     *,
     compute: float,
     optimizer: float = 0.0,
-    costs: HookCosts | None = None,
+    costs: ShardCosts | None = None,
     copy: float = 0.0,
     cores: int = 1,
     overlaps: bool = False,
@@ -140,7 +147,7 @@ def sharded_step(
         compute: Seconds of the forward and the backward pass, of which a third is forward; each module takes its share
             by elements.
         optimizer: Seconds.
-        costs: Of the compressor; None: it takes no time.
+        costs: Of the compressor, such as `HookCosts`; None: it takes no time.
         copy: Seconds in which the processor copies an element of fp32: FSDP2 copies what it gathers and reduces.
         cores: Of each rank.
         overlaps: Whether FSDP2 computes on while it exchanges.
@@ -154,6 +161,7 @@ def sharded_step(
     seconds = [compute * module.elements / max(sum(one.elements for one in order), 1) for module in order]
     lanes = sum(bool(module.trained) for module in order) + (len(order) if gather is not None else 0)
     is_agreed = compressor is not None and lanes > 1
+    rounds = {module: _rounds(module, compressor, ranks) for module in dict.fromkeys(order)}  # blocks are often alike
     buckets, now, earlier = list[Bucket](), 0.0, 0.0
     for module, own in zip(order, seconds, strict=True):  # the forward pass
         buckets.append(_gather(module, ranks, copy, gather, earlier if overlaps else now, now))
@@ -163,7 +171,7 @@ def sharded_step(
             buckets.append(_gather(module, ranks, copy, gather, min(earlier, now) if overlaps else now, now))
         earlier, now = now, min(compute, now + (1 - FORWARD_SHARE) * own)
         if module.trained:
-            buckets.append(_reduction(module, compressor, ranks, costs, copy, now, is_agreed=is_agreed))
+            buckets.append(_reduction(module, rounds[module], ranks, costs, copy, now, is_agreed=is_agreed))
             if not overlaps:
                 buckets[-1] = dataclasses.replace(buckets[-1], due=now)
     buckets.sort(key=lambda bucket: bucket.ready)
@@ -183,26 +191,35 @@ def _gather(
 
 def _reduction(
     module: ShardedModule,
-    compressor: Compressor | None,
+    rounds: Sequence[Sends],
     ranks: int,
-    costs: HookCosts | None,
+    costs: ShardCosts | None,
     copy: float,
     ready: float,
     *,
     is_agreed: bool,
 ) -> Bucket:
     """Return the exchange of a module's gradients, which FSDP2 copies into rows before, and from its row afterwards."""
-    row = module.item * sum(_chunk(shape, ranks) for shape in module.trained)
+    row = _row_bytes(module, ranks)
     before, after = copy * ranks * row / 4, copy * row / 4
-    rounds: tuple[Sends, ...] = (((f"reduce-scatter{OF_PYTORCH}", ranks * row),),)
-    if compressor is not None:
-        dtype = torch.float32 if module.item == 4 else torch.bfloat16
-        gradients = {str(number): torch.zeros(shape, dtype=dtype) for number, shape in enumerate(module.trained)}
-        rounds = rounds_of_shards(compressor, gradients, ranks)
     if costs is not None:
-        first, second, *_ = costs.seconds(module.trained, ranks, copy, len(costs.growth) - 1)
+        first, second = costs.of_shards(module.trained, ranks, copy)
         before, after = before + first, after + second
     agreed = (_AGREED,) if is_agreed else ()
     stages = [Stage(0.0, sends) for sends in (*agreed, *rounds)]
     stages[-1] = Stage(before, stages[-1].collectives)
     return Bucket(ready, tuple(stages), after)
+
+
+def _rounds(module: ShardedModule, compressor: Compressor | None, ranks: int) -> Sequence[Sends]:
+    """Return the collectives of each round of a module's reduction: PyTorch's own, or a compressor's."""
+    if compressor is None:
+        return (((f"reduce-scatter{OF_PYTORCH}", ranks * _row_bytes(module, ranks)),),)
+    dtype = torch.float32 if module.item == 4 else torch.bfloat16
+    gradients = {str(number): torch.zeros(shape, dtype=dtype) for number, shape in enumerate(module.trained)}
+    return rounds_of_shards(compressor, gradients, ranks) if gradients else ()
+
+
+def _row_bytes(module: ShardedModule, ranks: int) -> int:
+    """Return the bytes of the gradients that each rank keeps."""
+    return module.item * sum(_chunk(shape, ranks) for shape in module.trained)

@@ -34,6 +34,7 @@ def plan(
     backend: Annotated[
         str | None, typer.Option(help="none: sending takes nothing of the processor; default: as it was probed.")
     ] = None,
+    sharded: Annotated[bool, typer.Option("--sharded", help="Predict steps of FSDP2 too.")] = False,
     json: Annotated[Path | None, json_option("plan, probe and profile")] = None,
     seed: Annotated[int, typer.Option(help="Of the task's model and data.")] = 0,
 ) -> None:
@@ -50,6 +51,7 @@ def plan(
         from ..planning.probing import check_probe
         from ..planning.profiling import Asked as ProfileAsked
         from ..planning.seldom import is_asked, seldom_sentences, seldom_table
+        from ..planning.sharding import sharded_sentences, sharded_table
         from ..planning.worlds import check_place, check_world
         from ..specs import Spec
 
@@ -78,6 +80,7 @@ def plan(
             unsteady=unsteady,
             validate_seconds=_VALIDATE_SECONDS if validate else None,
             backend=backend,
+            sharded=sharded,
             **load(probe, profile),
         )
         if is_measured:
@@ -85,15 +88,14 @@ def plan(
         found = make_plan(asked, number)
         if found is None:
             return
-        console.print(plan_table(found))
-        for sentence in sentences(found):
-            console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-        if is_asked(found.plan):
-            console.print(seldom_table(found.plan))
-        for sentence in seldom_sentences(found.plan, found.profile):
-            console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-        if found.measured:
-            console.print(validation_table(found))
+        shown: list[object] = [plan_table(found), *sentences(found)]
+        shown += [seldom_table(found.plan)] if is_asked(found.plan) else []
+        shown += seldom_sentences(found.plan, found.profile)
+        shown += [sharded_table(found.plan), *sharded_sentences(found.plan)] if sharded else []
+        shown += [validation_table(found)] if found.measured else []
+        for one in shown:
+            is_text = isinstance(one, str)
+            console.print(one, highlight=not is_text, markup=not is_text, soft_wrap=is_text)
         if json is not None:
             write_json(found.write, "plan", json, console)
 

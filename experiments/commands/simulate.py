@@ -38,6 +38,9 @@ def simulate(
         str | None, typer.Option(help="With gloo, bytes that your processor copies: 10GB/s; default: timed here.")
     ] = None,
     bucket_cap_mb: BucketCap = None,
+    sharded: Annotated[
+        bool, typer.Option("--sharded", help="FSDP2 shards the model: beside plain FSDP2 (torch.none).")
+    ] = False,
     parameters: Annotated[str | None, typer.Option(help="Instead of a task: 124M, 1B. Needs --compute.")] = None,
     measured: Annotated[Path | None, typer.Option(help="A file that --save wrote, instead of a task.")] = None,
     save: Annotated[Path | None, typer.Option(help="Keep the measurements in this file.")] = None,
@@ -50,7 +53,7 @@ def simulate(
 
         from ..estimate.request import count_in, rate_in
         from ..links.link import parse_latency, parse_rate
-        from ..simulate.request import DEFAULT_HOOKS, Request
+        from ..simulate.request import DEFAULT_HOOKS, SHARDED_HOOKS, Request
         from ..simulate.simulating import simulate as run
         from ..specs import Spec
 
@@ -75,7 +78,7 @@ def simulate(
             for bits, seconds in map(constant_link, links_in(link, rate, latency, (DEFAULT_RATES, _LATENCY)))
             for inside in insides
         )
-        default = ("all-reduce", "fp16") if parameters is not None else DEFAULT_HOOKS
+        default = ("all-reduce", "fp16") if parameters is not None else SHARDED_HOOKS if sharded else DEFAULT_HOOKS
         request = Request(
             hooks=tuple(map(Spec.parse, hook or default)),
             ranks=numbers_in(ranks),
@@ -88,6 +91,7 @@ def simulate(
             backend=backend,
             copy_rate=None if copy_rate is None else rate_in(copy_rate) / 8,
             bucket_cap_mb=bucket_cap_mb,
+            sharded=sharded,
             save=save,
             out=out,
             overwrite=overwrite,

@@ -44,6 +44,7 @@ class Asked:
     unsteady: bool = False  # plan even if halves of the probe disagree
     validate_seconds: float | None = None  # None: predictions are not checked
     backend: str | None = None  # "none": sending takes nothing of the processor; None: what was probed
+    sharded: bool = False  # predict steps of FSDP2 too
     probe: Probe | None = None  # of an earlier command; None: measure it
     profiled: Profile | None = None
 
@@ -91,7 +92,7 @@ def make_plan(asked: Asked, ranks: int) -> Planned | None:
 
     """
     if asked.probe is not None and asked.profiled is not None and asked.validate_seconds is None:
-        plan = commhooks.plan(asked.profiled, asked.probe, backend=asked.backend)
+        plan = commhooks.plan(asked.profiled, asked.probe, backend=asked.backend, sharded=asked.sharded)
         return Planned(plan, asked.probe, asked.profiled)
     check_asked(asked.profile)
     found: list[Planned] = []
@@ -131,7 +132,7 @@ def plan_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
             probe = asked.probe or probe_link(
                 ProbeAsked(asked.link, asked.probe_seconds, unsteady=asked.unsteady, profile=profile)
             )
-            plan = commhooks.plan(profile, probe, model=step.ddp, backend=asked.backend)
+            plan = commhooks.plan(profile, probe, model=step.ddp, backend=asked.backend, sharded=asked.sharded)
             measured: Mapping[str, Sequence[float]] = {}
             if asked.validate_seconds is not None:
                 best = {choice.label for choice in hooks_to_validate(plan)}

@@ -10,6 +10,7 @@ from commhooks.communicators.links import Link
 from commhooks.planning.costs import check_backend
 from commhooks.planning.step_time import Step
 
+from ..hooks import make_hook
 from ..links.link import format_rate
 from ..report.words import listed
 from ..runs import Compute
@@ -17,6 +18,7 @@ from ..seldom import Seldom, exchanged
 from ..specs import Spec, is_seldom
 
 DEFAULT_HOOKS = ("all-reduce", "fp16", "int8", "powersgd:rank=4", "top-k:ratio=0.01")
+SHARDED_HOOKS = ("all-reduce", "bf16", "int8", "int4", "top-k:ratio=0.01")  # of FSDP2, beside plain
 OF_SIZES = ("all-reduce", "fp16", "bf16")  # hooks whose payload follows from the number of parameters
 TABLE, PICTURE, DATA = "simulation.csv", "utilisation.png", "simulation.json"
 
@@ -36,6 +38,7 @@ class Request:
     backend: str = "none"  # "gloo": its processor time is counted
     copy_rate: float | None = None  # bytes per second that the processor copies; None: timed here
     bucket_cap_mb: float | None = None
+    sharded: bool = False  # by FSDP2
     save: Path | None = None
     out: Path | None = None
     overwrite: bool = False
@@ -55,6 +58,7 @@ def check_request(request: Request) -> None:
     for label in (texts := [*(hook.label for hook in request.hooks), *map(title_of, request.links)]):
         if texts.count(label) > 1:
             raise ValueError(f"{label} is given twice: it is simulated once")
+    _check_sharded(request)
     if request.compute is not None:
         Compute.parse(request.compute)
     Step(compute=0.0, buckets=(), cores=request.cores)  # raises if there are none
@@ -63,6 +67,15 @@ def check_request(request: Request) -> None:
     for ranks in request.ranks:
         for link in request.links:
             link.transfer("all-reduce", 1, ranks)
+
+
+def _check_sharded(request: Request) -> None:
+    """Raise ValueError if FSDP2 cannot train with a hook, or nothing says what its modules are."""
+    if request.sharded and request.parameters is not None:
+        raise ValueError("--sharded needs a task's modules (--task or --measured); commhooks estimate does without")
+    for hook in request.hooks if request.sharded else ():
+        if is_seldom(hook) or not make_hook(hook).scatters:
+            raise ValueError(f"hook {hook.label!r} cannot average shards of gradients, which --sharded needs")
 
 
 def _check_backend(request: Request) -> None:

@@ -22,6 +22,8 @@ from commhooks.planning.predicting import Unlinked
 from commhooks.planning.profile import Profile
 from commhooks.planning.seldom import round_time
 from commhooks.planning.series import Series
+from commhooks.planning.sharded import PLAIN
+from commhooks.planning.sharding import sharded_step_of
 from commhooks.planning.sizes import BUCKET_BYTES, FIRST_BUCKET_BYTES, FORWARD_SHARE, square_matrices
 from commhooks.planning.step_time import StepTime
 from commhooks.planning.tables import Stated
@@ -176,6 +178,10 @@ def _points(
 
     def time(hook: Spec, ranks: int, link: Link) -> StepTime:
         sent = exchanged(hook).label
+        if request.sharded:
+            measured = None if sent == PLAIN else profiles[ranks].hooks[label_in_profile(sent)]
+            step = sharded_step_of(profiles[ranks], measured, cores=request.cores, overlaps=request.backend != "gloo")
+            return Unlinked(step.scaled(factor), ranks).over(backend.carry(link, sent)).time
         own = profiles[ranks].hooks[label_in_profile(sent)]
         unlinked = Unlinked.of(profiles[ranks], own, cores=request.cores, slower=factor)
         carried = backend.carry(link, sent)
@@ -188,7 +194,7 @@ def _points(
     return tuple(
         Point(hook.label, ranks, link, time(hook, ranks, link))
         for link in request.links
-        for hook in request.hooks
+        for hook in (*([Spec.parse(PLAIN)] if request.sharded else []), *request.hooks)
         for ranks in request.ranks
     )
 
@@ -213,6 +219,7 @@ def _said_of(series: Series, factor: float, request: Request) -> list[str]:
             "With seldom communication, a step's time is a part of that of a round; the outer optimizer's is not "
             "counted, and exchanges have the collectives of the compressor in a step, in as many parts as fragments."
         )
+    said += _said_of_shards(request)
     if min(request.cores, 2) != profile.cores:
         said.append(f"It was measured with {counted(profile.cores, 'core')}; what another number changes is modelled.")
     if any(
@@ -252,6 +259,17 @@ def _said_of(series: Series, factor: float, request: Request) -> list[str]:
     if other:
         said.append(f"Note: it was measured with other versions: {', '.join(other)}.")
     return said
+
+
+def _said_of_shards(request: Request) -> list[str]:
+    if not request.sharded:
+        return []
+    waits = "It waits for every exchange before it computes on."
+    hides = "It gathers a module ahead, and waits for reductions at the end."
+    return [
+        f"FSDP2 shards the model; {PLAIN} is plain FSDP2. Modules are told by the numbers in parameters' names, and "
+        f"FSDP2's copies are not counted. {waits if request.backend == 'gloo' else hides}"
+    ]
 
 
 def _said_of_links(request: Request) -> list[str]:

@@ -13,10 +13,13 @@ from commhooks.communicators.links import OF_PYTORCH, Link
 from commhooks.errors import SettingsError
 from commhooks.planning.costs import HookCosts, Sample
 from commhooks.planning.payloads import rounds_of_shards
-from commhooks.planning.predicting import NoLink
+from commhooks.planning.predicting import NoLink, probed_link
+from commhooks.planning.profile import GradientProfile, HookProfile, Profile, RoundProfile
 from commhooks.planning.sharded import PLAIN, ShardedModule, modules_of, sharded_step
+from commhooks.planning.sharding import modules_in, sharded_step_of
 from commhooks.planning.step_time import Step, step_time
 from tests.commhooks.shards import Sharded
+from tests.commhooks.test_plan import a_probe, a_profile, bucket, hook, parts
 from tests.commhooks.workers import normal, zeros
 
 BLOCKS = [ShardedModule(((64, 32), (64,)))] * 3
@@ -128,3 +131,48 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         commhooks.estimate(1e6, compute=0.1, ranks=2, rate=1e9, sharded=True, hooks=["powersgd:rank=4"], copy_rate=1e10)
     with pytest.raises(SettingsError, match="FSDP2 exchanges modules"):
         commhooks.estimate(1e6, compute=0.1, ranks=2, rate=1e9, sharded=True, bucket_cap_mb=4, copy_rate=1e10)
+
+
+def profiled() -> Profile:
+    """Return the profile of a model with two blocks, under int8, of which 20 ms come before the codes are sent."""
+    shapes = {"embed.weight": (128, 16), "norms.0.weight": (16,)}
+    shapes |= {
+        f"blocks.{number}.fc.{name}": shape for number in "01" for name, shape in (("w", (64, 32)), ("b", (64,)))
+    }
+    gradients = [GradientProfile(name, shape, 4 * math.prod(shape), 0.1) for name, shape in shapes.items()]
+    rounds = RoundProfile(0.01, (("all-to-all", 500),)), RoundProfile(0.02, (("all-gather", 250),))
+    int8 = HookProfile("int8", "fifo", parts(0.25), (bucket("ab", 1, rounds, 0.04), bucket("cd", 3, rounds, 0.04)))
+    hooks = {one.hook: one for one in (int8, hook("powersgd:rank=2", 0.11, 0.1))}
+    return a_profile(*hooks.values(), gradients=tuple(gradients))
+
+
+def test_a_profiled_model_is_cut_at_the_numbers_in_the_names_of_its_parameters() -> None:
+    *blocks, rest = modules_in(profiled().gradients)
+    assert blocks == [ShardedModule(((64, 32), (64,)))] * 2
+    assert rest == ShardedModule(((128, 16), (16,)), stays=True), "a block without a matrix belongs to the rest"
+
+
+def test_a_profiled_step_has_the_compute_and_the_passes_that_were_measured_and_an_optimizer_of_shards() -> None:
+    profile = profiled()
+    step = sharded_step_of(profile, profile.hooks["int8"])
+    assert [step.compute, step.optimizer] == pytest.approx([0.1, 0.010 / 2])
+    stages = [stage.seconds for one in step.buckets for stage in one.stages]
+    assert sum(stages) == pytest.approx(2 * 0.01), "before the codes are sent; FSDP2's copies are not in a profile"
+    assert sum(one.after for one in step.buckets) == pytest.approx(2 * 0.02), "of the answers; no mean is sent again"
+    with pytest.raises(SettingsError, match="shard alone"):
+        sharded_step_of(profile, profile.hooks["powersgd:rank=2"])
+
+
+def test_a_plan_of_a_sharded_model_has_the_compressors_that_return_shards_on_the_link_that_was_probed() -> None:
+    profile, probe = profiled(), a_probe(per_byte=1e-6)
+    link = probed_link(probe)
+    assert link.transfer("all-reduce", 10**6, 2).seconds == pytest.approx(1.0, rel=0.1)  # and headers of packets
+    found = {one.compressor: one for one in commhooks.plan(profile, probe, sharded=True).sharded}
+    assert found.keys() == {PLAIN, "all-reduce", "int8"}
+    for name, own in ((PLAIN, None), ("int8", profile.hooks["int8"])):
+        time = step_time(sharded_step_of(profile, own), link, 2)
+        assert (found[name].seconds, found[name].bytes_sent) == (time.seconds, time.bytes_sent)
+        assert found[name].speed_up == found[PLAIN].seconds / time.seconds
+    assert [one.seconds for one in found.values()] == sorted(one.seconds for one in found.values())
+    assert (found[PLAIN].code, found["int8"].code) == ("", 'commhooks.attach_sharded(model, "int8")')
+    assert commhooks.plan(profile, probe).sharded == ()

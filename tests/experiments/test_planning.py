@@ -16,11 +16,13 @@ from commhooks.planning import Probe
 from experiments.commands.cli import app
 from experiments.planning.planning import Planned, hooks_to_validate, sentences, validation_table
 from experiments.planning.seldom import compare_command
+from experiments.planning.sharding import sharded_sentences
 from experiments.planning.worlds import check_world
 from experiments.seldom import Seldom
 from experiments.specs import Spec
 from experiments.studies.predictions.plans import Case, summary
 from tests.commhooks.test_plan import a_probe, a_profile, hook, parts
+from tests.commhooks.test_sharded_steps import profiled
 
 
 @pytest.fixture
@@ -84,6 +86,22 @@ def test_the_command_that_compares_the_loss_has_the_shortest_rounds_of_each_comp
         next(one.rounds for one in plan.seldom if one.compressor == name)
         for name in ("int4", "powersgd:rank=4", "int8")
     ]
+
+
+def test_a_plan_says_what_fsdp2_would_take(files: list[str], tmp_path: Path) -> None:
+    profiled().write(tmp_path / "profile.json")
+    assert "FSDP2" not in said(files)
+    assert "With FSDP2, all-reduce makes steps" in said([*files, "--sharded"]), (
+        "PyTorch's sends twice as much over Gloo"
+    )
+    a_probe(per_byte=1e-5).write(tmp_path / "probe.json")
+    text = said([*files, "--sharded"])
+    assert "FSDP2: predicted steps" in text and "torch.none" in text
+    assert "With FSDP2, int8 makes steps" in text and 'commhooks.attach_sharded(model, "int8")' in text
+    plan = commhooks.plan(profiled(), a_probe(), sharded=True)
+    plain = tuple(one for one in plan.sharded if not one.code)
+    (none, _) = sharded_sentences(dataclasses.replace(plan, sharded=plain))
+    assert none == "With FSDP2 none of these compressors makes steps faster."
 
 
 def test_a_plan_says_when_seldom_communication_brings_nothing(files: list[str], tmp_path: Path) -> None:

@@ -428,3 +428,22 @@ def test_a_real_measurement_has_every_bucket_round_and_payload() -> None:
 def _gathered(found: Series, ranks: int) -> int:
     sends = [send for rounds in found.sends("int8", ranks) for sends in rounds for send in sends]
     return sum(size for kind, size in sends if kind == "all-gather")
+
+
+def test_fsdp2_is_simulated_plain_and_with_compressors_that_return_shards(saved: Path) -> None:
+    named = {ranks: dataclasses.replace(one, hook="int8") for ranks, one in exchanging().items()}
+    write_series(series({"int8": named}, OF_EIGHT), saved)
+    code, text = run("--measured", str(saved), "--ranks", "2,4", "--rate", "10Mbit/s", "--hook", "int8", "--sharded")
+    assert code == 0 and "torch.none" in text and "FSDP2 shards the model" in text, text
+    request = SimulationRequest(
+        hooks=(Spec("int8"),), ranks=(2, 4), links=(Link(rate=1e6),), measured=saved, sharded=True
+    )
+    sent = {(one.hook, one.ranks): one.time.bytes_sent for one in simulate_measured(request, read_series(saved)).points}
+    assert sent["torch.none", 2] == 2 * 2000 and sent["torch.none", 4] == 2 * 3000, "a gather and a reduction of 4 kB"
+    assert sent["int8", 4] < sent["torch.none", 4]
+    for words, why in (
+        (("--measured", str(saved), "--hook", "powersgd"), "cannot average shards of gradients"),
+        (("--parameters", "1M", "--compute", "1ms"), "--sharded needs a task's modules"),
+    ):
+        code, text = run(*words, "--sharded")
+        assert code == 2 and why in text, text
