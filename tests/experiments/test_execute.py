@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from experiments.specs import Spec
 from experiments.sweeps import execute
 from experiments.training import worker
 from experiments.training.measure import Split
-from experiments.training.registration import Counted
+from experiments.training.registration import Counted, Registered
 from experiments.training.worker import Preparing, RunDone, SceneBegun, StepsBegin, Work, calibrate, dilation_of
 from tests.experiments.synthetic import result
 
@@ -224,7 +225,9 @@ def test_hosts_that_would_be_too_slow_cost_only_their_own_runs(
 
 def test_every_time_of_a_step_is_divided_by_the_dilation_and_no_byte_is() -> None:
     split = Split(seconds=8.0, compute=4.0, compression=2.5, waiting=1.5, hidden=1.0)
-    run: Any = SimpleNamespace(dilation=2.0, ranks=3)
+    dense_bytes: Any = Registered.dense_bytes
+    registered = SimpleNamespace(dense_bytes=functools.partial(dense_bytes, None))
+    run: Any = SimpleNamespace(dilation=2.0, ranks=3, registered=registered)
     found = worker._record(1, 0.5, split, Counted(100, 10, 20), Counted(190, 40, 60), run)
     assert (found.seconds, found.compute, found.compression, found.waiting, found.hidden) == (4, 2, 1.25, 0.75, 0.5)
     assert (found.gradient_bytes, found.payload_bytes, found.moved_bytes, found.dense_bytes) == (90, 30, 40, 120)
