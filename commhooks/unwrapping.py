@@ -56,9 +56,9 @@ def find_ddp(caller: str, model: object) -> Module:
     ddp = unwrapped(model)
     if is_sharded(ddp):
         raise AttachError(
-            f"{caller}: {found} shards its parameters, so each rank holds only a part of each gradient; a compressor "
-            "averages whole gradients. Use DistributedDataParallel, or shard among the ranks of one machine and "
-            "average between machines with commhooks.Exchanger."
+            f"{caller}: {found} shards its parameters, so each rank holds only a part of each gradient. For a model "
+            "that fully_shard was called with use commhooks.attach_sharded, and between machines that each have all "
+            "shards commhooks.attach_replicas; or use DistributedDataParallel."
         )
     ddp = _replicated(ddp) or ddp
     if not is_ddp(ddp):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 
-class Rows:
+class RowsBucket:
     """The input and the output of a reduce-scatter, as a bucket of shards."""
 
     def __init__(self, rows: Tensor, output: Tensor, parameters: Sequence[Tensor], chunks: Sequence[int]) -> None:

@@ -72,7 +72,8 @@ def check_accelerator(caller: str, accelerator: Accelerator) -> None:
     if accelerator.distributed_type in _SHARDED:
         raise AttachError(
             f"{caller}: expected data parallelism (got {accelerator.distributed_type.value}): only a "
-            "DistributedDataParallel has a communication hook; configure Accelerate for multi-GPU or multi-CPU."
+            "DistributedDataParallel has a communication hook; configure Accelerate for multi-GPU or multi-CPU. "
+            "For FSDP2 call commhooks.attach_sharded with the prepared model."
         )
     if accelerator.num_processes == 1:
         raise AttachError(

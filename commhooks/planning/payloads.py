@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commhooks.communicators.collective import Collective
 from commhooks.engine.engine import Engine
-from commhooks.engine.rows import Rows
+from commhooks.engine.rows import RowsBucket
 from commhooks.errors import SettingsError
 from commhooks.hooks.exchanger import Exchanger, average_in_lockstep
 from commhooks.language.compressor import Compressor
@@ -58,11 +58,11 @@ def rounds_of_shards(compressor: Compressor, gradients: Mapping[str, Tensor], ra
     return tuple(map(tuple, rounds.sends))
 
 
-def bucket_of_shards(gradients: Mapping[str, Tensor], parameters: Sequence[Tensor], ranks: int) -> Rows:
+def bucket_of_shards(gradients: Mapping[str, Tensor], parameters: Sequence[Tensor], ranks: int) -> RowsBucket:
     """Return gradients as FSDP2 hands them to a rank's reduce-scatter; the engine knows them by these parameters."""
     rows = [rows_of(gradient, ranks) for gradient in gradients.values()]
     chunks = [row.shape[1] for row in rows]
-    return Rows(torch.cat(rows, dim=1), rows[0].new_empty(sum(chunks)), parameters, chunks)
+    return RowsBucket(torch.cat(rows, dim=1), rows[0].new_empty(sum(chunks)), parameters, chunks)
 
 
 def rows_of(gradient: Tensor, ranks: int) -> Tensor:

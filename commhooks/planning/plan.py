@@ -26,7 +26,7 @@ from commhooks.planning.predicting import (
 from commhooks.planning.probe import REACH, Probe
 from commhooks.planning.profile import HookProfile, Profile, StepParts
 from commhooks.planning.profiling import fingerprint_of
-from commhooks.planning.sharding import ShardedChoice, sharded_choices
+from commhooks.planning.sharded_profile import ShardedChoice, sharded_choices
 from commhooks.units import seconds_in_words
 from commhooks.unwrapping import find_ddp, trained_parameters
 

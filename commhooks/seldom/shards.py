@@ -51,4 +51,5 @@ class Shards:
 
     def reshard(self) -> None:
         """Let modules that FSDP2 has gathered go back to their shards, which are about to change."""
-        reshard(self._model)
+        if self._meshes:
+            reshard(self._model)

@@ -154,6 +154,11 @@ class Unit:
                 found.append(ShardedParameter(name, shard, _held(one, "_orig_size"), device, reduced_in, chunk))
         return found
 
+    def shards(self) -> list[torch.nn.Parameter]:
+        """Return what this rank keeps of the parameters that are trained, in the same order."""
+        held = (_held(one, "sharded_param") for one in _held(self._group, "fsdp_params"))
+        return [shard for shard in held if shard.requires_grad]
+
     def trained(self) -> list[bool]:
         """Return of each parameter whether it is trained."""
         return [_held(one, "sharded_param").requires_grad for one in _held(self._group, "fsdp_params")]

@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 
 from commhooks.devices import Mark, mark_of
 from commhooks.engine.engine import Engine
-from commhooks.engine.rows import Rows
+from commhooks.engine.rows import RowsBucket
 from commhooks.errors import AttachError
 from commhooks.sharded.fsdp import Unit
 
@@ -80,7 +80,7 @@ class ReduceScatter:
         if self._unit.trained() != self._trained:  # others of as many elements
             self._fail(_CHANGED)
         mean = self._memory.take("output", width, input_tensor.dtype, input_tensor.device)
-        self._engine.run(Rows(input_tensor.view(ranks, width), mean, self._like, self._chunks)).wait()
+        self._engine.run(RowsBucket(input_tensor.view(ranks, width), mean, self._like, self._chunks)).wait()
         self._memory.read(input_tensor.device)
         output_tensor.copy_(mean)
         if op != dist.ReduceOp.AVG:

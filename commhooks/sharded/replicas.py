@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,8 @@ class AtTheEnd:
 
     def __init__(self, units: Sequence[Unit], exchanger: Exchanger) -> None:
         self._units, self._exchanger = units, exchanger
-        self._names = _names_of(units)
+        self._names = {unit: [one.name for one in unit.parameters()] for unit in units}
+        self._trained = [unit.trained() for unit in units]
         self._reduced: dict[Unit, str] = {}
         """The modules reduced since the last exchange, with a parameter that had a gradient before; "": none had."""
         self._queued_in = -1
@@ -76,7 +78,7 @@ class AtTheEnd:
     @_disable_dynamo  # as PerModule
     def _note(self, unit: Unit, reduced: Tensor) -> None:
         """Note that a module's gradients were reduced, which FSDP2 adds to `.grad` next."""
-        used = next((one.name for one in unit.parameters() if one.shard.grad is not None), "")
+        used = next((name for name, shard in self._named(unit) if shard.grad is not None), "")
         if unit not in self._reduced or not used:  # a module that runs twice may be reduced twice in a pass
             self._reduced[unit] = used
         task = torch._C._current_graph_task_id()
@@ -94,12 +96,10 @@ class AtTheEnd:
         # A pass inside this one, as of reentrant checkpointing, ends before FSDP2 has reduced all.
         if not self._reduced or any(unit.is_in_backward_pass for unit in self._units):
             return
-        if _names_of(self._units) != self._names:
+        if [unit.trained() for unit in self._units] != self._trained:
             self._exchanger.fail(f"{_CHANGED}.")
-        named = {one: unit for unit in self._units for one in unit.parameters()}
-        left_over = {
-            one.name for one, unit in named.items() if unit not in self._reduced and one.shard.grad is not None
-        }
+        others = [unit for unit in self._units if unit not in self._reduced]
+        left_over = {name for unit in others for name, shard in self._named(unit) if shard.grad is not None}
         if used := left_over | {*self._reduced.values()} - {""}:
             self._exchanger.fail(
                 f"{min(used)} had a gradient before this backward pass, which would be averaged a second time: clear "
@@ -108,11 +108,15 @@ class AtTheEnd:
             )
         self._reduced.clear()
         gradients = dict[str, Tensor]()
-        for one in named:
-            if one.shard.grad is None:  # other replicas may have used it
-                one.shard.grad = torch.zeros_like(one.shard)
-            gradients[one.name] = local(one.shard.grad)
+        for name, shard in itertools.chain.from_iterable(map(self._named, self._units)):
+            if shard.grad is None:  # other replicas may have used it
+                shard.grad = torch.zeros_like(shard)
+            gradients[name] = local(shard.grad)
         self._exchanger.average(gradients)
+
+    def _named(self, unit: Unit) -> Iterable[tuple[str, Tensor]]:
+        # If others are trained by now, the names are wrong; then the end of the pass fails.
+        return zip(self._names[unit], unit.shards(), strict=False)
 
 
 class ReplicasAttachment(ModulesAttachment[Exchanger]):
@@ -297,10 +301,6 @@ def _like(parameter: ShardedParameter, policy: PolicyName) -> Tensor:
 
 def _titled(name: str, number: int, ranks: int) -> str:
     return f"{name} (shard {number} of {ranks})" if ranks > 1 else name
-
-
-def _names_of(units: Sequence[Unit]) -> list[str]:
-    return [one.name for unit in units for one in unit.parameters()]
 
 
 def _queue(callback: Callable[[], None]) -> None:

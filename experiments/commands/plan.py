@@ -51,7 +51,7 @@ def plan(
         from ..planning.probing import check_probe
         from ..planning.profiling import Asked as ProfileAsked
         from ..planning.seldom import is_asked, seldom_sentences, seldom_table
-        from ..planning.sharding import sharded_sentences, sharded_table
+        from ..planning.sharded import sharded_sentences, sharded_table
         from ..planning.worlds import check_place, check_world
         from ..specs import Spec
 

@@ -18,7 +18,7 @@ from ..seldom import Seldom, exchanged
 from ..specs import Spec, is_seldom
 
 DEFAULT_HOOKS = ("all-reduce", "fp16", "int8", "powersgd:rank=4", "top-k:ratio=0.01")
-SHARDED_HOOKS = ("all-reduce", "bf16", "int8", "int4", "top-k:ratio=0.01")  # of FSDP2, beside plain
+SHARDED_HOOKS = ("all-reduce", "bf16", "int8", "int4")  # of FSDP2, beside plain
 OF_SIZES = ("all-reduce", "fp16", "bf16")  # hooks whose payload follows from the number of parameters
 TABLE, PICTURE, DATA = "simulation.csv", "utilisation.png", "simulation.json"
 

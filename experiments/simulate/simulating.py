@@ -23,7 +23,7 @@ from commhooks.planning.profile import Profile
 from commhooks.planning.seldom import round_time
 from commhooks.planning.series import Series
 from commhooks.planning.sharded import PLAIN
-from commhooks.planning.sharding import sharded_step_of
+from commhooks.planning.sharded_profile import sharded_step_of
 from commhooks.planning.sizes import BUCKET_BYTES, FIRST_BUCKET_BYTES, FORWARD_SHARE, square_matrices
 from commhooks.planning.step_time import StepTime
 from commhooks.planning.tables import Stated

@@ -16,7 +16,7 @@ from commhooks.planning.payloads import rounds_of_shards
 from commhooks.planning.predicting import NoLink, probed_link
 from commhooks.planning.profile import GradientProfile, HookProfile, Profile, RoundProfile
 from commhooks.planning.sharded import PLAIN, ShardedModule, modules_of, sharded_step
-from commhooks.planning.sharding import modules_in, sharded_step_of
+from commhooks.planning.sharded_profile import modules_in, sharded_step_of
 from commhooks.planning.step_time import Step, step_time
 from tests.commhooks.shards import Sharded
 from tests.commhooks.test_plan import a_probe, a_profile, bucket, hook, parts

@@ -16,7 +16,7 @@ from commhooks.planning import Probe
 from experiments.commands.cli import app
 from experiments.planning.planning import Planned, hooks_to_validate, sentences, validation_table
 from experiments.planning.seldom import compare_command
-from experiments.planning.sharding import sharded_sentences
+from experiments.planning.sharded import sharded_sentences
 from experiments.planning.worlds import check_world
 from experiments.seldom import Seldom
 from experiments.specs import Spec

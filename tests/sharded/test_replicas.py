@@ -142,9 +142,15 @@ def test_ranks_that_keep_the_whole_model_train_as_a_distributed_data_parallel_do
         attachment.detach()
 
 
+@pytest.mark.kernels
 @on_ranks(4)
 def test_every_compressor_trains_the_same_per_module_and_at_once(rank: int) -> None:
-    """The state of shards does not depend on how many are averaged at once, so neither does what is trained."""
+    """The state of shards does not depend on how many are averaged at once, so neither does what is trained.
+
+    But for PowerSGD's products of matrices: some kernels round them differently at another place in memory. Each of
+    three in a step has at most 130 terms, of gradients below 1, and SGD with a rate of 0.1 and a momentum of 0.9 adds
+    their rounding up once for each step: 20 * 3 * 130 * 2^-24 is less than 5e-4.
+    """
     mesh, found = sites(), dict[str, dict[str, Tensor]]()
     for name, collectives in (("all-reduce", 1), ("int8", 3), ("bf16", 1), ("powersgd", 2)):
         for policy in POLICIES:
@@ -160,7 +166,7 @@ def test_every_compressor_trains_the_same_per_module_and_at_once(rank: int) -> N
             if policy == "fused":
                 assert counts.steps == STEPS and counts.collectives == collectives * STEPS
             attachment.detach()
-        assert furthest(found["fifo"], found["fused"]) == 0, name
+        assert furthest(found["fifo"], found["fused"]) <= (5e-4 if name == "powersgd" else 0), name
 
 
 @on_ranks(4)
