@@ -15,7 +15,7 @@ from experiments.training.lockstep import train_in_lockstep, vnmse
 from tests.experiments.test_lockstep_training import digits
 from tests.flat_cost import two_hop_names
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "hooks.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "codes.md"
 RANKS, ELEMENTS = 4, 1 << 17
 
 
