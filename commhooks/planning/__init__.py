@@ -1,6 +1,7 @@
-"""How long a step takes on a cluster, computed from what was measured on one machine.
+"""Predictions of a step's time on a cluster, computed from measurements on one machine.
 
-The functions that make these are `commhooks.estimate`, `profile`, `probe` and `plan`: here modules have their names.
+Call `commhooks.estimate`, `profile`, `probe` and `plan` from `commhooks`: in this package these are the names of
+modules.
 """
 
 from commhooks.planning.candidates import Candidate

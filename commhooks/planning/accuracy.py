@@ -1,7 +1,7 @@
-"""What compressors cost in accuracy: differences from dense all-reduce, as the leaderboard measured them.
+"""The accuracy that compressors cost: differences from dense all-reduce, as the leaderboard measured them.
 
-The file `accuracy.json` beside this one is written by `commhooks leaderboard --accuracy`. It has small tasks, trained
-for some hundred steps: it shows which compressors cost nothing there, not what they will cost elsewhere.
+The file `accuracy.json` beside this one is written by `commhooks leaderboard --accuracy`. Its tasks are small and
+trained for a few hundred steps. It shows which compressors cost nothing there, not what they cost elsewhere.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FORMAT = 1  # of the file; increased when readers must change
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How much a compressor's score differs from that of dense all-reduce with the same seeds."""
+    """The difference between a compressor's score and dense all-reduce's, over the same seeds."""
 
     compressor: str
-    """As printed by `str`; `commhooks.make_compressor` makes it."""
+    """Its `str`, from which `commhooks.make_compressor` builds it."""
     mean: float | None
-    """In the task's unit; None: a run diverged, so there is none."""
+    """The mean difference, in the task's unit; None if a run diverged."""
     low: float | None
     """Lower end of the 95 % interval."""
     high: float | None
@@ -40,9 +40,9 @@ class TaskAccuracy:
     task: str
     description: str
     score: str
-    """What is compared, such as "validation loss"."""
+    """The compared quantity, such as "validation loss"."""
     unit: str
-    """Of differences, such as "nats"."""
+    """The unit of differences, such as "nats"."""
     higher_is_better: bool
     steps: int
     seeds: int
@@ -53,13 +53,13 @@ class TaskAccuracy:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What one compressor cost on one task."""
+    """One compressor's cost in accuracy on one task."""
 
     task: str
     unit: str
     difference: Difference
     is_safe: bool
-    """Whether even the worse end of the interval is no worse than another seed of dense all-reduce."""
+    """True if even the worse end of the interval is no worse than dense all-reduce with another seed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

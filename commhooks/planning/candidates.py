@@ -24,11 +24,11 @@ class Candidate:
     """A compressor and the order of its collectives."""
 
     hook: str
-    """As it is written: 'powersgd:rank=4'."""
+    """The hook in text form: 'powersgd:rank=4'."""
     compressor: Compressor
     policy: PolicyName = "fifo"
     label: str = ""
-    """What it is called in tables; empty: `hook`, with the policy among its settings if that is not "fifo"."""
+    """Its name in tables; empty: `hook`, followed by the policy unless that is "fifo"."""
 
     def __post_init__(self) -> None:
         check_compressor("Candidate", self.compressor)

@@ -1,15 +1,15 @@
-"""What compression costs a step, measured once, in units that carry to another machine.
+"""The cost of compression in a step, measured once, in units that carry over to other machines.
 
-The unit of whatever grows with the data is the time in which this machine copies as many bytes of memory: a cost of 3
-means that a rank spends on an element what three copies of it take. `copy_seconds` times the copy here. What does not
-grow with the data (handing a bucket to the worker thread, a round trip through Gloo) is in seconds.
+Costs that grow with the data are given in copies: a cost of 3 means that a rank spends as long on an element as on
+copying it three times. `copy_seconds` times a copy on this machine. Costs that do not grow with the data (handing a
+bucket to the worker thread, a round trip through Gloo) are in seconds.
 
 A parameter's cost is interpolated between matrices of several sizes, because a small matrix costs more per element than
-a large one. All was measured in real steps of two ranks, beside their backward passes, with collectives answered at
-once: what a hook adds to the step without communication is its cost. What a round adds when it is not answered at once,
-besides its bytes and messages, was measured in such steps too. Costs are those of the compiled passes in use, or of
-eager ones if there were none, and the file says which. `commhooks estimate --measure-costs FILE` measures all
-of it; the file `costs.json` beside this one is the one that comes with the package.
+a large one. All costs were measured in real steps of two ranks, during their backward passes, with collectives that are
+answered at once: a hook's cost is what it adds to a step without communication. The cost of waiting for a round,
+besides its bytes and messages, was measured in the same kind of steps. Costs are those of the compiled passes in use,
+or of eager ones if there were none, and the file says which. `commhooks estimate --measure-costs FILE` measures them
+all; the package comes with `costs.json`, beside this file.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from commhooks.planning import stored
 from commhooks.planning.sizes import Shape
 
 BACKENDS = ("gloo", "none")
-"""What carries messages. "gloo": its processor time is counted, for each byte sent, each message and each round.
-"none": sending uses no CPU time, as if a network card did all of it."""
+"""The transport of messages. "gloo": its CPU time is counted, for each byte, message and round. "none": sending uses no
+CPU time, as if a network card did all of it."""
 FILE = Path(__file__).with_name("costs.json")
 FORMAT = 1  # of the file; increased when readers must change
 COPIED_ELEMENTS = 1 << 22  # of fp32: 16 MiB, more than the caches nearest to a core
@@ -47,17 +47,17 @@ class Sample:
 
     elements: int
     rounds: tuple[float, ...]
-    """Before each round, and after the last one, in copies of one element."""
+    """The compression before each round and after the last one, in copies of one element."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HookCosts:
-    """What one hook costs on two ranks."""
+    """One hook's cost on two ranks."""
 
     compressor: str
-    """As printed by `str`; `commhooks.make_compressor` makes it."""
+    """Its `str`, from which `commhooks.make_compressor` builds it."""
     bucket_seconds: float
-    """For each bucket, of any size."""
+    """Seconds for each bucket, whatever its size."""
     matrices: tuple[Sample, ...]
     """Square ones, from the smallest on."""
     vector: Sample
@@ -66,7 +66,7 @@ class HookCosts:
     """The processor time of sending one byte through Gloo, and adding what comes, in copies of one byte. Gloo adds half
     precision more slowly than fp32."""
     growth: tuple[float, ...]
-    """Before each round and after the last: the part by which each rank beyond two increases the cost."""
+    """The fraction by which each rank beyond two increases the cost before each round and after the last one."""
 
     def __post_init__(self) -> None:
         sizes = [sample.elements for sample in self.matrices]
@@ -91,13 +91,14 @@ class HookCosts:
         )
 
     def seconds(self, shapes: Sequence[Shape], ranks: int, copy: float, rounds: int) -> tuple[float, ...]:
-        """Return the seconds of compression before each round of a bucket, and after the last one.
+        """Return the seconds of compression before each round of a bucket and after the last one.
 
         Args:
-            shapes: Of the bucket's parameters.
-            ranks: How many take part.
-            copy: Seconds in which one element of fp32 is copied.
-            rounds: How many the bucket takes. If there are fewer than of a matrix, their costs come after the last.
+            shapes: The shapes of the bucket's parameters.
+            ranks: The number of ranks.
+            copy: Seconds to copy one fp32 element.
+            rounds: The number of the bucket's rounds. If a matrix would take more, the costs of its other rounds come
+                after the last.
 
         """
         copies = np.zeros(len(self.growth))
@@ -108,12 +109,12 @@ class HookCosts:
         return (*each[:rounds].tolist(), *[0.0] * (rounds - len(each)), float(each[rounds:].sum()))
 
     def of_shards(self, shapes: Sequence[Shape], ranks: int, copy: float) -> tuple[float, float]:
-        """Return the seconds before and after the one round of an exchange of shards, whose mean is not sent again."""
+        """Return the seconds before and after the only round of an exchange of shards: their mean is not sent again."""
         first, second, *_ = self.seconds(shapes, ranks, copy, len(self.growth) - 1)
         return first, second
 
     def _parameter(self, shape: Shape) -> npt.NDArray[np.float64]:
-        """Return the copies of an element that a parameter costs, for each round and after the last."""
+        """Return a parameter's cost before each round and after the last one, in copies of an element."""
         elements = math.prod(shape)
         samples = self.matrices
         if len(shape) < 2:  # beyond its own size it grows like a large matrix
@@ -134,15 +135,15 @@ class Costs:
     hooks: Mapping[str, HookCosts]
     """By name with settings, such as 'powersgd:rank=4'."""
     hop_seconds: float
-    """That a message of a few bytes takes in Gloo between idle ranks, on a network without latency."""
+    """Seconds that Gloo takes to send a few bytes between idle ranks, on a network without latency."""
     round_seconds: float
-    """That a round adds to a step of busy ranks besides: threads that wait for one another on a core that computes."""
+    """Seconds that a round also adds if ranks are busy: its threads wait for one another on a core that computes."""
     copy_rate: float
     """Bytes per second that the machine copied on which this was measured."""
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
     level: str | None = None
-    """Of the compiled passes that were in use, as in `commhooks.compiled()`; None: none, everything ran eagerly."""
+    """The compiled passes that were in use, as named by `commhooks.compiled()`; None: everything ran eagerly."""
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""
@@ -178,7 +179,7 @@ def check_backend(backend: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """What carries messages, and what that takes of a rank's processor."""
+    """A transport of messages, and the CPU time that it takes from a rank."""
 
     name: str
     """One of `BACKENDS`."""

@@ -1,7 +1,7 @@
-"""What each compressor would make of a step, by arithmetic: no processes, and no link.
+"""Each compressor's step time, by arithmetic alone: no processes are started, and no link is used.
 
-It is the prediction of a profile (`commhooks.planning.predicting`) that was not measured but made of tables
-(`commhooks.planning.tables`), over a `commhooks.communicators.links.Link` with
+The step is predicted (`commhooks.planning.predicting`) from a profile made of tables (`commhooks.planning.tables`) in
+place of a measured one, over a `commhooks.communicators.links.Link` with
 
     rate           as stated
     latency        as stated + hop_seconds, for each message that waits for another one
@@ -48,11 +48,11 @@ from commhooks.planning.step_time import StepTime
 from commhooks.planning.tables import Stated
 
 MATRIX = 1_000_000
-"""Elements of the square matrices that a model of which only the size is known is taken to consist of."""
+"""If only a model's size is known, it is assumed to consist of square matrices with this many elements."""
 LATENCY = 50e-6
 """Seconds, of a network about which nothing is said."""
 MOST_RANKS = 4096
-"""For which payloads are counted."""
+"""The most ranks for which payloads are counted."""
 FASTER = 1.25
 """Each step is computed on a link this many times as fast too."""
 
@@ -71,12 +71,12 @@ class HookEstimate:
     """Seconds of the step on a link `FASTER` times as fast. If larger than `time.seconds`, ignore differences this
     small: they come from how transfers line up with compute."""
     losses: tuple[Loss, ...]
-    """What the same settings cost in accuracy, by task; a task that is missing was not measured."""
+    """The accuracy that these settings cost, by task; a missing task was not measured."""
     is_baseline: bool = False
 
     @property
     def pays(self) -> bool:
-        """Whether the step is faster than the baseline's."""
+        """True if the step is faster than the baseline's."""
         return self.speed_up > 1
 
     @property
@@ -102,24 +102,24 @@ class Estimate:
     hooks: tuple[HookEstimate, ...]
     parameters: int
     buckets: int
-    """Of the DDP; of a sharded model, the modules that are exchanged by themselves."""
+    """The number of the DDP's buckets; of a sharded model, the number of modules that are exchanged separately."""
     ranks: int
     link: Link
-    """With the latency that the backend adds, and the processor time that dense all-reduce takes for a byte."""
+    """The link, including the latency that the backend adds and the CPU time per byte of dense all-reduce."""
     backend: str
     """One of `commhooks.planning.costs.BACKENDS`."""
     copy_rate: float
     """Bytes per second that the processor copies, timed or stated."""
     level: str | None
-    """Of the compiled passes with which the costs were measured; None: without."""
+    """The compiled passes with which the costs were measured; None: none."""
     tasks: tuple[tuple[str, str], ...]
     """Those on which accuracy was measured, each with the unit of its differences."""
     baseline: str = DENSE
-    """What the others are compared with: dense all-reduce, or plain FSDP2."""
+    """The hook with which all others are compared: dense all-reduce, or plain FSDP2."""
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 shards the model."""
+        """True if FSDP2 shards the model."""
         return self.baseline == PLAIN
 
     @property
@@ -165,31 +165,31 @@ def estimate(
     accuracy: Accuracy | None = None,
     sharded: bool = False,
 ) -> Estimate:
-    """Estimate the step time of every compressor, by arithmetic with costs that were measured beforehand.
+    """Estimate every compressor's step time by arithmetic, from costs that were measured beforehand.
 
     Args:
-        parameters: A model, of which only names and shapes are read, or how many parameters it has.
+        parameters: A model, of which only names and shapes are read, or its number of parameters.
         compute: Seconds of a rank's forward and backward pass, without communication.
-        ranks: How many there are.
-        rate: Bits per second of each host's link; `math.inf`: no limit.
-        latency: Seconds of the network for a message, without the time that the backend itself takes.
-        optimizer: Seconds of the optimizer. If it is not known, include it in `compute`.
+        ranks: The number of ranks.
+        rate: The rate of each host's link in bits per second; `math.inf`: no limit.
+        latency: Seconds that the network takes for a message, without the backend's own time.
+        optimizer: Seconds of the optimizer's step. If unknown, include them in `compute`.
         hooks: Names with settings, such as "powersgd:rank=4"; None: all whose costs are known. Dense all-reduce is
             always among them.
-        cores: Of each rank; with 2 or more, compression runs beside the backward pass.
-        ranks_per_host: How many ranks share a host and its link.
-        bucket_cap_mb: Of the DDP, in MiB; None: 1 for the first bucket, and 25.
-        matrix: Elements of each of the square matrices that `parameters` are in, if they are only a number.
-        copy_rate: Bytes per second that a rank's processor copies; None: timed here, which takes 0.1 s.
-        backend: "gloo": its processor time for each byte, message and round is counted; "none": sending takes nothing
-            of the processor.
-        costs: None: those that come with this package.
-        accuracy: None: that which comes with this package.
-        sharded: Whether FSDP2 shards the model: hooks are then those that can return shards, beside plain FSDP2. The
-            modules are the blocks of a model, and the rest of it; if only a number is known, as large as buckets.
+        cores: The cores of each rank; with 2 or more, compression overlaps the backward pass.
+        ranks_per_host: The number of ranks that share a host and its link.
+        bucket_cap_mb: The DDP's bucket size, in MiB; None: 1 for the first bucket, 25 for the others.
+        matrix: If `parameters` is a number: the elements of each square matrix that the model is assumed to consist of.
+        copy_rate: Bytes that a rank copies per second; None: measured here, which takes 0.1 s.
+        backend: "gloo": its CPU time for each byte, message and round is counted; "none": sending uses no CPU time.
+        costs: Costs of compression; None: the package's.
+        accuracy: Costs in accuracy; None: the package's.
+        sharded: If True, FSDP2 shards the model. Hooks that cannot return shards are left out, and plain FSDP2 is the
+            baseline. The modules are the model's blocks and the rest of it, or as large as buckets if `parameters` is a
+            number.
 
     Raises:
-        SettingsError: A value cannot work, or the costs of a hook are not known; the message names those that are.
+        SettingsError: A value is invalid, or a hook's costs are not known; the message lists the hooks whose costs are.
 
     """
     _check(compute, optimizer, ranks, copy_rate)

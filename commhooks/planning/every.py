@@ -1,8 +1,8 @@
-"""How seldom ranks must communicate over a probed network to compute most of the time: DiLoCo's `every`, by compressor.
+"""The smallest `every` with which DiLoCo reaches a wanted utilisation over a probed network, by compressor.
 
-A round is predicted from what a profile has: the step without communication, and each compressor's work and messages.
-They are those of a step's gradients, which have the parameters' shapes. Not in a profile, and so left out, are the
-differences that DiLoCo writes at a turn and its outer optimizer: a few passes over the parameters in each round.
+A round is predicted from a profile: the step without communication, and each compressor's work and messages for a
+step's gradients, which have the parameters' shapes. A profile lacks the differences that DiLoCo writes at a turn, and
+its outer optimizer: a few passes over the parameters in each round, which are left out.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from commhooks.planning.seldom import Rounds, round_time
 from commhooks.planning.step_time import StepTime
 
 MOST_STEPS = 500
-"""The longest rounds that are considered: those of DiLoCo's paper."""
+"""The longest rounds considered, those of DiLoCo's paper."""
 FRAGMENTS, DELAY = 3, 5
-"""What Streaming DiLoCo is predicted with, besides DiLoCo itself, which sends everything at once and waits."""
+"""The settings with which Streaming DiLoCo is predicted. DiLoCo itself sends everything at once and waits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,15 +28,15 @@ class SeldomChoice:
     """DiLoCo with a compressor, and the shortest rounds with which its ranks compute as much of the time as wanted."""
 
     compressor: str
-    """As it is written: 'powersgd:rank=4'."""
+    """The compressor in text form: 'powersgd:rank=4'."""
     rounds: Rounds
     """Those rounds; of `MOST_STEPS` steps if none is long enough."""
     is_enough: bool
-    """Whether the wanted utilisation is reached."""
+    """True if the wanted utilisation is reached."""
     utilisation: float
-    """The part of a round in which a rank does what it does without communication."""
+    """The fraction of a round that the same steps take without communication."""
     bytes_per_step: float
-    """Sent, per rank, on average over the steps of a round and over the ranks."""
+    """Bytes sent per rank and step, averaged over the steps of a round and over ranks."""
 
     @property
     def code(self) -> str:
@@ -48,15 +48,15 @@ class SeldomChoice:
 
 
 def seldom_choices(profile: Profile, probe: Probe, network: Network, wanted: float) -> tuple[SeldomChoice, ...]:
-    """Return DiLoCo and Streaming DiLoCo with each compressor of a profile, those of the shortest rounds first.
+    """Return DiLoCo and Streaming DiLoCo with each compressor of a profile, shortest rounds first.
 
-    With equally long rounds DiLoCo comes before Streaming DiLoCo, which uses means that are some steps old. Each
-    compressor counts once, whatever policies it was profiled with: DiLoCo sends a fragment at a time.
+    If rounds are equally long, DiLoCo comes before Streaming DiLoCo, whose means are some steps old. Each compressor
+    appears once, whatever policies it was profiled with: DiLoCo sends one fragment at a time.
 
     Args:
-        profile: Of a step under each compressor.
-        probe: Says how large messages can be predicted: larger ones are taken as several, one after another.
-        network: Between the ranks; the probe, or one with its times.
+        profile: The profile of a step under each compressor.
+        probe: Limits the size of messages that can be predicted; larger ones are treated as several, one after another.
+        network: The network between the ranks: the probe, or one with its times.
         wanted: The utilisation to reach, in (0, 1).
 
     """

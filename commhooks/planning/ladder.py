@@ -1,4 +1,4 @@
-"""The sizes that a probe may send, and how long it takes to reach those that a profile's hooks send."""
+"""The sizes that a probe may send, and the time it takes to reach the sizes that a profile's hooks send."""
 
 from __future__ import annotations
 

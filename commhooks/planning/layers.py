@@ -18,21 +18,21 @@ from commhooks.planning.profile import GradientProfile, HookProfile, Profile
 from commhooks.wrappers.per_parameter import PerParameter
 
 Option = tuple[float, float]
-"""What a compressor costs for a parameter in seconds, and its error."""
+"""A compressor's cost for a parameter, in seconds, and its error."""
 _GRID = 10_000  # steps into which the budget is divided; errors are rounded up, so that it is never exceeded
 
 
 def per_layer(profile: Profile, probe: Probe, budget: float) -> PerParameter | AllReduceMean:
-    """Return a compressor for each parameter, so that the step's exchange takes least within an error budget.
+    """Return a compressor for each parameter that minimises the time of the step's exchange within an error budget.
 
-    A parameter's error is `Loss.error`, the part of its squared norm that may be lost in the worst case
-    (before error feedback returns it), and 0 where nothing is lost. The budget limits the mean over all elements. The
-    seconds that are minimised are those of compression, in proportion to bytes, and of bytes on the probed network.
+    A parameter's error is `Loss.error`, the fraction of its squared norm that may be lost in the worst case (before
+    error feedback returns it); 0 if nothing is lost. The budget limits the mean over all elements. The time consists of
+    compression, in proportion to bytes, and of transfers over the probed network.
 
     Args:
-        profile: Its fifo hooks are what can be chosen, besides the plain all-reduce.
-        probe: Of the network.
-        budget: In [0, 1); 0: nothing may be lost.
+        profile: Its "fifo" hooks and the plain all-reduce can be chosen.
+        probe: The probe of the network.
+        budget: The largest mean error, in [0, 1); 0: nothing may be lost.
 
     Raises:
         SettingsError: The budget is out of range.

@@ -1,6 +1,6 @@
-"""From the steps that every rank measured to the figures of a profile.
+"""Figures of a profile, computed from the steps that every rank measured.
 
-A step of several ranks is as long as on the rank that takes longest, so every figure of a step is that rank's.
+A step takes as long as on the slowest rank, so all figures of a step are taken from that rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StepRecord:
     """The profiler's, on both threads."""
 
     def brief(self, parameters: int) -> Brief:
-        """Return what the other ranks need of it, for a model with so many parameters."""
+        """Return the part that other ranks need, for a model with this number of parameters."""
         begin = self.phases.begin
         ready = np.full(parameters, np.nan)
         for moment, number in self.phases.gradients:
@@ -63,7 +63,7 @@ class Brief:
     parts: tuple[float, float, float, float]
     own_seconds: float
     ready: np.ndarray
-    """Of each parameter's gradient; NaN: it had none."""
+    """When each parameter's gradient was ready, in seconds; NaN: it had none."""
     buckets: list[BucketRecord]
 
 

@@ -46,17 +46,18 @@ _LEAST_GROWTH = 1.5  # of a size over the one before it
 
 @dataclass(frozen=True)
 class Clocks:
-    """What measures time, in seconds."""
+    """A clock, in seconds."""
 
     wall: Callable[[], float] = time.perf_counter
     processor: Callable[[], float] = time.process_time
-    """Of all threads of this process."""
+    """The CPU time of all threads of this process."""
     settle: Callable[[], None] = lambda: None
     """Return when the device has finished what was started."""
 
 
 _FIRST = ("all-reduce", HALF_SUM, "all-to-all")
-"""What most hooks send, and what a probe measures first at each size: the time may not suffice for the others."""
+"""The kinds that most hooks send. A probe measures them first at each size, as the time may not suffice for the
+others."""
 
 
 class Meter:
@@ -76,7 +77,7 @@ class Meter:
         self._collectives: dict[tuple[str, int], Collective] = {}  # new memory would have to be mapped in first
 
     def measure(self, seconds: float) -> Mapping[str, Cost]:
-        """Return what each kind costs, measured for so many seconds or less."""
+        """Return each kind's cost, measured for at most `seconds`."""
         begun = self._clocks.wall()
         times = self._choose(seconds)
         mean = sum(times.values()) / len(times)
@@ -96,7 +97,7 @@ class Meter:
         }
 
     def _choose(self, seconds: float) -> dict[Case, float]:
-        """Return the kinds and sizes that can be measured often enough in so many seconds, with the seconds of each."""
+        """Return the kinds and sizes that can be measured often enough in `seconds`, and the time of each."""
         most = seconds / (LOOKS + REPEATS * GOOD_TURNS)
         if_needed = ATTEMPTS * seconds / (LOOKS + REPEATS * _LEAST_TURNS)  # then there will be one attempt
         found: dict[Case, float] = {}
@@ -185,7 +186,7 @@ class Meter:
         return self._clocks.wall() - begun, self._clocks.processor() - used
 
     def _collective(self, kind: str, payload: int) -> Collective:
-        """Return a collective of so many bytes, or nearly: rows are alike."""
+        """Return a collective of about this many bytes: all its rows have the same length."""
         dtype = torch.float16 if kind == HALF_SUM else torch.float32
         name = cast(CollectiveKind, plain_kind(kind))
         elements = payload // dtype.itemsize

@@ -1,7 +1,7 @@
-"""What a compressor would send as one of many ranks: counted in this process, without another rank.
+"""The payloads that a compressor sends as one of many ranks, counted in this process without other ranks.
 
-The compressor runs on the tensors that it is given, and every collective is answered at once with what was put in. So
-kinds, payloads and rounds are right, and the means are not.
+The compressor runs on given tensors, and every collective returns its input at once. Kinds, payloads and rounds are
+therefore right; the means are not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from commhooks.scheduling.policy import PolicyName
 def rounds_of(
     compressor: Compressor, gradients: Mapping[str, Tensor], ranks: int, policy: PolicyName = "fifo"
 ) -> tuple[Sends, ...]:
-    """Return what one of so many ranks sends in each round for a bucket of these gradients, which are overwritten.
+    """Return the payloads of each round for a bucket of these gradients, which are overwritten, as one of `ranks`.
 
     Raises:
         SettingsError: The compressor starts a collective among some of the ranks only, which the model does not know.
@@ -39,7 +39,7 @@ def rounds_of(
 
 
 def rounds_of_shards(compressor: Compressor, gradients: Mapping[str, Tensor], ranks: int) -> tuple[Sends, ...]:
-    """Return what one of so many ranks sends in each round, if each rank gets its shard of these gradients' means.
+    """Return the payloads of each round if each of `ranks` gets its shard of these gradients' means.
 
     Raises:
         SettingsError: The compressor cannot return shards.
@@ -78,7 +78,7 @@ def is_padded(rounds: Sequence[Sends]) -> bool:
 
 
 class _Rounds:
-    """What was started, by round: collectives that start before the next answer is taken belong to one."""
+    """The collectives started in each round: all that start before the next answer is taken belong to one round."""
 
     def __init__(self) -> None:
         self.sends: list[list[tuple[str, int]]] = []

@@ -34,12 +34,12 @@ class Phases:
     forward: list[Interval]
     """When the DDP ran its forward pass."""
     backward: list[tuple[float, float, float]]
-    """Of each backward pass: its beginning, its last gradient, and its end."""
+    """The beginning, the last gradient and the end of each backward pass."""
     optimizer: list[Interval]
     gradients: list[tuple[float, int]]
     """When which parameter's gradient was ready."""
     own_seconds: float
-    """What it took to note all this."""
+    """The time spent on recording all this."""
 
     @property
     def seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""Where ranks run: how many share a host and its processors."""
+"""The places of ranks: which of them share a host and its processors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from commhooks.units import counted
 
 @dataclass(frozen=True)
 class Place:
-    """What one rank knows of its machine."""
+    """One rank's knowledge of its machine."""
 
     host: str
     """A network name. Hosts in network namespaces, and containers, may share a machine."""
     machine: str
-    """What no two machines have in common: a number drawn when the machine started, where Linux provides it."""
+    """An identifier of the machine: the number that Linux draws when it boots, if available."""
     processors: frozenset[int]
     """Those that this rank may use."""
     threads: int
-    """That one computation of this rank uses."""
+    """The threads that one computation of this rank uses."""
     local_ranks: int
-    """Of its host, as the launcher says; 0: it does not say."""
+    """The number of ranks on its host, according to the launcher; 0: unknown."""
 
     @classmethod
     def here(cls) -> Place:
@@ -50,7 +50,7 @@ def ranks_per_host(places: Sequence[Place]) -> int:
 
 
 def free_cores(places: Sequence[Place]) -> int:
-    """Return 2 if on every rank a processor is left for the worker thread beside those that compute, otherwise 1.
+    """Return 2 if every rank has a processor for its worker thread besides those that compute, otherwise 1.
 
     Ranks share a processor if they run on one machine and may both use it.
     """

@@ -53,14 +53,14 @@ class Choice:
     utilisation: float
     """The part of the step that a rank needs without communication."""
     bytes_sent: int
-    """In a step, per rank, on average over the ranks."""
+    """Bytes sent per step and rank, averaged over ranks."""
     waiting: float
     """Seconds in which nothing is computed and nothing is compressed."""
     state_bytes: int
     code: str
     """The line that attaches it; empty: nothing is to be attached."""
     bucket_cap_mb: float | None = None
-    """For the DDP, in MiB; None: as in the profile."""
+    """The DDP's bucket size, in MiB; None: the profile's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,31 +68,31 @@ class Plan:
     """Every hook's step over one network."""
 
     choices: tuple[Choice, ...]
-    """With the profile's bucket size, fastest first; "noop" is not among them."""
+    """All hooks but "noop", with the profile's bucket size, fastest first."""
     other_buckets: tuple[Choice, ...]
     """The recommended hook, or the all-reduce if none pays, with other bucket sizes."""
     recommended: Choice
     """The hook to use: the all-reduce if none pays."""
     pays: bool
-    """Whether compression does."""
+    """True if compression pays."""
     reason: str
-    """In a sentence."""
+    """The recommendation's reason, in a sentence."""
     bound: float
-    """How many times faster a step would be if communication took no time at all, in place of the all-reduce."""
+    """The largest possible speed-up: the step under all-reduce over the step without communication."""
     rates: tuple[tuple[str, float | None], ...]
-    """For each hook the rate, in bits per second, at which it would reach `wanted_utilisation`; None: there is none."""
+    """For each hook the rate, in bits per second, at which it reaches `wanted_utilisation`; None: it never does."""
     wanted_utilisation: float
     plain_error: float
     """Predicted over measured step of the plain all-reduce, minus 1."""
     backend: str = "gloo"
-    """What carries messages: the probe's backend, or "none"."""
+    """The transport of messages: the probe's backend, or "none"."""
     seconds_per_byte: float = 0.0
-    """Of the processor, for each byte that a rank sends in an all-reduce."""
+    """CPU seconds for each byte that a rank sends in an all-reduce."""
     seldom: tuple[SeldomChoice, ...] = ()
     """DiLoCo with each compressor, in the shortest rounds that reach `wanted_utilisation`; the shortest first. It
     trains differently from hooks of every step, so it is never recommended here: compare the loss."""
     sharded: tuple[ShardedChoice, ...] = ()
-    """If it was asked for: plain FSDP2, and each compressor that can return shards, the fastest first."""
+    """Plain FSDP2, and each compressor that can return shards, fastest first; empty unless asked for."""
 
     @property
     def dense(self) -> Choice:
@@ -113,20 +113,21 @@ def plan(
     """Predict the step time of every hook in a profile, over the network of a probe, and recommend one.
 
     Args:
-        profile: Of the model, on the hosts and over the link of the probe.
-        probe: Of the network. It must have sent messages at least a fourth as large as those of the profile's hooks.
+        profile: The model's profile, measured on the probe's hosts and link.
+        probe: The network's probe. Its largest messages must have at least a fourth of the size of the largest that the
+            profile's hooks send.
         model: If given, the profile must be of this model.
-        wanted_utilisation: For which rates, and DiLoCo's rounds, are computed.
-        bucket_caps_mb: Bucket sizes to consider besides the profile's, in MiB; those that send larger messages than the
+        wanted_utilisation: The utilisation for which rates and DiLoCo's rounds are computed.
+        bucket_caps_mb: Bucket sizes to consider besides the profile's, in MiB; sizes with messages larger than the
             probe can predict are left out.
-        backend: None: that of the probe, in whose times it is. "none": transfers take the time that was probed and
-            nothing of the processor, as if a network card did all of it.
-        sharded: Whether to predict steps of FSDP2 too, which a profile does not have, nor a probe FSDP2's collectives:
-            their time follows from the rate and the latency of the probe's all-reduce.
+        backend: None: the probe's, which its times include. "none": transfers take the probed time and no CPU time, as
+            if a network card did all of it.
+        sharded: If True, predict steps of FSDP2 too. Profiles have no such steps and probes no such collectives: their
+            time follows from the rate and latency of the probe's all-reduce.
 
     Raises:
-        SettingsError: The profile is of another model, or of other ranks, hosts or another link than the probe; or an
-            argument cannot work.
+        SettingsError: The profile belongs to another model, or to other ranks, hosts or another link than the probe; or
+            an argument is invalid.
         ProbeError: The probe's messages were too small to predict a hook's; the message says how long to probe.
 
     """
@@ -191,12 +192,12 @@ def code_for(hook: HookProfile) -> str:
 
 
 class _Doubts:
-    """How uncertain predictions are.
+    """The uncertainty of predictions.
 
-    Four things are added as independent: the noise of the profile's steps; by how much a step with noop was slower than
-    one with a hook that sent nothing, which no noise within a series of steps explains; the spread of the probe, as far
-    as time is spent on the network; and the part by which what the network adds to the plain all-reduce was
-    mispredicted.
+    Four errors are added as if independent: the noise of the profile's steps; the amount by which steps with noop were
+    slower than steps with another hook, which noise within a series does not explain; the spread of the probe, in
+    proportion to the time spent on the network; and the relative error of what the network adds to the plain
+    all-reduce.
     """
 
     def __init__(self, profile: Profile, probe: Probe, dense: Prediction) -> None:
@@ -272,7 +273,7 @@ def _recommend(
 
 
 def _noise(step: StepParts) -> float:
-    """Return how far the median of the steps may be from that of many more."""
+    """Return the statistical uncertainty of the median of the steps, in seconds."""
     return _KNOWN * (step.seconds.high - step.seconds.low) / math.sqrt(step.steps)
 
 

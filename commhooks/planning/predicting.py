@@ -1,11 +1,11 @@
-"""From a profile and a network to the time of a step.
+"""Prediction of a step's time from a profile and a network.
 
-The profile has real steps under every hook in which nothing was sent. The step-time model says what the network adds:
+The profile has real steps under every hook, in which nothing was sent. The step-time model adds the network:
 
     predicted = measured without a link + (modelled with the network - modelled without a link)
 
-So compute, compression, hand-offs between threads and everything else that a hook costs are as measured, and only
-waiting for transfers, and the processor time that they take, come from the model.
+Compute, compression, hand-offs between threads and all other costs of a hook are therefore measured; only the wait for
+transfers, and their CPU time, come from the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SLOWEST, _FASTEST = 1e4, 1e14  # bits per second, between which a rate is looke
 
 
 class NoLink:
-    """A network on which every collective is there at once."""
+    """A network on which collectives take no time."""
 
     def transfer(self, kind: str, payload: int, ranks: int) -> Transfer:
         """Return no time at all."""
@@ -62,15 +62,15 @@ class Prediction:
     """A step under a hook, over a network."""
 
     seconds: float
-    """Of the whole step."""
+    """Seconds of the whole step."""
     added: float
-    """To the step that was measured without a link."""
+    """Seconds added to the step that was measured without a link."""
     modelled: StepTime
     """The step-time model's own answer."""
 
     @property
     def time(self) -> StepTime:
-        """Where the seconds of the step go: what the model does not know of counts as compression."""
+        """The step's seconds by kind; time that the model does not explain counts as compression."""
         unknown = self.seconds - self.modelled.seconds
         compression = max(0.0, self.modelled.compression + unknown)
         waiting = max(0.0, self.seconds - self.modelled.compute - compression)
@@ -221,7 +221,7 @@ def probed_link(probe: Probe, *, is_effortless: bool = False) -> Link:
 
 
 def utilisation(profile: Profile, seconds: float) -> float:
-    """Return the part of a step of so many seconds in which a rank does what it does without communication."""
+    """Return the fraction of a step of this many seconds that it takes without communication."""
     return profile.noop.seconds.median / seconds
 
 

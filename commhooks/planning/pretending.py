@@ -33,11 +33,11 @@ class Watcher(Protocol):
 
 
 class PretendingCommunicator:
-    """One of `world_size` ranks, of which no other exists.
+    """One of `world_size` ranks, the others of which do not exist.
 
-    The answer of an all-reduce is the tensor itself, as if the others had sent zeros, so that means stay finite. Other
-    answers lie in new memory, as those of a process group do; with `in_place` they are views of what was put in, which
-    take no memory however many ranks there are.
+    An all-reduce returns its input, as if the others had sent zeros, so that means stay finite. Other collectives
+    return new memory, as a process group does; with `in_place` they return views of their input, which take no memory
+    however many ranks there are.
     """
 
     def __init__(self, rank: int, world_size: int, watcher: Watcher | None = None, *, in_place: bool = False) -> None:
@@ -81,10 +81,10 @@ class PretendingCommunicator:
 
 @dataclasses.dataclass(frozen=True)
 class Pretend:
-    """What puts a pretending communicator in place of a rank's own: for `attach(wrap_communicator=...)`."""
+    """A factory that replaces a rank's communicator by a pretending one, for `attach(wrap_communicator=...)`."""
 
     world_size: int
-    """How many ranks there seem to be: what is attached compresses as one of so many."""
+    """The pretended number of ranks: the attached hook compresses as one of them."""
     watcher: Watcher | None = None
 
     def __call__(self, inner: Communicator) -> PretendingCommunicator:
@@ -100,6 +100,6 @@ class Pretended:
         self._watcher = watcher
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return: the answer is there."""
+        """Return at once: the answer is there."""
         if self._watcher is not None:
             self._watcher.answered()

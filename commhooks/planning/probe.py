@@ -1,15 +1,13 @@
-"""What a probe holds: how long each collective takes over a network, as a function of its bytes.
+"""A probe's results: the time of each collective over a network, as a function of its bytes.
 
-For each kind the medians of all sizes are fitted by weighted least squares, so that relative errors count:
+For each kind, weighted least squares fits a line to the medians of all sizes, such that relative errors count:
 
     seconds           = latency + seconds_per_byte · payload
-    processor seconds = the same, with coefficients of its own
+    processor seconds = the same form, with its own coefficients
 
-If a median of the first lies further than `MOST_RESIDUAL` from the line (small messages are cheaper than large ones,
-buffers fill), the line is not used: between two sizes that were measured, time is interpolated.
-
-Nothing is predicted beyond `REACH` times the largest size that was sent: short messages do not show what a link's
-buffers and bursts hide.
+If a median of the seconds lies further than `MOST_RESIDUAL` from the line (small messages are cheaper than large ones,
+buffers fill), the line is not used: time is interpolated between measured sizes. Nothing is predicted beyond `REACH`
+times the largest size sent, as short messages may fit into a link's buffers and bursts.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ disagrees by more is repeated."""
 MOST_UNSTEADY = 0.3
 """The disagreement beyond which a probe is not reported; up to it, predictions are as much less certain."""
 REACH = 4
-"""How many times the largest size that was sent a predicted payload may be."""
+"""The largest payload that is predicted, in multiples of the largest size sent."""
 COMPARED_AT = (64 * 1024, 4 * 1024 * 1024)
 
 
@@ -56,7 +54,7 @@ class Line(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """A collective of one size; all seconds are those of the slowest rank, but processor seconds the ranks' mean."""
+    """A collective of one size. Its seconds are the slowest rank's, its processor seconds the ranks' mean."""
 
     payload: int
     """Bytes each rank contributes."""
@@ -66,7 +64,7 @@ class Timing:
     processor_seconds: float
     """All threads of the process together."""
     times: int
-    """How often it was measured."""
+    """The number of measurements."""
 
     @classmethod
     def of(cls, payload: int, seconds: Sequence[float], processor_seconds: Sequence[float]) -> Timing:
@@ -81,7 +79,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a kind of collective costs, for any size."""
+    """The cost of one kind of collective, for any size."""
 
     timings: tuple[Timing, ...]
     """By ascending payload; at least two."""
@@ -103,7 +101,7 @@ class Cost:
 
     @functools.cached_property
     def residual(self) -> float:
-        """How far a median lies from the line, relative to the median; the largest."""
+        """The largest distance of a median from the line, relative to the median."""
         return max(
             abs(self.line.at(payload) / median - 1)
             for payload, median in zip(self._payloads, self._medians, strict=True)
@@ -111,7 +109,7 @@ class Cost:
 
     @functools.cached_property
     def is_line(self) -> bool:
-        """Whether the line fits; otherwise seconds are interpolated."""
+        """True if the line fits; otherwise seconds are interpolated."""
         return self.residual <= MOST_RESIDUAL
 
     @property
@@ -194,18 +192,18 @@ class Probe:
     outer: Probe | None = None
     """Among the ranks at the same position in every machine, in all positions at once."""
     link: str = ""
-    """What carried it, in the user's words."""
+    """The link's name, as the user gave it."""
     hosts: tuple[str, ...] = ()
     """The network name of each rank's host; empty: written by a version that did not record them."""
     machine: str = ""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def transfer(self, kind: str, payload: int, ranks: int) -> Transfer:
-        """Return the seconds and bytes of a collective with a payload of so many bytes per rank.
+        """Return the seconds and bytes of a collective with a payload of this many bytes per rank.
 
         Raises:
             SettingsError: The kind, or this number of ranks, was not measured.
-            ProbeError: The payload is more than `REACH` times the largest that was sent.
+            ProbeError: The payload is more than `REACH` times the largest size sent.
 
         """
         if ranks == 1:

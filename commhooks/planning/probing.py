@@ -39,19 +39,21 @@ def probe(
 ) -> Probe:
     """Measure the collectives that compressors use between the ranks of a group; all of them must call it.
 
-    They pass a private Gloo group, like that of an attachment; on NCCL, the group itself. If machines have several
-    ranks each, collectives inside machines and between them are measured too, as `Hierarchical` uses them.
+    The collectives run on a private Gloo group, as an attachment's do, or on the group itself if that is NCCL. If
+    machines have several ranks each, the collectives that `Hierarchical` uses inside and between machines are measured
+    too.
 
     Args:
         process_group: The ranks; default: the default group.
-        seconds: The time it may take, 1 to 120. Higher: larger messages over a slow link, steadier medians.
-        ranks_per_host: How many consecutive ranks form a machine; default: torchrun's LOCAL_WORLD_SIZE.
-        device: Where gradients are; default: the GPU if the group uses NCCL, else the processor.
+        seconds: The longest time to measure, 1 to 120. Higher: larger messages over a slow link, steadier medians.
+        ranks_per_host: The number of consecutive ranks on each machine; default: torchrun's LOCAL_WORLD_SIZE.
+        device: The gradients' device; default: the GPU if the group uses NCCL, otherwise the CPU.
         wrap_communicator: As for `attach`.
-        link: What carries it, in words; kept in the result.
-        unsteady: Report however much two halves of the measurement disagree; predictions are then as much less certain.
-        profile: If given, the same on all ranks: only the kinds of collectives that its hooks send are measured, up to
-            the sizes that they send, so that the time is spent on what `plan` needs.
+        link: The link's name, kept in the result.
+        unsteady: Return a result however much the two halves of the measurement disagree; predictions are then less
+            certain.
+        profile: If given, the same on all ranks. Then only the collectives that its hooks send are measured, up to the
+            sizes that they send, so that the time is spent on what `plan` needs.
 
     Raises:
         ProbeError: There is no group or only one rank; the network is too slow for the time given; or two halves of the

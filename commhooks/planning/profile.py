@@ -1,6 +1,6 @@
-"""What a profile holds: where the time of a model's steps goes, measured in the ranks that train it.
+"""A profile's results: where the time of a model's steps goes, measured on the ranks that train it.
 
-All seconds are medians over steps, of the rank on which a step took longest unless a field says otherwise.
+All seconds are medians over steps, taken from the slowest rank of each step unless a field says otherwise.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Seconds:
 
 @dataclasses.dataclass(frozen=True)
 class StepParts:
-    """Where a step's time goes; forward + backward + exposed + optimizer = the median of the seconds.
+    """A step's time by phase; forward + backward + exposed + optimizer = the median of the seconds.
 
-    It is divided in the proportions of the steps between the quartiles.
+    The proportions are those of the steps between the quartiles.
     """
 
     seconds: Seconds
     forward: float
-    """From the beginning of the step to the end of the loss."""
+    """Seconds from the beginning of the step to the end of the loss."""
     backward: float
     """Until the last gradient: compute."""
     exposed: float
@@ -48,10 +48,10 @@ class StepParts:
     optimizer: float
     """The rest of the step."""
     steps: int
-    """How many were measured."""
+    """The number of measured steps."""
 
     def lasting(self, seconds: float) -> StepParts:
-        """Return a step of another length, in seconds, of which `exposed` has the difference."""
+        """Return a step of another length, in seconds; `exposed` takes the difference."""
         more = seconds - self.seconds.median
         whole = Seconds(seconds, self.seconds.low + more, self.seconds.high + more)
         return dataclasses.replace(self, seconds=whole, exposed=self.exposed + more)
@@ -73,8 +73,8 @@ class RoundProfile:
     """One round of a bucket's exchange."""
 
     seconds: float
-    """Of compression before its collectives are started, of the processor if the worker thread shares a core with the
-    backward pass (`Profile.cores == 1`), of the wall clock otherwise."""
+    """Seconds of compression before its collectives start: CPU time if the worker thread shares a core with the
+    backward pass (`Profile.cores == 1`), otherwise wall-clock time."""
     sends: Sends
 
 
@@ -99,7 +99,7 @@ class HookProfile:
     """
 
     hook: str
-    """As it is written: 'powersgd:rank=4'."""
+    """The hook in text form: 'powersgd:rank=4'."""
     policy: str
     """"fifo" or "fused"."""
     step: StepParts
@@ -132,12 +132,12 @@ class Profile:
     fingerprint: str
     """A hash of the names, shapes and dtypes of the parameters: a profile of another model has another one."""
     ranks: int
-    """As one of which hooks were measured."""
+    """The number of ranks, real or pretended, with which hooks were measured."""
     ranks_per_host: int
     ddp: str
     """"core" or "torch"."""
     cores: int
-    """Of each rank that are free for the worker thread beside the backward pass, and one: 1 or 2."""
+    """2 if each rank has a free core for its worker thread besides the backward pass's, otherwise 1."""
     plain: StepParts
     """Under the DDP's own all-reduce, over the link."""
     noop: StepParts
@@ -149,22 +149,22 @@ class Profile:
     own_share: float
     """The profiler's own time as a part of the step under the noop hook, summed over its callbacks."""
     bucket_cap_mb: float | None = None
-    """Of the DDP, in MiB; None: its default."""
+    """The DDP's bucket size, in MiB; None: its default."""
     link: str = ""
-    """What carried the plain all-reduce, in the user's words."""
+    """The name of the link under the plain all-reduce, as the user gave it."""
     hosts: tuple[str, ...] = ()
     """The network name of each rank's host; empty: written by a version that did not record them."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     machine: str = ""
     load: float | None = None
-    """Of the machine when it was measured, as the operating system averages it over a minute; None: not known."""
+    """The machine's load average over the minute before the measurement ended; None: not known."""
     events: Mapping[str, tuple[Event, ...]] = dataclasses.field(default_factory=dict)
-    """What all ranks did in the step of median length, by the hook's label, and under the DDP's own all-reduce by
-    "plain"; see `commhooks.planning.trace`."""
+    """All ranks' events in the step of median length, by the hook's label; "plain" is the DDP's own all-reduce. See
+    `commhooks.planning.trace`."""
 
     @property
     def bound(self) -> float:
-        """How many times as fast a step would be if communication cost nothing: plain over noop."""
+        """The speed-up if communication cost nothing: plain over noop."""
         return self.plain.seconds.median / self.noop.seconds.median
 
     def verdict(self) -> str:

@@ -44,9 +44,9 @@ def profile(
 ) -> Profile:
     """Measure where the time of a training step goes, and what every hook would add to it without a link.
 
-    Call it on every rank, between two steps. `model` is a DistributedDataParallel, ddp_core's or PyTorch's, or what
-    wraps one; `step_fn()` runs one whole step of this rank: it takes a batch, and runs the forward pass, the backward
-    pass and the optimizer.
+    Call it on every rank, between two steps. `model` is a DistributedDataParallel, ddp_core's or PyTorch's, or a
+    wrapper of one. `step_fn()` runs one whole step of this rank: it takes a batch, and runs the forward pass, the
+    backward pass and the optimizer.
 
     At first some steps run as they are, under the DDP's own all-reduce. Then every hook has its turns, again and again,
     a few steps each, so that other load on the machine slows all of them alike. In these steps nothing is sent: each
@@ -57,14 +57,14 @@ def profile(
       has a policy, or whatever `attach` takes.
     - `steps`: how many steps of each hook count, at least 3; None: as many as fit into `seconds`, up to 42.
     - `seconds`: how long to measure, if `steps` is None.
-    - `name`: the model in reports; empty: its class.
-    - `link`: what carries the all-reduce, in words; `plan` accepts only a probe of the same.
-    - `process_group`: whose ranks agree about the steps; None: the model's own.
-    - `as_ranks`: measure what hooks cost one of so many ranks, at least as many as there are: each answer is as large
-      as theirs together. None: of those that there are.
+    - `name`: the model's name in reports; empty: its class.
+    - `link`: a name for the link; `plan` accepts only a probe of a link with the same name.
+    - `process_group`: the ranks that agree on the steps; None: the model's own group.
+    - `as_ranks`: measure hooks as if there were this many ranks, at least as many as there are: each collective returns
+      as much as that many ranks would send. None: the ranks that there are.
 
-    Afterwards parameters, buffers, gradients and optimizer states are as before: they are copied first, which takes as
-    much memory again as they do. Optimizers are found when they step, if they are `torch.optim.Optimizer`s. What else
+    Afterwards parameters, buffers, gradients and optimizer states are as before: they are copied first, which needs as
+    much memory again. Optimizers are found when they step, if they are `torch.optim.Optimizer`s. Everything else that
     `step_fn` changes stays changed: data iterators, learning-rate schedules, random number generators and loss scales
     advance. PyTorch's DistributedDataParallel accepts one hook in its life, so from then on it averages with this
     package's all-reduce, and takes `attach` but no `register_comm_hook`; ddp_core's is as before.
@@ -173,7 +173,7 @@ def fingerprint_of(named: Sequence[tuple[str, Tensor]]) -> str:
 
 
 def _gradients(named: Sequence[tuple[str, Tensor]], noop: Sequence[Brief]) -> tuple[GradientProfile, ...]:
-    """Return the gradients in the order in which they become ready; those that never do are left out."""
+    """Return the gradients in the order in which they become ready, without those that never do."""
     ready = ready_of(noop)
     order = [int(number) for number in np.argsort(ready, kind="stable") if not np.isnan(ready[number])]
     return tuple(

@@ -1,8 +1,8 @@
-"""What compression costs, measured in a running hook: seconds and messages of each bucket in each round.
+"""The cost of compression, measured in a running hook: seconds and messages of each bucket in each round.
 
-The compressor is wrapped, and so is the communicator. Between them they see every moment at which the worker thread
-begins or ends something: it runs a compressor up to its next request (a *segment*), packs what was requested, starts
-it, takes the answers and unpacks them. Each stretch between two such moments belongs to one bucket and round.
+The compressor is wrapped, and so is the communicator. Between them they see each time the worker thread begins or ends
+something: it runs a compressor up to its next request (a *segment*), packs the request, starts it, takes the answers
+and unpacks them. The time between two such events belongs to one bucket and round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
     bucket: int
     round: int
-    """From 0; what follows the last answer has the number of rounds."""
+    """The round, from 0; the segment after the last answer has the number of rounds."""
     begin: float
     end: float
 
@@ -43,10 +43,10 @@ class BucketRecord:
     handed_in: float
     """By the wall clock."""
     seconds: list[float] = dataclasses.field(default_factory=list)
-    """Of compression in each round."""
+    """Seconds of compression in each round."""
     sends: list[Sends] = dataclasses.field(default_factory=list)
     after: float = 0.0
-    """Seconds since the last round began: at the end, those after the last answer."""
+    """Seconds since the last round began; at the end, seconds after the last answer."""
 
 
 class Segments:

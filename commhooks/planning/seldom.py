@@ -1,9 +1,9 @@
-"""How long training with seldom communication takes: the step-time model over whole rounds.
+"""The time of training with seldom communication: the step-time model over whole rounds.
 
 A round is `every` steps. Fragment i of P has its turn at step ⌊(i + 1)·every/P⌋: its exchange begins `delay` steps
-before, and at the turn the training thread waits until its mean has come. Nothing else is different from a step of
-data-parallel training with as much compute as a round and as many buckets as there are fragments, of which each has a
-due moment. Several rounds are simulated, and the first ones are left out, as a delayed exchange reaches into the next.
+before, and at the turn the training thread waits until its mean has come. Otherwise a round is like a step of
+data-parallel training with the compute of a whole round and one bucket for each fragment, each with its due moment.
+Several rounds are simulated and the first ones are left out, as a delayed exchange reaches into the next round.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ def part_of(exchange: Sequence[Bucket], share: float) -> Bucket:
 def round_time(
     rounds: Rounds, exchange: Sequence[Bucket], step_seconds: float, link: Network, ranks: int, *, cores: int = 1
 ) -> StepTime:
-    """Return how long a round takes, with what is computed, sent and waited for in it.
+    """Return a round's time, divided into computing, sending and waiting.
 
     Args:
-        rounds: When ranks communicate.
-        exchange: What the compressor does with all parameters, as a step's buckets: their `ready` does not count.
-        step_seconds: Of a step's compute, with its optimizer.
-        link: Between the ranks.
-        ranks: How many there are.
-        cores: Of each rank; with 2 or more, compression runs beside training.
+        rounds: The schedule of communication.
+        exchange: The compressor's work and messages for all parameters, as a step's buckets; their `ready` is ignored.
+        step_seconds: Seconds of a step's compute, including its optimizer.
+        link: The link between the ranks.
+        ranks: The number of ranks.
+        cores: The cores of each rank; with 2 or more, compression overlaps training.
 
     """
     fragments = [part_of(exchange, share) for share in rounds.shares]

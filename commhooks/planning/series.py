@@ -1,4 +1,4 @@
-"""The profile of a model as one of any number of ranks, made of those that were measured: `Series`."""
+"""A model's profile for any number of ranks, interpolated between measured numbers of ranks: `Series`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from commhooks.planning.profile import BucketProfile, HookProfile, Profile, Roun
 from commhooks.planning.step_time import step_time
 
 Payloads = tuple[tuple[Sends, ...], ...]
-"""What each bucket sends in each round."""
+"""The payloads of each bucket in each round."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """What a hook sends as one of a number of ranks, with which it was not timed."""
+    """A hook's payloads for a number of ranks with which it was not timed."""
 
     hook: str
     """Its label in the profiles."""
@@ -48,7 +48,7 @@ class Series:
 
     @property
     def most_ranks(self) -> int:
-        """The most ranks as one of which compression was timed."""
+        """The largest number of ranks with which compression was timed."""
         return self.profiles[-1].ranks
 
     @property
@@ -57,23 +57,23 @@ class Series:
         return min(self.profiles, key=lambda profile: profile.noop.seconds.median)
 
     def at(self, ranks: int) -> Profile:
-        """Return the profile as one of so many ranks.
+        """Return the profile for this number of ranks.
 
-        Compression is interpolated between the numbers of ranks that were timed. Beyond, what follows a collective
-        grows linearly with the bytes of its answer, as adding up what was gathered does; what has an answer of the
-        same size stays as it is. Compute is the calmest profile's. What a hook adds to a step besides is the median
-        over all profiles, and no less than nothing: that does not depend on the ranks, and other load does not spare
-        the processor anything.
+        Compression is interpolated between timed numbers of ranks. Beyond them, the work after a collective grows
+        linearly with the bytes of its answer, as adding up gathered tensors does; it is constant if the answer's size
+        is. Compute is taken from the calmest profile. Whatever else a hook adds to a step is the median over all
+        profiles and at least zero: it does not depend on the number of ranks, and other load never makes a step
+        shorter.
         """
         profile = dataclasses.replace(self.calmest, ranks=ranks)
         return dataclasses.replace(profile, hooks={label: self._hook(label, profile) for label in profile.hooks})
 
     def sends(self, hook: str, ranks: int) -> Payloads:
-        """Return what each bucket sends in each round under a hook.
+        """Return each bucket's payloads in each round under a hook.
 
-        For a number of ranks that was not counted, payloads follow the power of the ranks that joins the two nearest
-        counted. If a bucket starts other collectives for one of these than for the other, because its codes do not pay
-        for as many ranks, it counts as for the higher one.
+        For other numbers of ranks than the counted ones, payloads follow the power law through the two nearest of
+        these. If a bucket starts different collectives for these two (its codes do not pay for many ranks), it counts
+        as for the higher one.
         """
         known = self._known(hook)
         if ranks in known:
@@ -89,7 +89,7 @@ class Series:
         )
 
     def is_counted(self, hook: str, ranks: int) -> bool:
-        """Return whether what so many ranks send was counted, or does not depend on their number."""
+        """Return whether the payloads of this many ranks were counted, or do not depend on their number."""
         known = self._known(hook)
         return ranks in known or (len(known) > 1 and is_constant(list(known.values())))
 
@@ -133,7 +133,7 @@ def answer_bytes(sends: Sends, ranks: int) -> int:
 
 
 def _place(bucket: BucketProfile, place: int) -> tuple[float, Sends]:
-    """Return the compression before a round (or after the last), and the collectives that it follows."""
+    """Return the compression before a round (or after the last one), and the collectives that precede it."""
     seconds = (*(one.seconds for one in bucket.rounds), bucket.after)[place]
     return seconds, bucket.rounds[place - 1].sends if place else ()
 
@@ -153,7 +153,7 @@ def _seconds(timed: Mapping[int, tuple[float, Sends]], ranks: int, asked: Sends)
 def _rounds_between(
     low: int, at_low: Sequence[Sends], high: int, at_high: Sequence[Sends], ranks: int
 ) -> tuple[Sends, ...]:
-    """Return what a bucket sends with so many ranks, given two other numbers of ranks."""
+    """Return a bucket's payloads for `ranks`, given those for two other numbers of ranks."""
     if [[kind for kind, _ in sends] for sends in at_low] != [[kind for kind, _ in sends] for sends in at_high]:
         return tuple(at_high)
     return tuple(

@@ -36,11 +36,11 @@ from commhooks.scheduling.lanes import HEADER_BYTES
 PLAIN = "torch.none"
 """Plain FSDP2, among hooks."""
 _AGREED = (("all-gather", HEADER_BYTES),)
-"""What ranks send to agree on whose turn it is, among several modules on a line."""
+"""The messages by which ranks agree on whose turn it is, if several modules share a line."""
 
 
 class ShardCosts(Protocol):
-    """What a compressor's passes take, if each rank gets its shard of the mean."""
+    """The time of a compressor's passes if each rank gets its shard of the mean."""
 
     def of_shards(self, shapes: Sequence[Shape], ranks: int, copy: float) -> tuple[float, float]:
         """Return the seconds before and after the round of a module whose parameters have these shapes."""
@@ -51,17 +51,17 @@ class ShardedModule:
     """A module that FSDP2 gathers and reduces by itself."""
 
     trained: tuple[Shape, ...]
-    """Of its parameters that have gradients."""
+    """Shapes of its parameters that have gradients."""
     frozen: tuple[Shape, ...] = ()
-    """Of the others, which are gathered too."""
+    """Shapes of its other parameters, which are gathered too."""
     item: int = 4
     """Bytes of an element."""
     stays: bool = False
-    """Whether its parameters stay in memory between the forward and the backward pass, as those of the root do."""
+    """True if its parameters stay in memory between the forward and the backward pass, as the root's do."""
 
     @property
     def elements(self) -> int:
-        """How many elements its parameters have."""
+        """The number of elements of its parameters."""
         return sum(map(math.prod, (*self.trained, *self.frozen)))
 
     def shard_bytes(self, ranks: int, code: Codec | torch.dtype | None = None) -> int:
@@ -79,10 +79,10 @@ def _chunk(shape: Shape, ranks: int) -> int:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return what is sharded by itself: the modules in the model's outermost `ModuleList`s and `Sequential`s.
+    """Return the modules that are sharded separately: those in the model's outermost `ModuleList`s and `Sequential`s.
 
-    Those without a matrix are not, as one exchange costs more than their bytes, nor those that share a parameter with
-    another module.
+    Modules without a matrix are left out, as an exchange of their own costs more than their bytes, and so are modules
+    that share a parameter with another one.
     """
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     found = []
@@ -142,16 +142,17 @@ def sharded_step(
 
     Args:
         modules: In the order of the forward pass, the root last.
-        compressor: In place of the reduce-scatter; None: plain FSDP2.
-        ranks: How many share the model.
+        compressor: The replacement of FSDP2's reduce-scatter; None: plain FSDP2.
+        ranks: The number of ranks that share the model.
         compute: Seconds of the forward and the backward pass, of which a third is forward; each module takes its share
             by elements.
         optimizer: Seconds.
-        costs: Of the compressor, such as `HookCosts`; None: it takes no time.
-        copy: Seconds in which the processor copies an element of fp32: FSDP2 copies what it gathers and reduces.
-        cores: Of each rank.
-        overlaps: Whether FSDP2 computes on while it exchanges.
-        gather: How parameters travel, as codes or in a dtype, whose time is not counted; None: FSDP2 gathers them.
+        costs: The compressor's costs, such as `HookCosts`; None: it takes no time.
+        copy: Seconds to copy one fp32 element: FSDP2 copies what it gathers and reduces.
+        cores: The cores of each rank.
+        overlaps: True if FSDP2 computes while it communicates.
+        gather: The code or dtype in which parameters are gathered, whose own time is not counted; None: FSDP2 gathers
+            them.
 
     Raises:
         SettingsError: The compressor cannot return shards.

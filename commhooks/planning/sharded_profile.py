@@ -1,8 +1,8 @@
-"""The step of a profiled model, if FSDP2 sharded it: from what was measured under a DistributedDataParallel.
+"""The step of a profiled model if FSDP2 sharded it, predicted from a profile under a DistributedDataParallel.
 
-Compute is the profile's. Each compressor's passes over the gradients are those that were measured before its first
-round, and after that; a module takes its share of them by elements. FSDP2's copies of what it gathers and reduces are
-not in a profile, and are left out.
+Compute is the profile's. Each compressor's passes over the gradients take as long as measured, before its first round
+and after it; each module takes its share of them by elements. FSDP2's copies of what it gathers and reduces are not in
+a profile, and are left out.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class ShardedChoice:
     """A compressor in place of FSDP2's reduce-scatters, or plain FSDP2, and what a step is predicted to take."""
 
     compressor: str
-    """As it is written, or `PLAIN`."""
+    """The compressor in text form, or `PLAIN`."""
     seconds: float
     speed_up: float
     """Over plain FSDP2."""
     bytes_sent: int
-    """In a step, per rank: two gathers of the parameters, one of those of no block, and the reduction."""
+    """Bytes sent per step and rank: two gathers of the blocks' parameters, one of all others, and the reduction."""
 
     @property
     def code(self) -> str:
@@ -81,7 +81,7 @@ def sharded_step_of(
 ) -> Step:
     """Return the step of a profile's model under FSDP2, with a hook of the profile or, if None, without.
 
-    Each rank's optimizer trains its own shards. `cores` and `overlaps` are those of `sharded_step`; None: as in the
+    Each rank's optimizer trains its own shards. `cores` and `overlaps` are as for `sharded_step`; None: as in the
     profile. Raises `SettingsError` if the compressor cannot return shards.
     """
     elements = sum(math.prod(gradient.shape) for gradient in profile.gradients)

@@ -40,7 +40,7 @@ def in_buckets(shapes: Sequence[Shape], bucket_cap_mb: float | None = None) -> l
 
 
 def ready_moments(elements: Sequence[int], compute: float) -> list[float]:
-    """Return the seconds of compute after which buckets of so many elements are ready, one after another.
+    """Return the seconds of compute after which buckets with these numbers of elements are ready, one after another.
 
     The backward pass is two thirds of the compute, and each bucket takes its share of it by elements.
     """

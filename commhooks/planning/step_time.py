@@ -1,12 +1,12 @@
-"""How long a step of data-parallel training takes: a simulation of one rank's processor and of its link.
+"""The time of a step of data-parallel training: a simulation of one rank's processor and its link.
 
 All ranks are alike, so one stands for all. It has two serial resources.
 
 - *The processor.* The training thread computes `Step.compute` seconds (forward and backward pass); bucket i is handed
-  to the worker thread when `Bucket.ready` of them are done. The worker thread compresses. With one core both use it
-  in turns, the worker first: each second of compression, and of the processor time that transfers need, delays the
-  backward pass by a second. With more cores they run side by side.
-  Where a mean is due (`Bucket.due`), the training thread waits for it.
+  to the worker thread after `Bucket.ready` of them. The worker thread compresses. With one core both use it in turns,
+  the worker first: each second of compression, and of the processor time that transfers need, delays the backward pass
+  by a second. With more cores they run side by side. Where a mean is due (`Bucket.due`), the training thread waits for
+  it.
 - *The link.* Collectives pass it one after another, in the order in which they were started, each for
   `Link.transfer(...).seconds`.
 
@@ -18,7 +18,7 @@ of each kind.
     seconds     = compute + compression + waiting
     compute     = forward and backward pass and optimizer
     compression = seconds of compression in which nothing is computed
-    waiting     = all others: nothing is computed and nothing is compressed, or the core is busy with transfers
+    waiting     = all other seconds: nothing is computed or compressed, or the core is busy with transfers
     utilisation = compute / seconds
 
 Left out: ranks that are slower than others, loss of packets, congestion between collectives of other jobs, and the
@@ -43,7 +43,7 @@ class Stage:
     """A round of a bucket's exchange: the compression before it, and the collectives that it starts."""
 
     seconds: float
-    """Of compression on this rank's processor, before the collectives."""
+    """Seconds of compression on this rank's processor, before the collectives."""
     collectives: tuple[tuple[str, int], ...]
     """The kind and the payload of each, in bytes that this rank puts in. Their answers are waited for together."""
 
@@ -55,7 +55,7 @@ class Bucket:
     ready: float
     """Seconds of compute, from the beginning of the step, after which its gradients are ready."""
     stages: tuple[Stage, ...]
-    """One for each round."""
+    """The rounds of its exchange."""
     after: float = 0.0
     """Seconds of compression after the last answer: unpacking, and writing the mean."""
     due: float = math.inf
@@ -75,7 +75,7 @@ class Step:
     policy: str = "fifo"
     """"fifo" or "fused", as for `commhooks.attach`."""
     cores: int = 1
-    """Of each rank; with 2 or more, compression runs beside the backward pass."""
+    """The cores of each rank; with 2 or more, compression overlaps the backward pass."""
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -116,7 +116,7 @@ class StepTime:
     """A step's seconds; compute + compression + waiting = seconds."""
 
     seconds: float
-    """Of the whole step."""
+    """Seconds of the whole step."""
     compute: float
     """Forward and backward pass, and the optimizer."""
     compression: float
@@ -140,7 +140,7 @@ class StepTime:
 
 
 def step_time(step: Step, link: Network, ranks: int) -> StepTime:
-    """Return how long the step takes with so many ranks.
+    """Return the step's time for this number of ranks.
 
     Raises:
         ValueError: The ranks do not fill their hosts.
@@ -273,7 +273,7 @@ class _Rank:
         task.begun += 1
 
     def _work(self, seconds: float) -> None:
-        """Let the worker thread compress for so many seconds of a core."""
+        """Let the worker thread compress for this many seconds of a core."""
         if self.step.cores > 1:
             computed = min(seconds, self._goal - self.done)
             self.now, self.done = self.now + seconds, self.done + computed
@@ -283,7 +283,7 @@ class _Rank:
             self.compression += seconds
 
     def _send(self, collectives: Sequence[tuple[str, int]]) -> tuple[float, float]:
-        """Put a round's collectives on the link; return when it will be through, and what it takes afterwards."""
+        """Put a round's collectives on the link; return when they will be done, and the seconds that follow."""
         transfers = [self._transfer(kind, payload) for kind, payload in collectives]
         for transfer in transfers:
             begin = max(self.now, self._free_at)
@@ -325,7 +325,7 @@ class _Rank:
         self.now = max(self.now, moment)
 
     def _when(self, seconds: float) -> float:
-        """Return the moment at which the core will have had so many seconds besides those of transfers."""
+        """Return the moment at which the core will have had this many seconds besides those of transfers."""
         self._forget_past_loads()
         moment = self.now
         for begin, end, share in self._loads:

@@ -1,11 +1,11 @@
-"""The profile of a model of which only the shapes are known: its compute is stated, and compression costs what it did.
+"""The profile of a model of which only shapes are known, with a stated compute time and measured costs of compression.
 
     compute        a third forward, two thirds backward, of which each bucket takes its share by elements
     buckets        as a DDP makes them
     payloads       counted: each compressor runs here once on random gradients, as one of the ranks
     compression    of a bucket, before round i:  bucket_seconds / (rounds + 1) + copy · Σ cost_i(parameter)
 
-A step without a link is what the step-time model makes of these, so a prediction adds nothing that the model lacks.
+The step without a link is computed by the step-time model, so that a prediction consists of the model alone.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Stated:
     """A model, and what a rank takes for its step without communication."""
 
     shapes: Sequence[Shape]
-    """Of its parameters, in its order."""
+    """The shapes of its parameters, in the model's order."""
     compute: float
     """Seconds of the forward and the backward pass."""
     optimizer: float = 0.0
     """Seconds."""
     cores: int = 1
     bucket_cap_mb: float | None = None
-    """Of the DDP, in MiB; None: its default."""
+    """The DDP's bucket size, in MiB; None: its default."""
     are_alike: bool = False
-    """Whether all parameters have one shape, so that one of them is counted for all."""
+    """True if all parameters have the same shape, so that one is counted for all."""
 
     def profile(self, costs: Mapping[str, HookCosts], ranks: int, copy: float) -> Profile:
         """Return the model's profile under hooks of known costs, on a processor that copies an element in `copy` s."""
@@ -100,7 +100,7 @@ class Stated:
 def _sends_of(
     compressor: Compressor, buckets: Sequence[tuple[Shape, ...]], ranks: int, *, are_alike: bool
 ) -> list[tuple[Sends, ...]]:
-    """Return what each bucket sends in each round.
+    """Return each bucket's payloads in each round.
 
     Buckets of the same shapes are counted once. If all parameters are alike, one of them is counted, and its payload
     multiplied, unless the bucket is padded as a whole.

@@ -29,7 +29,7 @@ PLAIN = "plain"
 LEAST_STEPS = 3
 """A median of fewer says nothing of their spread. As many of each setting follow one another in a turn."""
 MOST_STEPS = 42
-"""Of each setting, unless the user asks for more."""
+"""The most steps of each setting, unless the user asks for more."""
 _FIRST_STEPS = 2  # that do not count: the DDP rebuilds its buckets after its first, a hook allocates in its first
 _GRADIENTS_AT_THE_END = 3  # of which one is the last, in every step
 
@@ -53,7 +53,7 @@ class Turns:
     ) -> None:
         self.ranks = Ranks(group, ProfileError)
         self.world_size = as_ranks or self.ranks.world_size
-        """How many ranks there seem to be under a hook."""
+        """The number of ranks, real or pretended, under a hook."""
         self.places = places_of(self.ranks)
         self.cores = free_cores(self.places)
         self.records: dict[str, list[StepRecord]] = {PLAIN: [], **{one.label: [] for one in candidates}}
@@ -65,7 +65,7 @@ class Turns:
         self._last_gradients: list[Tensor] = []
 
     def run(self, steps: int | None, seconds: float) -> None:
-        """Take so many steps of each setting, or as many as fit into so many seconds."""
+        """Take `steps` steps of each setting, or as many as fit into `seconds`."""
         self._agree(steps)
         until = time.perf_counter() + seconds
         with self._watch:
@@ -91,7 +91,7 @@ class Turns:
 
     @property
     def _is_plain_again(self) -> bool:
-        """Whether the DDP goes back to its own all-reduce after a hook, as ddp_core's does."""
+        """True if the DDP goes back to its own all-reduce after a hook, as ddp_core's does."""
         return hasattr(self._ddp, "remove_comm_hook")
 
     def _try_a_step(self) -> None:
@@ -108,7 +108,7 @@ class Turns:
         self._kept.restore()
 
     def _pass(self, steps: int, until: float | None = None) -> None:
-        """Let every setting have a turn of so many steps; `until` is the moment at which the first pass should end."""
+        """Give every setting a turn of this many steps; the first pass should end by the moment `until`."""
         is_first = len(self.records[NOOP]) == 0
         if self._is_plain_again:
             if not is_first:
