@@ -1,4 +1,4 @@
-"""What runs in training, beside the hooks: a controller that changes compressors as the link changes."""
+"""A controller that changes compressors during training as the link changes."""
 
 from commhooks.control.adaptive import Adaptive, Decision
 from commhooks.control.rule import AdaptiveRule

@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 
 
 class Replaceable(Counting, Protocol):
-    """What is asked of an `Attachment`."""
+    """The part of an `Attachment` that the controller uses."""
 
     @property
     def compressor(self) -> Compressor:

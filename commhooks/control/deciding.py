@@ -1,10 +1,11 @@
-"""Which compressor of a ladder pays on a link that changes: decided from what a rank sees between two steps.
+"""The choice of a compressor from a ladder as the link changes, made from what a rank measures between two steps.
 
 The decision is a function of numbers that are the same on every rank, and of what was decided before: no clock, no
 process group, nothing random. `Adaptive` measures the numbers, exchanges them, and acts.
 
-Every rung is known by what it sent in a step, and by the steps that it took. If a step of a rung took T seconds on a
-link where its collectives need N seconds (`Link.transfer`), then on a link where they need N' it should take
+Each rung is described by the bytes that it sent in a step, and by the time of its steps. If a step of a rung took T
+seconds on a link where its collectives need N seconds (`Link.transfer`), then on a link where they need N' it should
+take
 
     T + max(0, N' - H) - max(0, N - H)
 
@@ -42,11 +43,12 @@ class Seen:
     """A step as all ranks see it, in seconds."""
 
     seconds: float
-    """Of the whole step, on the rank where it took longest."""
+    """Seconds of the whole step, on the slowest rank."""
     waiting: float
-    """For collectives, on the rank that waited least: the one that came last waits for the link alone."""
+    """Seconds of waiting for collectives, on the rank that waited least: the last rank to arrive waits for the link
+    alone."""
     exposed: float
-    """What the backward pass did not hide, on the rank where that took longest."""
+    """Seconds of waiting that the backward pass did not hide, the largest over ranks."""
     sends: Sends
 
 
@@ -60,7 +62,7 @@ class Move:
 
 
 class Decider:
-    """Decides for a ladder of so many rungs; on every rank alike."""
+    """Choices for a ladder of `rungs` rungs, the same on every rank."""
 
     def __init__(self, rungs: int, ranks: int, rung: int, rule: FullRule) -> None:
         self.ranks, self.rule = ranks, rule
@@ -217,7 +219,7 @@ class Decider:
         return best < memory.rung or predicted[best] < (1 - self.rule.margin) * predicted[memory.rung]
 
     def _best(self, predicted: Sequence[float], *, everyone: bool) -> int:
-        """Return the first rung that is about as fast as the fastest; of those that are not banned, or of all."""
+        """Return the first rung that is about as fast as the fastest, among rungs that are not banned, or among all."""
         memory = self._memory
         numbers = [
             number
@@ -243,7 +245,7 @@ _SMALL = 4  # bytes
 
 
 def link_of(seconds_of_small: float, seconds: float, payload: int, ranks: int) -> Link:
-    """Return the link on which an all-reduce of 4 bytes and one of so many take so many seconds."""
+    """Fit a `Link` to the seconds of a 4-byte and a `payload`-byte all-reduce."""
     (small, steps), (large, _) = (_on_link(payload, ranks) for payload in (_SMALL, payload))
     on_wire = max(seconds - seconds_of_small, 0.1 * seconds)  # noise may make the large one the faster
     rate = 8 * (large - small) / on_wire
@@ -262,7 +264,7 @@ def sends_of(counts: Sequence[tuple[str, float, float]]) -> Sends:
 
 
 def _are_same(one: float, other: float, seconds: float) -> bool:
-    """Return whether two times on the link are close enough to be those of the same link."""
+    """Return whether two times are close enough to come from an unchanged link."""
     return max(one, other) <= max(_SAME * min(one, other), min(one, other) + _SHORT * seconds)
 
 

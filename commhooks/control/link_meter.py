@@ -21,11 +21,12 @@ from commhooks.errors import AttachError, CollectiveError, SettingsError
 from commhooks.scheduling.ledger import Statistics
 
 _SLICE_SECONDS = 0.2
-"""How often a rank that waits for the others checks whether one of them has given up, and answers a roll call."""
+"""Seconds between two checks of a waiting rank: whether another rank has given up, and whether a roll call is to be
+answered."""
 
 
 class Counting(Protocol):
-    """What the meter asks of an `Attachment`."""
+    """The part of an `Attachment` that the meter uses."""
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -34,7 +35,7 @@ class Counting(Protocol):
 
     @property
     def hook_timeout(self) -> float | None:
-        """The limit of a collective, in seconds; None: that of the group."""
+        """The limit of a collective, in seconds; None: the group's."""
         ...
 
     def statistics(self) -> Statistics:

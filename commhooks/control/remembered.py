@@ -1,4 +1,5 @@
-"""What a controller remembers of its ladder, as plain data in a checkpoint; what is read is checked, entry by entry."""
+"""A controller's memory of its ladder, stored in checkpoints as plain data and checked entry by entry when it is
+read."""
 
 from __future__ import annotations
 
@@ -11,34 +12,34 @@ from commhooks.communicators.collective import KINDS
 from commhooks.errors import CheckpointError
 
 Sends = tuple[tuple[str, int, int], ...]
-"""What a rank sends in a step: (kind, payload bytes of all, number) of its collectives."""
+"""A rank's messages in a step: for each kind of collective (kind, total payload bytes, number)."""
 _MOST_WHOLE = 2**63 - 1
 
 
 class OnLink(NamedTuple):
-    """What a step of a rung took on one link, in seconds."""
+    """The time of a rung's step on one link, in seconds."""
 
     network: float
-    """That its collectives need there."""
+    """Seconds that its collectives need on that link."""
     seconds: float
     least: float
     """Without exposed waiting."""
 
     def slower_by(self, shift: float) -> OnLink:
-        """Return the same for a step in which everything but the link takes longer, by so many seconds."""
+        """Return the same for a step in which everything but the link takes this many seconds longer."""
         return OnLink(self.network, max(0.0, self.seconds + shift), max(0.0, self.least + shift))
 
 
 @dataclasses.dataclass
 class Rung:
-    """What is known of a rung."""
+    """Everything known of a rung."""
 
     sends: Sends = ()
     steps: list[OnLink] = dataclasses.field(default_factory=list)
     """One for each link that it ran on, the newest last."""
     banned_until: int = 0
     ban: int = 0
-    """How long the last one was."""
+    """The length of the last ban, in steps."""
 
 
 @dataclasses.dataclass
@@ -57,18 +58,18 @@ class Memory:
     hidden: float = 0.0
     """The most that it has hidden so far."""
     waiting: float = 0.0
-    """In the step before the last probe, to which later steps are compared."""
+    """Seconds of waiting in the step before the last probe, to which later steps are compared."""
     change: float = 0.0
     """The part of a step by which waiting must have changed."""
     latency: float = 0.0
     rate: float = 0.0
-    """Of the link when it was last probed; 0: never."""
+    """The link's rate when it was last probed; 0: never."""
     before: int | None = None
     """The rung before this one."""
     favourite: int | None = None
     """The rung that the last probe was for."""
     has_changed: bool = False
-    """Whether the last step's waiting differed from the step's that others are compared to."""
+    """True if the last step's waiting differed from the reference step's."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""

@@ -42,8 +42,8 @@ class FullRule(AdaptiveRule):
     """A rule with what the controller itself sees to. It is saved whole, since earlier versions let users set all."""
 
     tie: float = 0.02
-    """Of rungs whose steps differ by no more than this part, the earliest on the ladder is used. Higher: a more exact
-    compressor, if the ladder begins with those, at the cost of time. At least 0 and below margin."""
+    """Among rungs whose steps differ by at most this fraction, the first on the ladder is used. Higher: a more exact
+    compressor, if the ladder begins with exact ones, at the cost of time. At least 0 and below margin."""
     visit: int = 3
     """Steps on each rung at first, and on a rung that was moved to, before it is judged; the first is not counted."""
     change: float = 0.1
@@ -55,8 +55,8 @@ class FullRule(AdaptiveRule):
     """A step that takes this many times as long as another rung would moves at once. A smaller difference must be seen
     in two successive steps."""
     regret: int = 16
-    """A rung that is left for the one before within so many steps was a mistake, and is not moved to again for as many
-    steps, then twice as many, and so on, unless the move is urgent."""
+    """A rung that is left within this many steps for the rung used before it was a mistake. It is banned for as many
+    steps, and each further mistake doubles the ban; an urgent move ignores it."""
 
     @classmethod
     def of(cls, rule: AdaptiveRule) -> FullRule:

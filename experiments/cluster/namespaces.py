@@ -42,7 +42,7 @@ class HostState:
 
 
 def check_hosts(hosts: int) -> None:
-    """Raise an error if a cluster cannot have so many hosts.
+    """Raise an error if a cluster cannot have this many hosts.
 
     Raises:
         ValueError: There are none, or more than addresses.
@@ -264,7 +264,7 @@ def hosts_on(link: LinkSettings, hosts: int) -> AbstractContextManager[Cluster |
 
 
 def clusters() -> list[Cluster]:
-    """Return all clusters of this machine, sorted by name; those of dead processes are removed first."""
+    """Return all clusters of this machine, sorted by name, after removing those of dead processes."""
     remove_abandoned()
     return [Cluster(record.name, record.hosts) for record in records()]
 

@@ -1,4 +1,4 @@
-"""Whether this machine can have a cluster of namespaces, checked before anything is made."""
+"""A check whether this machine can have a cluster of namespaces, before anything is made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def require() -> None:
     """Raise an error if there can be no cluster here.
 
     Raises:
-        ClusterError: The message is that of `why_not`.
+        ClusterError: With the message of `why_not`.
 
     """
     reason = why_not()

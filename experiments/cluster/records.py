@@ -1,7 +1,7 @@
-"""What remains of a cluster if the process that made it is killed: a file that says who owned which namespaces.
+"""The record of a cluster that survives the process which made it: a file that names the owner of its namespaces.
 
-The file is there before the first namespace, and goes after the last one. So the next process finds the record of an
-owner that is dead, and removes whatever there is.
+The file is written before the first namespace is made and removed after the last one. The next process thus finds the
+record of a dead owner, and removes whatever is left.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Owner:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is still running."""
+        """True if the process is still running."""
         return self.boot == _BOOT.read_text().strip() and self.started == _started(self.pid)
 
 
@@ -51,7 +51,7 @@ class Record:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its owner ended without removing it."""
+        """True if its owner ended without removing it."""
         return self.owner is not None and not self.owner.is_alive
 
     def write(self) -> None:

@@ -1,12 +1,12 @@
-"""The rate of a link: what `tc` is told about an interface, and what it says.
+"""The rate of a link, set and read by `tc`.
 
 HTB with one class, rather than TBF. A token bucket must be at least as large as a packet, and the kernel hands packets
 of up to 64 kB to a virtual interface, to be divided late (GSO): 52 ms of a link at 10 Mbit/s would pass at once. HTB
 lets a packet through when there is any credit, and waits until it is paid for, so that the bucket may be small; and a
 slower rate can be set while large packets wait in the queue, for which a TBF's new bucket would be too small for ever.
 
-The kernel charges a large packet with the headers of all frames into which it would be divided. So the rate is that
-of a wire, of which TCP's data gets 1,448 / 1,514.
+The kernel charges a large packet with the headers of all frames into which it would be divided. The rate is therefore a
+wire's, of which TCP's data gets 1,448 / 1,514.
 """
 
 from __future__ import annotations

@@ -96,12 +96,12 @@ class Model:
 
     @property
     def elements(self) -> int:
-        """Of one parameter."""
+        """The elements of one parameter."""
         return torch.Size(self.shape).numel()
 
     @property
     def buckets(self) -> int:
-        """How many its DDP makes."""
+        """The number of buckets that its DDP makes."""
         return round(4 * self.elements * self.count / 2**20 / self.bucket_mib)
 
     def make(self) -> nn.Module:
@@ -115,7 +115,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to measure."""
+    """The settings of a measurement."""
 
     hooks: tuple[str, ...] = HOOKS
     matrices: tuple[Model, ...] = (
@@ -127,7 +127,8 @@ class Plan:
     split: Model = Model((256, 256), 32, 0.25)  # as in `matrices`, in more buckets
     turns: int = 9
     passes: int = 3
-    """Of everything, one after the other: other work on the machine then disturbs one of them, not a hook's figure."""
+    """The number of passes over all hooks. Other work on the machine then disturbs one pass, and not a hook's
+    figure."""
 
 
 def measure(plan: Plan, tell: Callable[[str], None]) -> Costs:
@@ -255,7 +256,7 @@ def _costs_of(compressor: Compressor, plan: Plan, copy: float, by_dtype: Mapping
 
 
 def _growth(few: Added, many: Added) -> tuple[float, ...]:
-    """Return by how much each rank beyond two increases the cost of each round, and after the last."""
+    """Return the fractions by which each rank beyond two increases the cost of each round, and after the last one."""
     # Only after a gather does a rank get answers that grow with the ranks.
     grows = [False, *(any(kind == "all-gather" for kind, _ in sent) for sent in few.sends)]
     found = []
@@ -266,7 +267,7 @@ def _growth(few: Added, many: Added) -> tuple[float, ...]:
 
 
 def _round_seconds(plan: Plan, hop: float) -> float:
-    """Return what a round of real collectives adds to a step, besides its messages: with one that sends few bytes."""
+    """Return the seconds that a round of few real bytes adds to a step, besides its messages."""
     compressor = make_hook(Spec.parse(_SMALL))
     pretended = _added(compressor, plan.split, plan.turns, clock=time.perf_counter).seconds
     real = _added(compressor, plan.split, plan.turns, clock=time.perf_counter, is_real=True).seconds
@@ -275,13 +276,13 @@ def _round_seconds(plan: Plan, hop: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Added:
-    """What a hook adds to a step."""
+    """The time that a hook adds to a step."""
 
     seconds: float
     by_round: tuple[float, ...]
-    """Seconds of compression before each round and after the last, of all buckets together."""
+    """Seconds of compression before each round and after the last one, summed over buckets."""
     sends: tuple[Sends, ...]
-    """Of the bucket with most rounds."""
+    """The messages of the bucket with the most rounds."""
 
 
 def _added(
@@ -293,9 +294,9 @@ def _added(
     as_ranks: int | None = None,
     is_real: bool = False,
 ) -> Added:
-    """Return what a hook adds to a step: the median over the turns, and of the whole the mean over the ranks.
+    """Return the time that a hook adds to a step: the median over turns; the whole is the mean over ranks.
 
-    Its collectives are answered at once, as to one of so many ranks, unless they are to be real, over the loopback.
+    Its collectives are answered at once, as if to one of `as_ranks` ranks, or are real ones over the loopback.
     """
     plain = ddp_core.DistributedDataParallel(model.make(), bucket_cap_mb=model.bucket_mib)
     plain.register_comm_hook(None, _answer)
@@ -324,7 +325,7 @@ def _added(
 
 
 def _by_round(buckets: Sequence[BucketRecord]) -> list[float]:
-    """Return the seconds of compression before each round and after the last, of all buckets together."""
+    """Return the seconds of compression before each round and after the last one, summed over buckets."""
     rounds = zip_longest(*(bucket.seconds for bucket in buckets), fillvalue=0.0)
     return [*map(sum, rounds), sum(bucket.after for bucket in buckets)]
 

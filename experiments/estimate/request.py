@@ -1,4 +1,4 @@
-"""What the command asks for, as text, and the estimate that answers it."""
+"""The settings of the command, as text, and the estimate that they ask for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WARM_UP, _STEPS = 1, 3  # of a task whose compute is not stated
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to estimate; everything as on the command line."""
+    """The settings of an estimate, written as on the command line."""
 
     parameters: str | None = None
     task: str | None = None  # instead of parameters

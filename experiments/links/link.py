@@ -126,7 +126,7 @@ class LinkSettings:
         )
 
     def seconds_for(self, collective: Collective, world_size: int, *, at: float = 0.0) -> float:
-        """Return the least time that Gloo needs over this link, among those of `world_size` ranks that take part.
+        """Return the least time that Gloo needs over this link, if `world_size` ranks take part.
 
         `at` is the second of the run at which the collective begins. The link connects machines: transfers inside a
         machine take no time on it.

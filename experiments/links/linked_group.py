@@ -42,7 +42,7 @@ class LinkedGroup(dist.ProcessGroup):
         self.inner = inner
         self.wire = wire
         self.traffic: dict[str, KindTraffic] = {}
-        """What this rank has sent, by kind of collective, as `Collective.ring_bytes` counts it."""
+        """The bytes that this rank has sent, by kind of collective, as counted by `Collective.ring_bytes`."""
         self._waits = waits
         self._lock = threading.Lock()  # callbacks start collectives from several threads
         self._threads: list[threading.Thread] = []
@@ -53,7 +53,7 @@ class LinkedGroup(dist.ProcessGroup):
         return self._start("all-reduce", tensors, "allreduce", tensors, options)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]  # as above
-        """Start to overwrite a tensor with that of one rank."""
+        """Start to overwrite a tensor with one rank's."""
         return self._start("broadcast", tensors, "broadcast", tensors, options)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]  # as above

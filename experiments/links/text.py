@@ -105,7 +105,7 @@ def fields_in(text: str) -> dict[str, Any]:
 
 
 def text_of(fields: Mapping[str, Any]) -> str:
-    """Return the shortest text from which `fields_in` reads these fields, all of which are given."""
+    """Return the shortest text from which `fields_in` reads exactly these fields."""
     rate, schedule = fields["bits_per_second"], fields["schedule"]
     pieces = []
     if rate is not None or schedule:
@@ -138,7 +138,7 @@ def _pairs_in(rest: str, text: str) -> dict[str, str]:
 
 
 def _rates_in(text: str) -> tuple[float | None, Schedule]:
-    """Return the rate at first, and those that follow, in a text such as '100Mbit/s+10Mbit/s@30s'."""
+    """Return the first rate and the later ones of a text such as '100Mbit/s+10Mbit/s@30s'."""
     first, *later = text.split("+")
     schedule = []
     for piece in later:

@@ -1,4 +1,4 @@
-"""How much of the communication hides behind the backward pass.
+"""The share of communication that overlaps the backward pass.
 
 Three things are timed in turns: a local step (compute), the collectives of a step with nothing to compute
 (communication), and a step under DDP, which does both.
@@ -37,7 +37,7 @@ _TIMEOUT_SECONDS = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapSettings:
-    """What to time."""
+    """The settings of a measurement."""
 
     task: Spec = field(default_factory=lambda: Spec("gpt"))  # with a setting `batch_size`, which is chosen here
     ranks: int = 2

@@ -37,7 +37,7 @@ _VALIDATED = 3  # hooks, besides the all-reduce
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What to plan for."""
+    """The settings of a plan."""
 
     profile: ProfileAsked
     probe_seconds: float = 20.0
@@ -50,7 +50,7 @@ class Asked:
 
     @property
     def link(self) -> LinkSettings:
-        """What is between the ranks."""
+        """The network between the ranks."""
         return self.profile.link
 
     @property

@@ -27,7 +27,7 @@ _MEBI = 2**20
 
 @dataclass(frozen=True)
 class Asked:
-    """What to probe."""
+    """The settings of a probe."""
 
     link: LinkSettings
     seconds: float
@@ -82,7 +82,7 @@ def probe_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
 
 
 def probe_link(asked: Asked) -> Probe:
-    """Return the probe of a link that is there, or emulated; all ranks call it."""
+    """Return the probe of the real or emulated link; all ranks must call it."""
     return probe(
         seconds=asked.seconds,
         # A rank stands for a host, unless it is said otherwise or torchrun knows.

@@ -38,7 +38,7 @@ _SILENCE = 300.0  # seconds beyond those of the profile itself: a task may take 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What to profile."""
+    """The settings of a profile."""
 
     task: Spec
     hooks: tuple[Spec, ...] | None = None  # None: those that a profile has by default
@@ -114,7 +114,7 @@ def stepper(asked: Asked) -> Iterator[Stepper]:
 def profile_step(
     step: Stepper, asked: Asked, *, as_ranks: int | None = None, group: dist.ProcessGroup | None = None
 ) -> Profile:
-    """Return the profile of a task's steps, as one of so many ranks or of the group's; all of the group call it."""
+    """Return the profile of a task's steps, as one of `as_ranks` or of the group's ranks; all ranks must call it."""
     return commhooks.profile(
         step.ddp,
         step,
@@ -129,7 +129,7 @@ def profile_step(
 
 
 def candidates_of(asked: Asked) -> list[Candidate] | None:
-    """Return the hooks asked for; None: those of a profile by default."""
+    """Return the hooks asked for; None: a profile's default hooks."""
     if asked.hooks is None:
         return None
     own = [(spec, make_hook(spec, asked.seed)) for spec in asked.hooks if label_in_profile(spec.label) != ALL_REDUCE]

@@ -1,4 +1,4 @@
-"""What `commhooks plan` says about seldom communication."""
+"""The section of `commhooks plan` about seldom communication."""
 
 from __future__ import annotations
 

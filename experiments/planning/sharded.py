@@ -1,4 +1,4 @@
-"""What `commhooks plan --sharded` says about FSDP2."""
+"""The section of `commhooks plan --sharded` about FSDP2."""
 
 from __future__ import annotations
 

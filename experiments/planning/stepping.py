@@ -23,9 +23,9 @@ _LEAST_TURNS, _MOST_TURNS = 3, 14
 def measure_steps(
     step: Stepper, candidates: Sequence[Candidate], seconds: float, wrap: WrapCommunicator | None = None
 ) -> Mapping[str, Sequence[float]]:
-    """Return the seconds of steps under every hook, each as long as on the slowest rank.
+    """Return the seconds of steps under every hook, each taken from the slowest rank.
 
-    The hooks take turns for so many seconds or less, but at least three turns each. All ranks return the same.
+    The hooks take turns for at most `seconds`, but at least three turns each. All ranks return the same.
     """
     found: dict[str, list[float]] = {one.label: [] for one in candidates}
     deadline = time.perf_counter() + seconds

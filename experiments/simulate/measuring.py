@@ -41,7 +41,7 @@ _LARGEST_ANSWER = 2e9  # bytes; what would be gathered from more ranks is not co
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What to measure."""
+    """The settings of a measurement."""
 
     task: Spec
     hooks: tuple[Spec, ...]
@@ -54,7 +54,7 @@ class Asked:
 
     @property
     def profile(self) -> ProfileAsked:
-        """What each profile is asked for."""
+        """The request of each profile."""
         return ProfileAsked(
             task=self.task,
             hooks=self.hooks,
@@ -152,7 +152,7 @@ def _counted(spec: Spec, profiles: Sequence[Profile], gradients: Mapping[str, Te
 
 
 def _largest_answer(payloads: Payloads, ranks: int) -> float:
-    """Return the bytes gathered by so many ranks in a round, if payloads shrank no further."""
+    """Return the bytes that this many ranks gather in a round, if payloads shrink no further."""
     gathered = [
         payload * ranks for rounds in payloads for sends in rounds for kind, payload in sends if kind == "all-gather"
     ]

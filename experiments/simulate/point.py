@@ -1,4 +1,4 @@
-"""One prediction: a hook on so many ranks."""
+"""One prediction: a hook on a number of ranks."""
 
 from __future__ import annotations
 

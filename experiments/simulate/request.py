@@ -1,4 +1,4 @@
-"""What to simulate, and whether it can be."""
+"""The settings of a simulation, checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLE, PICTURE, DATA = "simulation.csv", "utilisation.png", "simulation.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to simulate."""
+    """The settings of a simulation."""
 
     hooks: tuple[Spec, ...]
     ranks: tuple[int, ...]

@@ -100,7 +100,7 @@ def simulate_measured(request: Request, series: Series) -> Simulation:
 
 
 def simulate_sizes(request: Request) -> Simulation:
-    """Return the simulation of a model of which only the number of parameters and the compute are known."""
+    """Return the simulation of a model given only by its number of parameters and its compute."""
     assert request.parameters is not None and request.compute is not None, "checked before"
     seconds = Compute.parse(request.compute).seconds
     assert seconds is not None, "checked before"

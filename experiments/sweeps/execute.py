@@ -57,18 +57,18 @@ def execute(
     going_on: GoingOn | None = None,
     known: Mapping[RunSettings, RunResult] = MappingProxyType({}),
 ) -> Made:
-    """Make the runs in order, and write the result of each into `out`/results as soon as it is known.
+    """Train the runs in order, and write each result into `out`/results as soon as it is known.
 
-    Runs that differ only in their hooks take turns. If a rank fails, the runs of that scene are made again, one by one,
-    and only those that fail alone count as failed. Runs in progress are saved in `out`/progress once a minute and at
-    Ctrl-C, and go on there when they are made again (`experiments.training.progress`).
+    Runs that differ only in their hooks take turns. If a rank fails, the runs of that scene are repeated one by one,
+    and only runs that fail alone count as failed. Runs in progress are saved in `out`/progress once a minute and at
+    Ctrl-C, and continue from there when they are run again (`experiments.training.progress`).
 
     Args:
-        runs: What to run.
+        runs: The runs.
         out: The folder given by --out.
-        listener: Hears every message about a run.
-        going_on: What the runs go on to after their steps; None: they end there.
-        known: Earlier results, which may be those of a baseline.
+        listener: Receives every message about a run.
+        going_on: The goals for which runs continue after their steps; None: they end there.
+        known: Earlier results, which may include a baseline's.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; the ranks are ended, every finished result is written, and the others are saved.
@@ -102,7 +102,7 @@ def starts(runs: Sequence[RunSettings]) -> int:
 
 
 def _worlds(runs: Sequence[RunSettings]) -> Iterator[list[RunSettings]]:
-    """Yield runs that can be made by the same processes: as many ranks, and the same hosts."""
+    """Yield groups of runs that the same processes can make: with the same number of ranks and the same hosts."""
     for _, group in groupby(runs, lambda one: (one.ranks, _shared(one))):
         yield list(group)
 
@@ -117,7 +117,7 @@ def _shared(settings: RunSettings) -> object:
 
 
 def _after_failure(attempt: _Attempt, out: Path, listener: Listener, made: Made, error: WorldError) -> None:
-    """Make each unfinished run of the scene that failed alone; record those that fail again."""
+    """Repeat each unfinished run of the failed scene alone, and record the runs that fail again."""
     if not attempt.scene:  # the ranks did not even start, for which no run is to blame
         raise error
     suspects = [settings for settings in attempt.scene if settings not in made.results]
@@ -144,7 +144,7 @@ def saved_steps(out: Path, settings: RunSettings) -> int:
 
 
 def goes_on_from(out: Path, runs: Iterable[RunSettings]) -> list[int]:
-    """Return after how many steps runs were saved, of those that go on there when all of these are made again."""
+    """Return the saved step of each run that would continue from there if all these runs were made again."""
     scenes: dict[RunSettings, list[RunSettings]] = {}
     for settings in runs:
         scenes.setdefault(settings.scene, []).append(settings)
@@ -289,7 +289,7 @@ def _loading_seconds(runs: Sequence[RunSettings]) -> float:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What was learned from loading a task once."""
+    """The facts learned by loading a task once."""
 
     seconds: float
     elements: int  # of the model

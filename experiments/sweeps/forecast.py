@@ -1,4 +1,4 @@
-"""How long runs will take, from what finished ones took and from the bytes that cross the link."""
+"""A forecast of the runs' time, from finished runs and from the bytes that cross the link."""
 
 from __future__ import annotations
 

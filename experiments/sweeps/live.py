@@ -1,4 +1,4 @@
-"""What the terminal shows while runs go."""
+"""The terminal's display during runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _tell(each: Sequence[Listener], settings: RunSettings, message: object) -> N
 
 @dataclass
 class _Row:
-    """What is shown of one run."""
+    """The displayed facts of one run."""
 
     settings: RunSettings
     step: int = 0

@@ -27,7 +27,7 @@ _RUN = re.compile(r".+\.seed-\d+\.[0-9a-f]{8}")  # how the files of a run are na
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a command writes into its folder."""
+    """The files that a command writes into its folder."""
 
     files: Mapping[str, str]  # the beginning of each file's text, by name
     folders: tuple[str, ...]
@@ -54,8 +54,8 @@ def prepare_folder(out: Path, contents: Contents = COMPARISON, *, overwrite: boo
 
     Raises:
         ValueError: With `overwrite`, the folder holds anything that this command has not written. Without it, the
-            folder holds results, or, if results are added to those that are there, anything that would be replaced and
-            that this command has not written. Or the folder cannot be read or written.
+            folder holds results; or, if results may be added, anything that would be replaced and that this command has
+            not written. Or the folder cannot be read or written.
 
     """
     try:

@@ -1,4 +1,4 @@
-"""How long the runs that are left will take, estimated from the steps made so far."""
+"""An estimate of the remaining time, from the steps made so far."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class _Turns:
 
 
 class Pace:
-    """The time left for some runs, which take turns.
+    """The remaining time of runs that take turns.
 
     A run's turn is the time from the previous message of any run to its own. A run that has not begun is expected to
-    take the turns of its kind, which other seeds may have had; or else those of the most similar kind, less the time
-    that their bytes took on that kind's link and plus what they take on this one.
+    take as long as runs of its kind (with other seeds). If there are none, it takes as long as the most similar kind,
+    minus the time of the bytes on that kind's link, plus their time on this one.
     """
 
     def __init__(

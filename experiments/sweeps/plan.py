@@ -53,18 +53,18 @@ def plan(
     bucket_cap_mb: float | None = None,
     evaluate_every: int = 20,
 ) -> tuple[RunSettings, ...]:
-    """Return a run for every combination; those that differ only in their hook are neighbours.
+    """Return a run for every combination; runs that differ only in their hook are neighbours.
 
     Args:
         tasks: Names of tasks, with settings.
         hooks: Hooks as text, such as 'powersgd:rank=4'.
         links: The links between the ranks, as text or settings.
-        seeds: Of model, data and compressors.
-        optimizers: As text, such as 'sgd:lr=0.1'; None: the task's own.
-        ranks: How many; None: torchrun's world size, or 2.
+        seeds: Seeds of the model, the data and the compressors.
+        optimizers: Optimizers as text, such as 'sgd:lr=0.1'; None: the task's own.
+        ranks: The number of ranks; None: torchrun's world size, or 2.
         steps: Optimizer steps; None: each task's own number.
         size: The preset of built-in tasks that name none; None: each task's default.
-        compute: What a step's compute takes on the user's processor; None: what it takes here.
+        compute: The time of a step's compute on the user's processor; None: its time here.
         ddp: 'core', 'torch', or 'sharded' for FSDP2.
         bucket_cap_mb: MiB; None: the DDP's own.
         evaluate_every: Steps between two evaluations.
@@ -127,7 +127,7 @@ def combinations(chosen: Mapping[str, Sequence[Any]]) -> tuple[RunSettings, ...]
 
 
 def in_turn(runs: Sequence[RunSettings]) -> tuple[RunSettings, ...]:
-    """Return the runs in an order in which those that differ only in their hook are neighbours, and take turns.
+    """Return the runs such that those which differ only in their hook are neighbours and take turns.
 
     Raises:
         ValueError: A run is listed twice.

@@ -131,7 +131,7 @@ def load_table(*folders: str | Path, steps: bool = False) -> pandas.DataFrame:
     """Load the results of any number of folders into one pandas table.
 
     Args:
-        folders: Each is a command's --out, or its folder `results`. A run that is in several of them has one row.
+        folders: Each is a command's --out, or its folder `results`. A run found in several of them has one row.
         steps: Return a row for each step instead of one for each run.
 
     Returns:
@@ -143,13 +143,12 @@ def load_table(*folders: str | Path, steps: bool = False) -> pandas.DataFrame:
         Then, for each run, about the steps asked for: `held_out_loss` and other metrics after the last of them
         (`held_out_accuracy`, 0 to 1); `train_loss`, the mean of the last ten; `seconds` of training; the medians of a
         step that was not probed (of a round's mean step, with DiLoCo), `median_step_seconds`, and of its parts,
-        `median_compute_seconds`, `median_compression_seconds` and `median_waiting_seconds`; `moved_bytes`, what a rank
-        sent, as a ring moves it;
-        `interface_bytes`, the same as counted by the host's network interface, or NaN; `ratio`, the bytes of a plain
-        all-reduce over `moved_bytes`. A run may have gone on after these steps: `all_steps`, `all_seconds` and
-        `last_held_out_loss` are those of its end. `replicas_identical`: whether all ranks ended with the same
-        parameters; `parameters`, their number; `dilation`, seconds here for one second in the table, if compute was
-        stated.
+        `median_compute_seconds`, `median_compression_seconds` and `median_waiting_seconds`; `moved_bytes`, the bytes
+        that a rank sent, as a ring moves them; `interface_bytes`, the same as counted by the host's network interface,
+        or NaN; `ratio`, the bytes of a plain all-reduce over `moved_bytes`. A run may have gone on after these steps:
+        `all_steps`, `all_seconds` and `last_held_out_loss` are those of its end. `replicas_identical`: whether all
+        ranks ended with the same parameters; `parameters`, their number; `dilation`, seconds here for one second in the
+        table, if compute was stated.
 
         For each step: the fields of `experiments.runs.StepRecord`; those that are times have a name with their unit,
         such as `waiting_seconds`.

@@ -84,11 +84,11 @@ def check_presentation(baseline: str | None, target_loss: float | None, hooks: S
 
 
 def make(sweep: Sweep, console: Console) -> Made:
-    """Make the runs that are not finished, report them, and return all that were asked for (under torchrun on rank 0).
+    """Make the unfinished runs, report them, and return all that were asked for (under torchrun on rank 0).
 
     Raises:
-        ValueError: The folder cannot be used, another process uses it, or its results are those of another task; or the
-            link of a run is the real network, without torchrun.
+        ValueError: The folder cannot be used, another process uses it, or its results belong to another task; or a
+            run's link is the real network, without torchrun.
 
     """
     for settings in sweep.runs:
@@ -245,7 +245,7 @@ def _busy(results: Sequence[RunResult]) -> str | None:
 
 
 def _print_ending(sweep: Sweep, made: Made, console: Console) -> None:
-    """Say where everything is, and which runs failed."""
+    """Print where everything is, and which runs failed."""
     for settings, story in made.failures.items():
         _say(console, f"failed: {settings.label} ({settings.link.label}, {settings.ranks} ranks): {reason_of(story)}")
     if made.failures:

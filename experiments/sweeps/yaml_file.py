@@ -65,7 +65,7 @@ _CUT_OFF = re.compile(r"(?!rate=)[a-z_]+=[^:]*")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepFile:
-    """What a file asks for."""
+    """The contents of a file."""
 
     runs: tuple[RunSettings, ...]
     out: Path
