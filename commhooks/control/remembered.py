@@ -1,5 +1,4 @@
-"""A controller's memory of its ladder, stored in checkpoints as plain data and checked entry by entry when it is
-read."""
+"""A controller's memory of its ladder: plain data in checkpoints, checked entry by entry when it is read."""
 
 from __future__ import annotations
 
