@@ -206,13 +206,23 @@ def test_the_command_that_has_become_a_study_names_it_with_the_same_arguments(ba
     assert "reproduce" not in bare("--help")[1]
 
 
-@pytest.mark.parametrize("command", purpose.COMMANDS)
+@pytest.mark.parametrize("command", [name for name in purpose.COMMANDS if name != needs.WITHOUT_EXTRA])
 @pytest.mark.parametrize("rest", [[], ["--help"], ["--rate", "1Gbit/s"]], ids=["alone", "help", "options"])
 def test_a_command_without_the_extra_says_so_in_one_sentence(bare: Bare, command: str, rest: list[str]) -> None:
     extra = needs.extra_of(command)
     packages = {"cli": "typer", "experiments": "typer, scikit-learn"}[extra]
     sentence = f"commhooks {command} needs {packages}, not installed here: pip install 'commhooks[{extra}]'\n"
     assert bare(command, *rest) == (2, sentence)
+
+
+def test_the_environment_is_told_without_the_extra(bare: Bare, tmp_path: Path) -> None:
+    code, said = bare("env")
+    assert code == 0 and said.startswith("commhooks ") and "compiled passes" in said
+    code, said = bare("env", "--json", "-")
+    assert code == 0 and json.loads(said)["commhooks"]["version"] == commhooks.__version__
+    code, said = bare("env", "--json", str(tmp_path / "missing" / "env.json"))
+    assert code == 1 and said.startswith("error: ")
+    assert bare("env", "--rate")[0] == 2
 
 
 @pytest.mark.parametrize("command", [name for name in purpose.COMMANDS if needs.extra_of(name) == "experiments"])
@@ -236,6 +246,7 @@ THAT_NEITHER_DRAW_NOR_REPORT = [
     ["profile", "--task", "gpt:size=tiny", "--hook", "fp16", "--steps", "10"],
     ["hooks"],
     ["tasks", "digits"],
+    ["env"],
     ["cluster", "--help"],
 ]
 ONE_AFTER_ANOTHER = """

@@ -9,6 +9,7 @@ import typer
 
 from . import cluster
 from .compare import compare
+from .env import env
 from .estimate import estimate
 from .former import renewed
 from .help_texts import help_of
@@ -68,7 +69,7 @@ def commhooks(
     """Run before every command; do nothing except for --version."""
 
 
-for function in (estimate, plan, compare, sweep, report, profile, probe, hooks, tasks, simulate, leaderboard):
+for function in (estimate, plan, compare, sweep, report, profile, probe, hooks, tasks, env, simulate, leaderboard):
     name = function.__name__
     app.command(help=help_of(name), cls=Command)(function)
 app.add_typer(cluster.app, name="cluster")

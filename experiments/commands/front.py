@@ -7,9 +7,10 @@ import os
 import shlex
 import sys
 import tempfile
+from pathlib import Path
 from typing import NoReturn
 
-from .needs import EXTRAS, extra_of, missing, not_installed
+from .needs import EXTRAS, WITHOUT_EXTRA, extra_of, missing, not_installed
 from .purpose import COMMANDS, GROUPS, PURPOSE, version
 
 
@@ -17,14 +18,16 @@ def main() -> None:
     """Run the command line; if it lacks the packages that it needs itself, say what to install and exit with 2."""
     if sys.argv[1:2] == ["reproduce"]:  # for one release
         _say_where_it_is(sys.argv[2:])
-    if missing("cli"):
-        _explain()
-    else:
+    # torch.optim would otherwise make a folder here when it is imported, and leave it behind.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+    if not missing("cli"):
         from .cli import app
 
-        # torch.optim would otherwise make a folder here when it is imported, and leave it behind.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
         app()
+    elif sys.argv[1:2] == [WITHOUT_EXTRA]:
+        _print_environment(sys.argv[2:])
+    else:
+        _explain()
 
 
 def _say_where_it_is(words: list[str]) -> NoReturn:
@@ -34,6 +37,19 @@ def _say_where_it_is(words: list[str]) -> NoReturn:
     raise SystemExit(2)
 
 
+def _print_environment(words: list[str]) -> None:
+    """Run `commhooks env`, as commands/env.py does where Typer is installed, and exit with 0, or 1 if it fails."""
+    from ..environment import print_environment
+
+    parser = argparse.ArgumentParser(f"commhooks {WITHOUT_EXTRA}", description=COMMANDS[WITHOUT_EXTRA])
+    parser.add_argument("--json", type=Path, help="write the same into this file; -: to standard output")
+    try:
+        print_environment(parser.parse_args(words).json)
+    except OSError as error:
+        parser.exit(1, f"error: {error}\n")
+    parser.exit(0)
+
+
 def _explain() -> None:
     """Answer --help and --version; for every command, print one sentence and exit with 2."""
     width = max(map(len, COMMANDS)) + 2
@@ -41,7 +57,7 @@ def _explain() -> None:
     for group, commands in GROUPS.items():
         lines += [f"{group.lower()}:", *(f"  {name:{width}}{summary}" for name, summary in commands.items())]
     for extra in EXTRAS:
-        commands_with_it = [name for name in COMMANDS if extra_of(name) == extra]
+        commands_with_it = [name for name in COMMANDS if extra_of(name) == extra and name != WITHOUT_EXTRA]
         lines += ["", f"{', '.join(commands_with_it)} need {not_installed(extra)}"]
     parser = argparse.ArgumentParser(
         "commhooks",

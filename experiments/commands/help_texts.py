@@ -183,6 +183,18 @@ about 0.67 is the best possible, because the forward pass, a third of the comput
     commhooks tasks digits
     commhooks tasks my_task.py:task
 """,
+    "env": """
+It needs nothing but what commhooks itself needs. Names of hosts, users and folders are left out, so that the output \
+can be posted as it is; of variables that may contain them it tells only that they are set.
+
+[bold]For an issue report.[/bold]
+
+    commhooks env
+
+[bold]For a script[/bold], as JSON.
+
+    commhooks env --json -
+""",
     "plan": """
 The task is profiled and the link probed, which takes two minutes; then every hook's step is computed from both. \
 The guide (plan.md) explains how, and shows how close predictions are.

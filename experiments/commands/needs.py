@@ -15,7 +15,9 @@ _DRAWING = {
 }
 EXTRAS = {"cli": _CLI, "experiments": _CLI | _DRAWING}
 """What each extra installs: modules, and the packages that have them."""
-_LIGHT = ("estimate", "plan", "profile", "probe", "hooks", "tasks", "cluster")
+WITHOUT_EXTRA = "env"
+"""The command that runs wherever commhooks is installed."""
+_LIGHT = ("estimate", "plan", "profile", "probe", "hooks", "tasks", "cluster", WITHOUT_EXTRA)
 
 
 def extra_of(command: str) -> str:

@@ -24,6 +24,7 @@ GROUPS = {
     "Look up": {
         "hooks": "List the hooks, or show one's settings and card: source, idea, bytes and weakness.",
         "tasks": "List the tasks, or show one's settings.",
+        "env": "Print what an issue report needs: versions, backends, processors, compiled passes.",
     },
     "Lab": {
         "cluster": "Make a slow cluster on this machine: hosts in network namespaces, links with a real rate.",

@@ -1,0 +1,177 @@
+"""The software and the machine, as an issue report needs them: nothing that names the person or the machine."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import commhooks
+from commhooks.units import bytes_in_words, counted
+
+from .commit import commit_of_code
+
+FORMAT = 1
+"""Of the JSON text; increased when its readers must change."""
+PACKAGES = (
+    "torch", "numpy", "scipy", "typer", "rich", "matplotlib", "scikit-learn", "tensorboard", "jinja2", "pandas",
+    "pyyaml", "lightning", "pytorch-lightning", "accelerate", "transformers", "ray", "torchft", "torchft-nightly",
+)  # fmt: skip
+BACKENDS = ("gloo", "nccl", "mpi")
+_SHOWN = re.compile(r"COMMHOOKS_\w+|OMP_NUM_THREADS|MKL_NUM_THREADS")
+_NAMED = re.compile(r"(GLOO|NCCL|TORCH_NCCL)_\w+")  # their values may be addresses, interfaces or paths
+_FOLDERS = re.compile(r"(?<![\w.])/(?:[^\s/:()'\"]+/)+")
+_SECRET = re.compile(r"[/\\]")
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, system, processors, memory, backends, CUDA devices, compiled passes and variables.
+
+    Works with the packages that commhooks itself needs. Sizes are in bytes. Contains no names of hosts, users or
+    folders: values of variables that may contain them are None, and folders are cut from messages.
+    """
+    return {
+        "format": FORMAT,
+        "commhooks": {"version": commhooks.__version__, "commit": commit_of_code()},
+        "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
+        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "system": {
+            "name": f"{platform.system()} {platform.machine()}",
+            "release": platform.release(),
+            "libc": " ".join(filter(None, platform.libc_ver())),
+        },
+        "memory": _memory(),
+        **_of_torch(),
+        "variables": {
+            name: value if _SHOWN.fullmatch(name) and not _SECRET.search(value) else None
+            for name, value in sorted(os.environ.items())
+            if _SHOWN.fullmatch(name) or _NAMED.fullmatch(name)
+        },
+    }
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """Return what `environment` found as lines of text, a heading and a value in each."""
+    rows = list(_rows(found))
+    width = max(len(heading) for heading, _ in rows) + 2
+    return "".join(f"{heading:{width}}{value}\n" for heading, value in rows)
+
+
+def print_environment(place: Path | None) -> None:
+    """Print what `environment` finds, or write it into a file as JSON; with '-', print the JSON.
+
+    Raises:
+        OSError: The file cannot be written.
+
+    """
+    found = environment()
+    if place is None:
+        print(in_words(found), end="")
+        return
+    text = json.dumps(found, indent=1, allow_nan=False) + "\n"
+    if place == Path("-"):
+        print(text, end="")
+    else:
+        place.write_text(text, encoding="utf-8")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _of_torch() -> dict[str, Any]:
+    """Return what PyTorch tells; if it cannot be imported, why not."""
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        return {"error": f"import torch: {_without_folders(str(error))}"}
+    from commhooks import compiled
+    from commhooks.planning.place import processor_name, usable_processors
+
+    dist = torch.distributed
+    cuda = torch.cuda.is_available()
+    try:
+        passes = str(compiled())
+    except commhooks.CommHooksError as error:
+        passes = str(error)
+    return {
+        "processor": {
+            "name": processor_name(),
+            "cores": os.cpu_count(),
+            "usable_cores": len(usable_processors()),
+            "load": round(os.getloadavg()[0], 2),  # runnable processes, mean over the last minute
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        },
+        "backends": {name: dist.is_available() and getattr(dist, f"is_{name}_available")() for name in BACKENDS},
+        "cuda": {
+            "built_for": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else None,
+            "devices": [
+                {
+                    "name": one.name,
+                    "capability": f"{one.major}.{one.minor}",
+                    "memory_bytes": one.total_memory,
+                }
+                for one in map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if cuda else 0))
+            ],
+        },
+        "compiled_passes": _without_folders(passes),
+    }
+
+
+def _memory() -> dict[str, int | None]:
+    """Return the bytes of memory, and of those that programs can have now, where Linux tells."""
+    table = Path("/proc/meminfo")
+    lines = table.read_text(encoding="ascii").splitlines() if table.exists() else []
+    found = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.endswith(" kB")}
+    return {"total_bytes": found.get("MemTotal"), "available_bytes": found.get("MemAvailable")}
+
+
+def _without_folders(text: str) -> str:
+    """Return a message with the names of files alone: folders may contain a person's name."""
+    package = Path(commhooks.__file__).parent
+    return _FOLDERS.sub("", text.replace(f"{package}{os.sep}", ""))
+
+
+def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    own, python, system, memory = (found[name] for name in ("commhooks", "python", "system", "memory"))
+    yield "commhooks", f"{own['version']}, " + (f"commit {own['commit']}" if own["commit"] else "installed")
+    yield "Python", f"{python['version']} ({python['implementation']})"
+    yield from found["packages"].items()
+    yield "system", ", ".join(filter(None, (system["name"], system["release"], system["libc"])))
+    if memory["total_bytes"] is not None:
+        available = memory["available_bytes"]
+        free = f", {bytes_in_words(available)} available" if available is not None else ""
+        yield "memory", f"{bytes_in_words(memory['total_bytes'])}{free}"
+    if "error" in found:
+        yield "error", found["error"]
+    else:
+        yield from _rows_of_torch(found)
+    for name, value in found["variables"].items():
+        yield name, "is set" if value is None else value
+
+
+def _rows_of_torch(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    processor, cuda = found["processor"], found["cuda"]
+    yield "processor", f"{processor['name']}, {processor['capability']}"
+    yield "cores", f"{processor['usable_cores']} of {processor['cores']} usable, load {processor['load']}"
+    yield "threads", f"{processor['threads']} for one computation of PyTorch"
+    yield "backends", ", ".join(name for name, there in found["backends"].items() if there) or "none"
+    built = f"PyTorch is built for {cuda['built_for']}" if cuda["built_for"] else "PyTorch is built without it"
+    yield "CUDA", f"{built}, {counted(len(cuda['devices']), 'device')}"
+    if cuda["nccl"]:
+        yield "NCCL", cuda["nccl"]
+    for number, one in enumerate(cuda["devices"]):
+        memory = bytes_in_words(one["memory_bytes"])
+        yield f"CUDA device {number}", f"{one['name']}, {memory}, compute capability {one['capability']}"
+    yield "compiled passes", found["compiled_passes"].removeprefix("compiled passes: ")
