@@ -95,7 +95,7 @@ def test_a_compressor_has_its_own_outer_recipe_unless_one_is_given() -> None:
 
 
 def test_the_guide_has_the_outer_recipe_of_every_compressor() -> None:
-    text = (Path(__file__).parents[2] / "docs/guide/diloco.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/guide/diloco-rounds.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (?:`([a-z0-9-]+)`|any other) \| ([\d.]+) \| ([\d.]+|none) \|", text, re.M)
     found = {name: (float(rate), 0.0 if momentum == "none" else float(momentum)) for name, rate, momentum in rows}
     assert found == {name: (one.rate, one.momentum) for name, one in {**RECIPES, "": OTHERS}.items()}
