@@ -43,7 +43,7 @@ ASSUMPTIONS: Sequence[str] = (
     "launch. Other operators of several kernels: "
     + ", ".join(f"`{name}` {count}" for name, count in LAUNCHES.items() if name not in _OF_EACH_MATRIX)
     + ". These are guesses, the same for every hook.",
-    "Bytes are those of every tensor that a call reads or writes, once a call, as if nothing stayed in a cache. An "
+    "Bytes are counted for every tensor that a call reads or writes, once a call, as if nothing stayed in a cache. An "
     "expanded tensor counts with the memory that it has. Operators with indices touch the elements that these name, "
     "and the indices. Collectives are left out.",
     "The host waits where a value is read (`item`), where a size depends on values (`nonzero`, a mask as index), and "

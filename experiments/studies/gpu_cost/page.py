@@ -27,7 +27,7 @@ What hooks would ask of a GPU: launches, bytes and waits of the host, **counted,
 the page says nothing about the speed of one. Rows that begin with `torch.` are PyTorch's own hooks.
 
 One rank of {RANKS} takes a step with all of a model's gradients in one fp32 bucket, over a process group that answers
-at once (PyTorch's "fake" one). What is counted is the step after the first {STEPS_BEFORE}, on {{device}}. The times are
+at once (PyTorch's "fake" one). The step after the first {STEPS_BEFORE} is counted, on {{device}}. The times are
 from a machine on which {{load}} processes wanted to run. The page was made with
 
     {{command}}
@@ -83,8 +83,8 @@ def render(rows: Sequence[Row], command: str, device: str, load: float | int | s
 
 
 _OF_BYTES = (
-    "The least bytes are those of reading the gradient, writing the mean, and reading and writing what the hook keeps "
-    "of its own: residuals, momenta."
+    "The least bytes are needed to read the gradient, to write the mean, and to read and write the hook's own state: "
+    "residuals, momenta."
 )
 _OF_HOST = (
     "The host's time is the hook's Python, measured on the machine that counted in a step whose operators are left "
