@@ -46,29 +46,29 @@ def compare(
 ) -> pandas.DataFrame:
     """Train every task under every hook, over every link, with every seed, and return a table with a row for each run.
 
-    Runs whose result is in the folder are not run again, so that calling this again continues what was interrupted. The
+    Runs with a result in the folder are not run again, so calling this again continues an interrupted comparison. The
     folder receives the same report as from `commhooks compare`. Ranks are new processes, which import the script again:
     call this under `if __name__ == "__main__":`.
 
     Args:
         tasks: Names of tasks: 'digits', 'gpt:size=small', or functions of your own, 'folder/file.py:function'.
         hooks: Names of hooks, with settings: 'powersgd:rank=4'.
-        links: What connects the ranks: '100Mbit/s', '1Gbit/s,latency=1ms', 'unlimited'.
-        seeds: How many, from 0 on; or a list of them.
-        ranks: Processes on this machine, or several such numbers; None: 2, or torchrun's world size.
+        links: Links between the ranks: '100Mbit/s', '1Gbit/s,latency=1ms', 'unlimited'.
+        seeds: The number of seeds, from 0 on; or a list of seeds.
+        ranks: The number of processes on this machine, or several numbers; None: 2, or torchrun's world size.
         steps: Optimizer steps; None: each task's own number.
-        optimizers: 'sgd:lr=0.1,momentum=0.9', 'adamw:lr=1e-3'; None: the task's own.
-        compute: What a step's compute takes on the user's processor: '200ms', or '0.5x' of what it takes here.
+        optimizers: Optimizers as text: 'sgd:lr=0.1,momentum=0.9', 'adamw:lr=1e-3'; None: the task's own.
+        compute: The time of a step's compute on the user's processor: '200ms', or '0.5x' of its time here.
         ddp: 'core' (ddp_core's class), 'torch' (PyTorch's), or 'sharded': FSDP2, with 'torch.none' for plain FSDP2.
         bucket_cap_mb: Bucket size in MiB; None: the DDP's own.
         evaluate_every: Steps between two evaluations.
-        go_on: A run goes on after its steps, until it has reached the target or had the baseline's training time, but
-            takes at most this many times the steps. 1: all runs end after the same number of steps.
-        out: Folder of the results; None: runs/<date-time>.
+        go_on: A run continues after its steps until it reaches the target or has used the baseline's training time, up
+            to this many times the steps. 1: all runs end after the same number of steps.
+        out: The folder of the results; None: runs/<date-time>.
         overwrite: Replace the results of an earlier comparison in that folder.
-        baseline: The hook that the others are compared with; None: all-reduce if it is there, otherwise the first.
+        baseline: The hook with which the others are compared; None: all-reduce if present, otherwise the first.
         target_loss: Training loss to reach; None: 95 % of the baseline's progress with the same seed.
-        quiet: Print nothing while the runs go.
+        quiet: Print nothing during the runs.
 
     Returns:
         The table that `load_table` returns, of these runs; under torchrun only on rank 0, and empty elsewhere.
@@ -115,9 +115,9 @@ def compare(
 
 
 def _refuse_unguarded_call() -> None:
-    """Raise RuntimeError if the ranks, which import the script again, would come to this call too."""
+    """Raise RuntimeError if the ranks, which import the script again, would make this call too."""
     hint = (
-        "compare() starts processes that import this script again, and would come to this call again; put the call "
+        "compare() starts processes that import this script again, and each would make this call again; put the call "
         'under `if __name__ == "__main__":`'
     )
     main = sys.modules["__main__"]

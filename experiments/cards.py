@@ -1,4 +1,4 @@
-"""What can be trained and with which hooks: names, settings and descriptions, read from the code itself."""
+"""All tasks and hooks: their names, settings and descriptions, read from the code itself."""
 
 from __future__ import annotations
 
@@ -31,18 +31,21 @@ _OF_ALL_HOOKS = {
     "wire": ("none", "The dtype in which messages are sent: bf16, fp16, ..."),
     "error_feedback": (
         "none",
-        "Whether what is not sent is kept for the next step; none: if losing it costs accuracy.",
+        "true: unsent values are kept for the next step; none: if losing them costs accuracy.",
     ),
-    "decay": ("none", "The fraction of it that is kept; none: all, or what the compressor's paper uses."),
+    "decay": ("none", "The fraction of unsent values that is kept; none: all, or the value of the compressor's paper."),
     "policy": ("fifo", "fifo: bucket by bucket; fused: one collective for each round of all buckets."),
-    "gather": ("none", "Of a sharded model: how parameters are gathered, such as int8 or bf16; none: uncompressed."),
+    "gather": (
+        "none",
+        "For a sharded model: the code or dtype of gathered parameters (int8, bf16); none: uncompressed.",
+    ),
 }
 _LABEL = r"[A-Z][\w ]*:"  # of a paragraph, such as 'Bytes on the wire:'
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting that a name takes."""
+    """One setting of a hook or a task."""
 
     name: str
     default: str
@@ -51,7 +54,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Card:
-    """A hook or a task: what it is, and its settings."""
+    """The description of a hook or a task, and its settings."""
 
     name: str
     about: str
@@ -59,12 +62,12 @@ class Card:
 
     @property
     def summary(self) -> str:
-        """The first line, without the name or the verb that may stand before it."""
+        """The first line of the description, without a leading name or verb."""
         return re.sub(r"^(Return|[A-Z][^.:]*:) ", "", self.about.partition("\n")[0])
 
 
 def hook_names() -> list[str]:
-    """Return the names that a hook can have: those of compressors, other packages' too, DiLoCo, and PyTorch's own."""
+    """Return the names of all hooks: compressors (other packages' too), DiLoCo, and PyTorch's own."""
     registered = (point.name for point in entry_points(group=ENTRY_POINTS))
     return [*sorted({*COMPRESSORS, *registered}), DILOCO, *stock_names()]
 
@@ -121,7 +124,7 @@ def task_card(name: str) -> Card:
 
 
 def _owners_of(make: Any) -> list[Any]:
-    """Return what a hook's settings belong to: a code's class, if it has one, and the compressor's."""
+    """Return the owners of a hook's settings: a code's class, if it has one, and the compressor's class or function."""
     if not isinstance(make, functools.partial):
         return [make]
     return [*make.args, getattr(make.func, "__self__", make.func)]
@@ -135,7 +138,7 @@ def _defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _documented(owner: Any) -> dict[str, str]:
-    """Return what stands below each field of a class, or of those that it derives from."""
+    """Return the docstrings of the fields of a class and its bases, by the field's name."""
     found = {}
     for base in reversed(inspect.getmro(owner)[:-1]) if inspect.isclass(owner) else ():
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body

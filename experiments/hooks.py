@@ -1,4 +1,4 @@
-"""Turning a hook's name and settings into a compressor, before any process starts."""
+"""The compressor that a hook's name and settings describe, made before any process starts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .specs import Spec, is_seldom
 
 
 def make_hook(spec: Spec, seed: int = 0) -> Compressor:
-    """Return a fresh compressor for this hook; its random numbers follow the seed, unless it has its own.
+    """Return a new compressor for this hook; its random numbers use the seed, unless it has a seed of its own.
 
     Raises ValueError if there is no hook of this name, if it has no such setting, or if a value cannot work.
     """
     if is_seldom(spec):
         raise ValueError(
-            f"hook {spec.label!r}: DiLoCo averages models, not gradients, which only compare, sweep and simulate know; "
+            f"hook {spec.label!r}: DiLoCo averages models, not gradients; only compare, sweep and simulate support it; "
             f"name its compressor by itself, such as {Seldom.of(spec).compressor.label}"
         )
     policy_of(spec)
@@ -33,18 +33,18 @@ def make_hook(spec: Spec, seed: int = 0) -> Compressor:
 
 
 def reduction_of(spec: Spec) -> Spec:
-    """Return the hook that averages gradients, without how a sharded model's parameters are gathered."""
+    """Return the hook without its setting `gather`, which concerns parameters and not gradients."""
     return spec.having(gather=None)
 
 
 def gather_of(spec: Spec) -> Codec | torch.dtype | None:
-    """Return how a sharded model's parameters are gathered, the hook's setting `gather`; None: uncompressed."""
+    """Return the code or dtype in which parameters are gathered, from the setting `gather`; None: uncompressed."""
     asked = dict(spec.settings).get("gather")
     return None if asked is None else code_of(str(asked))
 
 
 def policy_of(spec: Spec) -> PolicyName:
-    """Return the order of collectives that this hook requests; raise ValueError if there is none of this name."""
+    """Return the order of collectives from the hook's setting `policy`; raise ValueError if it is unknown."""
     asked = dict(spec.settings).get("policy", "fifo")
     for policy in POLICIES:
         if policy == asked:

@@ -35,9 +35,9 @@ def run_jobs(
     """Run the jobs and pass on each result as it comes.
 
     Args:
-        jobs: Any order will do.
-        processes: How many to divide the jobs among. With 1, the jobs run in this process.
-        on_result: Called in this process.
+        jobs: The jobs, in any order.
+        processes: The number of processes that share the jobs. With 1, the jobs run in this process.
+        on_result: Called in this process with each result.
         alone: Jobs that measure time: they run one after the other once all others are done.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on this machine, or joining a world that torchrun started.
+"""The ranks of a run: started on this machine, or joined in a world that torchrun started.
 
 Nothing is left behind: the ranks end with this process, the port belongs to a store that this process holds (or rank 0
 of a cluster), and no file is written. With a cluster, each rank starts on a host of its own (`experiments.cluster`).
@@ -51,12 +51,12 @@ class WorldError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Ended:
-    """A rank is done."""
+    """A rank's last message if it succeeded."""
 
 
 @dataclass(frozen=True)
 class _Failed:
-    """A rank raised."""
+    """A rank's last message if it raised an error; with no traceback, it stands for a rank that died."""
 
     traceback: str
 
@@ -69,16 +69,16 @@ def torchrun_world() -> tuple[int, int] | None:
 
 
 def check_real(link: LinkSettings) -> None:
-    """Raise ValueError if a link is the real network, and the ranks would be processes beside each other here."""
+    """Raise ValueError if a link is the real network, but torchrun did not start this process."""
     if link.kind == "real" and torchrun_world() is None:
         raise ValueError(
-            "link 'real' is the network between ranks that torchrun starts, and this process is none of them: start "
+            "link 'real' is the network between ranks that torchrun starts, but it did not start this process: start "
             "it with torchrun --nnodes ... --no-python commhooks ..., or name a link such as 100Mbit/s or unlimited"
         )
 
 
 def run_in_torchrun(function: RankFunction, argument: object, on_message: Send, *, timeout: float) -> None:
-    """Call the function in torchrun's world, with rank 0's argument; what it sends arrives at once."""
+    """Call the function in torchrun's world, with rank 0's argument; pass on each message as it is sent."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     try:
         shared = [argument]
@@ -110,15 +110,15 @@ def run_world(
         argument: Picklable; passed to every rank.
         on_message: Called here with every object that a rank sends, in order of arrival.
         timeout: Seconds of silence from all ranks after which the world counts as stuck; also the group's timeout.
-        cluster: The ranks run on its hosts, from the first one on, where the group's store is too; None: beside this
+        cluster: The ranks run on its hosts, from host 0 on, which also has the group's store; None: beside this
             process.
-        ranks_per_host: How many ranks share a host of the cluster, and its link.
-        on_interrupt: Called at Ctrl-C; returns whether it has told the ranks to end by themselves. They have time until
-            a second Ctrl-C, or half a minute without a message; otherwise they are ended at once.
+        ranks_per_host: The number of ranks that share a host of the cluster, and its link.
+        on_interrupt: Called at Ctrl-C; returns True if it has told the ranks to end by themselves. They then have time
+            until a second Ctrl-C, or half a minute without a message. If it returns False, they are ended at once.
 
     Raises:
         ValueError: The cluster has too few hosts.
-        WorldError: A rank raised, died or all fell silent. The ranks are ended before it is raised.
+        WorldError: A rank raised an error or died, or all fell silent. The ranks are ended before it is raised.
         KeyboardInterrupt: Ctrl-C; the ranks are ended first.
 
     """
@@ -176,19 +176,19 @@ def on_ranks(
     link: LinkSettings | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> T:
-    """Return what `function(tell)` returns on rank 0, which calls it on one thread, as all ranks do.
+    """Call `function(tell)` on new ranks, each with one thread, and return rank 0's result.
 
-    The ranks are new, and on hosts with the link's rate if it is of that kind; see `run_world`.
+    If the link is of kind "hosts", the ranks run on hosts with its rate; see `run_world`.
 
     Args:
         function: Picklable.
         ranks: The number of processes.
         tell: Called here with each text that rank 0 tells, as progress.
-        link: None: the loopback.
-        variables: Of the ranks' environment.
+        link: The link between the ranks; None: the loopback.
+        variables: Variables for the ranks' environment.
 
     Raises:
-        WorldError: A rank raised, died or all fell silent.
+        WorldError: A rank raised an error or died, or all fell silent.
 
     """
     found: list[tuple[T]] = []

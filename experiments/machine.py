@@ -27,7 +27,7 @@ def _version(name: str) -> str:
 
 
 def machine() -> dict[str, str | int | float]:
-    """Return the kind of machine, and how busy it is; nothing that identifies it."""
+    """Return the kind of machine and its load, but nothing that identifies it."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": processor_name(),
@@ -39,32 +39,32 @@ def machine() -> dict[str, str | int | float]:
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(usable_processors())
 
 
 def dilation(ranks: int) -> float:
-    """Return how many seconds here stand for one, so that each of these ranks has what one core computes."""
+    """Return the seconds here that stand for one second, so that each of these ranks computes as fast as one core."""
     return max(1.0, ranks / cores())
 
 
 class OtherPrograms:
-    """Measures how many of this process's processors other programs use, from now on; on Linux only."""
+    """The use of this process's processors by other programs, measured from construction on; on Linux only."""
 
     def __init__(self) -> None:
         self._began, self._own = time.perf_counter(), time.process_time()
         self._parent, self._busy = _seconds_of(os.getppid()), _busy_seconds()
 
     def own_seconds(self) -> float:
-        """Return the processor time that this process has used since then."""
+        """Return the seconds of CPU time that this process has used since construction."""
         return time.process_time() - self._own
 
     def used(self, ranks_seconds: float) -> float | None:
-        """Return how many processors others have used on average; None if the system does not tell.
+        """Return the mean number of processors that other programs have used; None if the system does not tell.
 
         Args:
-            ranks_seconds: The processor time of all ranks on this machine. The process that started them and hears
-                them counts as one of them.
+            ranks_seconds: CPU seconds of all ranks on this machine since construction. Their parent process, which
+                listens to them, is measured here and is not counted as another program.
 
         """
         parent, busy = _seconds_of(os.getppid()), _busy_seconds()
@@ -75,7 +75,7 @@ class OtherPrograms:
 
 
 def _busy_seconds() -> float | None:
-    """Return for how long the processors that this process may use have not been idle, summed over them."""
+    """Return the seconds in which this process's usable processors have not been idle, summed over them."""
     table, mine = Path("/proc/stat"), {f"cpu{number}" for number in usable_processors()}
     if not table.exists():
         return None
@@ -85,7 +85,7 @@ def _busy_seconds() -> float | None:
 
 
 def _seconds_of(process: int) -> float | None:
-    """Return the processor time of a process, without that of its children."""
+    """Return the seconds of CPU time of a process, without its children's."""
     table = Path(f"/proc/{process}/stat")
     if not table.exists():
         return None

@@ -1,4 +1,4 @@
-"""Runs as data: what to run, and what came out. Both survive a round trip through JSON unchanged."""
+"""Runs as data: their settings and their results. Both survive a round trip through JSON unchanged."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ HEAD = '{\n "format": '  # how its text begins
 
 
 SHARDED = "sharded"
-"""What stands for FSDP2 in the place of a DDP."""
+"""The value of `ddp` that means FSDP2."""
 
 
 def check_ddp(settings: str, ddp: str, bucket_cap_mb: float | None, known: tuple[str, ...] = ("core", "torch")) -> None:
-    """Raise ValueError if there is no such DDP, or no bucket of that size."""
+    """Raise ValueError if the DDP is unknown, or if the bucket size is not positive and finite."""
     if ddp not in known:
         raise ValueError(f"{settings}(ddp={ddp!r}): ddp must be {' or '.join(map(repr, known))}.")
     if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
@@ -38,10 +38,10 @@ def check_ddp(settings: str, ddp: str, bucket_cap_mb: float | None, known: tuple
 
 @dataclass(frozen=True)
 class Compute:
-    """How long a step's compute would take on the user's own processor; exactly one of the two is given."""
+    """The time of a step's compute on the user's own processor; exactly one of the two is given."""
 
     seconds: float | None = None  # per step
-    factor: float | None = None  # of what it takes here: 0.5 is a processor twice as fast
+    factor: float | None = None  # of its time here: 0.5 is a processor twice as fast
 
     @classmethod
     def parse(cls, text: str) -> Compute:
@@ -66,7 +66,7 @@ class Compute:
 class RunSettings:
     """One training run: the same settings, versions and machine give the same losses, bit for bit.
 
-    A run may go on after its steps (`Goal`). How far it goes then depends on the clock, but no loss does.
+    A run may continue after its steps (`Goal`). The number of further steps depends on the clock, but no loss does.
     """
 
     task: Spec
@@ -76,7 +76,7 @@ class RunSettings:
     steps: int = 100  # optimizer steps
     seed: int = 0
     link: LinkSettings = field(default_factory=LinkSettings)
-    compute: str | None = None  # what a step's compute takes on the user's processor; None: what it takes here
+    compute: str | None = None  # the time of a step's compute on the user's processor; None: its time here
     ddp: str = "core"  # "core": ddp_core's DistributedDataParallel; "torch": PyTorch's; SHARDED: FSDP2
     bucket_cap_mb: float | None = None  # lower: more buckets, more overlap, more collectives; None: the DDP's default
     evaluate_every: int = 20  # steps between two evaluations on held-out data; the clock is stopped meanwhile
@@ -100,20 +100,20 @@ class RunSettings:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 shards the model."""
+        """True if FSDP2 shards the model."""
         return self.ddp == SHARDED
 
     @property
     def states_seconds(self) -> bool:
-        """Whether the compute of a step is stated in seconds, so that what it takes here must be measured first."""
+        """True if the time of a step's compute is stated in seconds, so that its time here must be measured first."""
         return self.compute is not None and Compute.parse(self.compute).seconds is not None
 
     @property
     def scene(self) -> RunSettings:
         """The same settings without a hook: runs of one scene take turns, so that their times can be compared.
 
-        Hosts whose rates change as time passes cannot serve several runs in turns; nor can a run take turns whose
-        exchanges would go on meanwhile, hidden by the others.
+        A run takes no turns with others if the rates of its hosts change over time, or if its exchanges continue in
+        later steps: they would overlap the other runs' turns.
         """
         alone = (self.link.kind == "hosts" and self.link.schedule) or steps_under_way(self.hook) > 0
         return self if alone else dataclasses.replace(self, hook=Spec(""))
@@ -141,7 +141,7 @@ class RunSettings:
 
     @classmethod
     def from_dict(cls, written: Mapping[str, Any]) -> RunSettings:
-        """Return the settings that `to_dict` wrote, or that a person did.
+        """Return the settings that `to_dict` or a person wrote.
 
         Raises:
             ValueError: A key is unknown, or a value cannot work.
@@ -196,7 +196,7 @@ class StepRecord:
     gradient_bytes: int  # bytes passed to the hook
     payload_bytes: int  # bytes that the hook passed to collectives
     moved_bytes: int  # bytes that a rank sent for those, as a ring moves them
-    dense_bytes: int  # what a rank would have sent for the plain all-reduce, or in plain FSDP2
+    dense_bytes: int  # bytes that a rank would have sent for the plain all-reduce, or in plain FSDP2
     interface_bytes: int | None = None  # bytes that this host's network interface sent; None: not counted
     probed: bool = False  # the step was also measured by layer, which takes time: it is not part of typical steps
     ended: float = 0.0  # Unix time; other runs take their turns in between
@@ -204,7 +204,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRecord:
-    """The model's performance on held-out data after so many steps."""
+    """The model's performance on held-out data after `step` steps."""
 
     step: int
     loss: float
@@ -234,7 +234,7 @@ class ProbeRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """How far a run goes on after the steps asked for: until it reaches the first of these, the baseline's."""
+    """The baseline's limits for a run that continues after the requested steps: the first one reached ends it."""
 
     loss: float | None  # a training loss, mean over SMOOTHING_STEPS steps; None: there is no target
     seconds: float  # of training
@@ -249,10 +249,10 @@ class RunResult:
     parameters: int  # elements of the model
     description: str  # the task in a sentence
     source: str  # hash of the file with the task's function; "": a built-in task
-    steps: tuple[StepRecord, ...]  # those asked for, and those of going on
+    steps: tuple[StepRecord, ...]  # the requested steps, and further ones if the run continued
     evaluations: tuple[EvaluationRecord, ...]  # one is after the last step asked for, the last after the last step
     probes: tuple[ProbeRecord, ...]
-    replicas_identical: bool  # whether all ranks ended with the same parameters, bit for bit
+    replicas_identical: bool  # True if all ranks ended with the same parameters, bit for bit
     dilation: float  # seconds here for one second in the records: above 1 if `compute` states a faster processor
     compute_here: float | None  # seconds of a step's compute measured here before the run, if `compute` is stated
     versions: Mapping[str, str]
@@ -261,17 +261,17 @@ class RunResult:
 
     @property
     def asked_steps(self) -> tuple[StepRecord, ...]:
-        """The steps asked for, without those of going on."""
+        """The requested steps, without further ones."""
         return self.steps[: self.settings.steps]
 
     @property
     def evaluation(self) -> EvaluationRecord:
-        """The evaluation after the last step asked for."""
+        """The evaluation after the last requested step."""
         return next(one for one in self.evaluations if one.step == self.settings.steps)
 
     @property
     def file_name(self) -> str:
-        """The name of its file."""
+        """The name of the result's file."""
         return f"{self.settings.name}.json"
 
     def to_json(self) -> str:
@@ -338,7 +338,7 @@ class RunResult:
 
 
 NOT_FINITE = {"nan", "inf", "-inf"}
-"""JSON has no number that is not finite, so these are written as text."""
+"""Numbers that JSON cannot represent, as they are written: as text."""
 _NAN_FOR_NULL = {"loss", "error"}  # files of earlier versions have null instead
 
 
@@ -361,7 +361,7 @@ def strict(value: Any) -> Any:
 
 
 def _with_nan(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with the numbers that are not finite."""
+    """Return the record with its non-finite numbers as floats in place of text or null."""
     metrics = {"metrics": {key: _number(value) for key, value in raw["metrics"].items()}} if "metrics" in raw else {}
     numbers = {
         key: _number(value)

@@ -1,4 +1,4 @@
-"""DiLoCo in the place of a hook: 'diloco:every=30,compressor=int4', and the outer recipe of each compressor."""
+"""DiLoCo in place of a hook, 'diloco:every=30,compressor=int4', and the outer recipe of each compressor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Recipe:
     rate: float
     momentum: float
     source: str
-    """What it comes from."""
+    """Its origin: a measurement, a paper, or the user."""
 
     def __str__(self) -> str:
         """Return rate, momentum and source in words."""
@@ -39,34 +39,34 @@ RECIPES: Mapping[str, Recipe] = {
     "sparse-loco": Recipe(1.0, 0.0, f"{_RUNS}; Sarfi et al., SparseLoCo, 2025, has no momentum either"),
 }
 """Outer recipes by the name of the compressor, for specs that give none; from docs/reproductions/diloco-recipes.md."""
-OTHERS = Recipe(1.0, 0.0, "not measured: that of all above")
+OTHERS = Recipe(1.0, 0.0, "not measured: the same as all above")
 """The outer recipe of compressors that `RECIPES` does not name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seldom:
-    """DiLoCo: each rank trains a model of its own, and every so many steps they average how far they went.
+    """DiLoCo: each rank trains its own model, and every `every` steps the ranks average their parameters' changes.
 
-    Trains the plain module in place of a DistributedDataParallel; see `commhooks.DiLoCo`. Written as
+    It trains the plain module in place of a DistributedDataParallel; see `commhooks.DiLoCo`. It is written as
     'diloco:every=30,compressor=(powersgd:rank=4)'.
     """
 
     every: int
-    """Steps of a round. Higher: fewer bytes, and ranks go further apart."""
+    """The number of steps in a round. Higher: fewer bytes, but the ranks' models differ more."""
     compressor: Spec = _UNCOMPRESSED
-    """What rounds are sent with: a name, or in parentheses a name with settings."""
+    """The compressor of the rounds: a name, or in parentheses a name with settings."""
     fragments: int = 1
-    """How many parts are sent one after another in a round. Higher: smaller bursts."""
+    """The number of parts that are sent one after another in a round. Higher: smaller bursts."""
     arrangement: str = "strided"
-    """How layers are dealt to fragments: strided, sequential or even."""
+    """The assignment of layers to fragments: strided, sequential or even."""
     delay: int = 0
-    """Steps after which a mean is used. Higher: more time for the exchange, and older means."""
+    """The number of steps after which a mean is used. Higher: more time for the exchange, and older means."""
     mixing: float = 0.0
-    """The share of its own parameters that a rank keeps at a turn."""
+    """The weight of a rank's own parameters when they are mixed with the outer copy; 0: they become the outer copy."""
     outer_rate: float | None = None
-    """The outer optimizer's learning rate; none: that of the compressor's recipe."""
+    """The outer optimizer's learning rate; none: the recipe's for this compressor."""
     outer_momentum: float | None = None
-    """Its Nesterov momentum; none: that of the compressor's recipe."""
+    """The outer optimizer's Nesterov momentum; none: the recipe's for this compressor."""
 
     @classmethod
     def of(cls, hook: Spec) -> Seldom:
@@ -95,7 +95,7 @@ class Seldom:
 
     @property
     def recipe(self) -> Recipe:
-        """The outer recipe of the compressor, but for what is given."""
+        """The compressor's outer recipe, with `outer_rate` and `outer_momentum` in place of its own if given."""
         preset = RECIPES.get(self.compressor.name, OTHERS)
         if self.outer_rate is None and self.outer_momentum is None:
             return preset
@@ -105,12 +105,12 @@ class Seldom:
 
     @property
     def rounds(self) -> Rounds:
-        """When ranks communicate, for the step-time model."""
+        """The rounds of communication, for the step-time model."""
         return Rounds(every=self.every, fragments=self.fragments, delay=self.delay)
 
 
 def exchanged(hook: Spec) -> Spec:
-    """Return the hook whose messages are sent: of seldom communication, what its rounds are sent with."""
+    """Return the hook whose messages are sent: for DiLoCo, the compressor of its rounds."""
     return Seldom.of(hook).compressor if is_seldom(hook) else hook
 
 

@@ -1,4 +1,4 @@
-"""Hooks, tasks and optimizers as they are written on the command line and in files: 'powersgd:rank=4'."""
+"""Hooks, tasks and optimizers in the form of the command line and of files: 'powersgd:rank=4'."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Spec(Spelling):
             what: "hook", "task" or "optimizer".
 
         Raises:
-            ValueError: The text does not have that form. Whether such a name exists is checked where it is used.
+            ValueError: The text does not have that form. The name itself is checked later, where it is used.
 
         """
         found = parse(text, what, _NAMES[what])
@@ -44,7 +44,7 @@ class Spec(Spelling):
 
     @property
     def label(self) -> str:
-        """The spec as it is written on the command line."""
+        """The spec in the form of the command line."""
         return str(self)
 
     @property
@@ -53,7 +53,7 @@ class Spec(Spelling):
         return re.sub(r"[^A-Za-z0-9.]+", "-", self.label).strip("-")[:80]
 
     def with_default(self, key: str, value: SettingValue) -> Self:
-        """Return the spec with this setting, unless it has one of that name."""
+        """Return the spec with this setting added, unless it has a setting of that name."""
         return self if self.has(key) else dataclasses.replace(self, settings=(*self.settings, (key, value)))
 
 
@@ -63,17 +63,17 @@ def _plain(value: Any) -> Any:
 
 
 def is_seldom(hook: Spec) -> bool:
-    """Return whether a hook is DiLoCo, which trains a plain module (`experiments.seldom`), by its name."""
+    """Return True if a hook's name is DiLoCo's, which trains a plain module (`experiments.seldom`)."""
     return hook.name == DILOCO
 
 
 def steps_of_a_round(hook: Spec) -> int:
-    """Return after how many steps a hook's communication repeats itself: 1, unless it is DiLoCo."""
+    """Return the number of steps after which a hook's communication repeats: 1, unless it is DiLoCo."""
     every = dict(hook.settings).get("every", 1) if is_seldom(hook) else 1
     return every if isinstance(every, int) and every > 0 else 1
 
 
 def steps_under_way(hook: Spec) -> int:
-    """Return how many steps after the one that began it an exchange may go on: 0, unless it is DiLoCo with a delay."""
+    """Return the number of later steps in which an exchange may continue: 0, unless it is DiLoCo with a delay."""
     delay = dict(hook.settings).get("delay", 0) if is_seldom(hook) else 0
     return delay if isinstance(delay, int) and delay > 0 else 0

@@ -1,4 +1,4 @@
-"""Taking turns: contenders act one after another within each round, so that other load meets all of them."""
+"""Turns: contenders act one after another within each round, so that other load affects all of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch.distributed as dist
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 Order = Callable[[int, list[Any]], Sequence[Any]]
-"""From a round's number and the contenders' names to the order of its turns."""
+"""A function from a round's number and the contenders' names to the order of its turns."""
 
 
 def drawn(number: int, names: list[K]) -> Sequence[K]:
-    """Return an order that is drawn anew for each round, the same on all ranks."""
+    """Return a random order, different in each round and the same on all ranks."""
     return random.Random(number).sample(names, len(names))
 
 
@@ -33,7 +33,7 @@ def forth_and_back(number: int, names: list[K]) -> Sequence[K]:
 
 
 def rotated(number: int, names: list[K]) -> Sequence[K]:
-    """Return an order in which each is first as often as the others."""
+    """Return the names rotated by the round's number, so that each is first equally often."""
     first = number % len(names)
     return names[first:] + names[:first]
 
@@ -46,13 +46,13 @@ def turns_of(
     order: Order = drawn,
     tell: Callable[[str], None] | None = None,
 ) -> dict[K, list[T]]:
-    """Return what every contender returned, in each round.
+    """Return every contender's results, one for each round.
 
     Args:
-        contenders: What is called, by name.
-        rounds: How many turns of each count.
-        warm_up: Rounds before those, which do not count. Theirs are negative numbers.
-        order: Of the turns in each round.
+        contenders: The functions to call, by name.
+        rounds: The number of turns of each that count.
+        warm_up: The number of rounds before these, which do not count; their numbers are negative.
+        order: The order of the turns in each round.
         tell: Called after each round with a text for progress.
 
     """
@@ -80,16 +80,17 @@ def in_turns(
 ) -> dict[K, list[float]]:
     """Return the seconds of a call, for every contender and round.
 
-    Ranks begin a turn together, and it counts as it was on the slowest.
+    Ranks begin a turn together, and the slowest rank's time counts.
 
     Args:
-        contenders: What is called, by name.
-        rounds: How many turns of each count.
-        calls: How often a contender is called in a turn. Higher: less spread, but slower changes of the machine show.
-        warm_up: Rounds that do not count.
-        clock: Of the process that calls this; `time.process_time` counts all its threads, and nothing that others do.
-        prepare: Called with the contender's name before each turn, outside the time taken.
-        order: Of the turns in each round.
+        contenders: The functions to call, by name.
+        rounds: The number of turns of each that count.
+        calls: The number of calls of a contender in a turn. Higher: less spread, but slower changes of the machine
+            show.
+        warm_up: The number of rounds before these, which do not count.
+        clock: The clock of this process; `time.process_time` counts all its threads, and no other process.
+        prepare: Called with the contender's name before each turn; its time does not count.
+        order: The order of the turns in each round.
         tell: Called after each round with a text for progress.
 
     """
@@ -110,7 +111,7 @@ def in_turns(
 
 
 def on_slowest(seconds: Sequence[float]) -> list[float]:
-    """Return each of these as it was on the rank where it took longest; every rank calls this."""
+    """Return the maximum over ranks of each of these times; every rank calls this."""
     together = torch.tensor(seconds, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(together, dist.ReduceOp.MAX)
