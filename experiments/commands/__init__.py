@@ -1,1 +1,1 @@
-"""The command line: its commands, their help, and how they behave in a terminal."""
+"""The command line: its commands, their help, and their behaviour in a terminal."""

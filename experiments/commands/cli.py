@@ -28,7 +28,7 @@ class Commands(Explained):
     """The commands in their groups; lines of earlier versions are read too."""
 
     def format_commands(self, ctx: object, formatter: Any) -> None:
-        """Write each command with its sentence, under what it is for."""
+        """Write each command with its summary, in its group."""
         width = max(map(len, COMMANDS))
         for group, commands in GROUPS.items():
             with formatter.section(group):

@@ -17,7 +17,7 @@ _HELP = f"""
 {COMMANDS["cluster"]}
 
 A host is a network namespace: it has an address and a cable to a switch, with a rate in each direction. \
-What runs in it reaches only the other hosts. All of this needs root, and iproute2.
+A program on it reaches only the other hosts. All of this needs root, and iproute2.
 
 [bold]A cluster of four hosts[/bold], at 100 Mbit/s in both directions; it stays until it is removed.
 
@@ -55,10 +55,10 @@ Host = Annotated[int, typer.Argument(help="The host's number, from 0.")]
 @app.command(cls=EachOptionOnce)
 def create(
     name: Annotated[str, typer.Argument(help="Lower-case letters, digits and hyphens.")],
-    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 4,
+    hosts: Annotated[int, typer.Option(help="The number of hosts.")] = 4,
     rate: Annotated[str, typer.Option(help="The rate of every link: 100Mbit/s, 12.5MB/s, unlimited.")] = "100Mbit/s",
-    up: Annotated[str | None, typer.Option(help="What hosts send, if other than --rate.")] = None,
-    down: Annotated[str | None, typer.Option(help="What hosts receive, if other than --rate.")] = None,
+    up: Annotated[str | None, typer.Option(help="The rate at which hosts send; default: --rate.")] = None,
+    down: Annotated[str | None, typer.Option(help="The rate at which hosts receive; default: --rate.")] = None,
 ) -> None:
     """Make a cluster that stays until it is removed."""
     with errors_in_words():
@@ -136,7 +136,7 @@ def plug_in(name: Name, host: Host) -> None:
 def execute(
     name: Name, host: Host, command: Annotated[list[str], typer.Argument(help="The command and its arguments.")]
 ) -> None:
-    """Run a command on a host, with Gloo and NCCL told which interface to use; exit as it does."""
+    """Run a command on a host, with variables that name its interface to Gloo and NCCL; exit with its exit code."""
     with errors_in_words():
         from ..cluster import INTERFACE
 
@@ -150,7 +150,7 @@ def execute(
 
 @app.command(cls=EachOptionOnce)
 def remove(name: Name) -> None:
-    """Remove a cluster; what still runs on its hosts loses its network."""
+    """Remove a cluster; programs still running on its hosts lose their network."""
     with errors_in_words():
         from ..cluster.records import record_of
 
@@ -158,7 +158,7 @@ def remove(name: Name) -> None:
         record = record_of(name)
         if record is not None and record.owner is not None and record.owner.is_alive:
             raise ValueError(
-                f"cluster {name!r} belongs to process {record.owner.pid}, which removes it when it ends: end that one"
+                f"cluster {name!r} belongs to process {record.owner.pid}, which removes it at its end: end that process"
             )
         cluster.remove()
 
@@ -167,7 +167,7 @@ def _cluster(name: str) -> Cluster:
     """Return the cluster of this name.
 
     Raises:
-        ClusterError: There is none, or this machine cannot have any.
+        ClusterError: There is no such cluster, or this machine cannot have clusters.
 
     """
     from ..cluster import Cluster

@@ -109,7 +109,7 @@ def compare(
 
 
 def make_runs(sweep: Sweep, console: Console) -> None:
-    """Make the runs; exit with 1 if some failed."""
+    """Train the runs; exit with 1 if some failed."""
     from ..sweeps.sweep import make
 
     if make(sweep, console).failures:

@@ -17,39 +17,43 @@ _RATE, _LATENCY = "1Gbit/s", "50us"
 
 def estimate(
     context: typer.Context,
-    parameters: Annotated[str | None, typer.Option(help="How many the model has: 25M, 1.5B.")] = None,
+    parameters: Annotated[str | None, typer.Option(help="The model's number of parameters: 25M, 1.5B.")] = None,
     task: Annotated[
         str | None, task_option(" Instead of --parameters: its shapes are used, and its step is timed here.")
     ] = None,
     compute: Annotated[
-        str | None, typer.Option(help="A step's forward and backward pass on your processor: 200ms.")
+        str | None, typer.Option(help="Time of a step's forward and backward pass on your processor: 200ms.")
     ] = None,
-    optimizer_time: Annotated[str, typer.Option(help="The optimizer's part, if it is not in --compute: 5ms.")] = "0",
-    ranks: Annotated[int, typer.Option(help="How many take part.")] = 4,
+    optimizer_time: Annotated[
+        str, typer.Option(help="Time of the optimizer's step, unless --compute includes it: 5ms.")
+    ] = "0",
+    ranks: Annotated[int, typer.Option(help="The number of ranks.")] = 4,
     link: Annotated[str | None, typer.Option(help=LINK)] = None,
     rate: Annotated[str | None, rate_option(_RATE)] = None,
     latency: Annotated[str | None, latency_option(_LATENCY)] = None,
-    ranks_per_host: Annotated[int, typer.Option(help="How many ranks share a host's link.")] = 1,
-    cores: Annotated[int, typer.Option(help="Cores of each rank; from 2 on, compression runs beside compute.")] = 1,
+    ranks_per_host: Annotated[int, typer.Option(help="The number of ranks that share a host's link.")] = 1,
+    cores: Annotated[int, typer.Option(help="Cores of each rank; from 2 on, compression overlaps compute.")] = 1,
     hook: Hooks = None,
     sharded: Annotated[
-        bool, typer.Option("--sharded", help="FSDP2 shards the model: compare with plain FSDP2 (torch.none).")
+        bool, typer.Option("--sharded", help="Shard the model with FSDP2, and compare with plain FSDP2 (torch.none).")
     ] = False,
     bucket_cap_mb: BucketCap = None,
-    matrix: Annotated[str, typer.Option(help="Elements of the square matrices that --parameters are in.")] = "1M",
+    matrix: Annotated[
+        str, typer.Option(help="Elements of each square matrix of which the --parameters are assumed to consist.")
+    ] = "1M",
     copy_rate: Annotated[
-        str | None, typer.Option(help="Bytes that your processor copies: 10GB/s; default: timed here.")
+        str | None, typer.Option(help="Bytes that your processor copies per second: 10GB/s; default: measured here.")
     ] = None,
     backend: Annotated[
-        str, typer.Option(help="gloo: its processor time for each byte counts; none: it does not.")
+        str, typer.Option(help="gloo: its CPU time for each byte is counted; none: sending uses no CPU time.")
     ] = "gloo",
     costs: Annotated[
-        Path | None, typer.Option(help="What --measure-costs wrote; default: the costs that come with the package.")
+        Path | None, typer.Option(help="A file that --measure-costs wrote; default: the package's costs.")
     ] = None,
     measure_costs: Annotated[
         Path | None,
         typer.Option(
-            help="Estimate nothing: measure what compression costs here, in minutes, and write it to this file."
+            help="Estimate nothing: measure the costs of compression here, in minutes, and write them to this file."
         ),
     ] = None,
     json: Annotated[Path | None, json_option("the estimate")] = None,
@@ -74,7 +78,9 @@ def estimate(
             check_unused(context, ["matrix"], "with --task, whose shapes are known")
         check_place(json)
         if link is not None and rate is not None:
-            raise ValueError("--link and --rate each name a link, and an estimate is for one: leave one of them out")
+            raise ValueError(
+                "--link and --rate each name a link, but an estimate is for one link: leave one of them out"
+            )
         links, rates = (None if one is None else [one] for one in (link, rate))
         (written,) = links_in(links, rates, latency, ([_RATE], _LATENCY))
         bits, seconds = constant_link(written)

@@ -1,4 +1,4 @@
-"""Command lines of earlier versions: for one release, each is read as the line that has taken its place."""
+"""Command lines of earlier versions: for one release, each is read as the line that replaces it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Option = tuple[str, str | None]  # its name, and its value if it has one
 
 
 def renewed(words: Sequence[str]) -> list[str] | None:
-    """Return the words after `commhooks` as they are written now; None if they are written so already."""
+    """Return the words after `commhooks` in their present form; None if they have it already."""
     if not words:
         return None
     command, given = words[0], list(_options_in(words[1:]))
@@ -34,7 +34,7 @@ def _options_in(words: Sequence[str]) -> Iterator[Option]:
 
 
 def _run(given: list[Option]) -> list[Option]:
-    """Return the options of a comparison that is a single run, which ends after its steps."""
+    """Return the options of `compare` for a single run that ends after its steps."""
     if dict(given).keys() & {"--help", "-h"}:
         return given
     needed = [("--hook", "all-reduce"), ("--go-on", "1"), ("--task", "TASK")]  # there is none of that name
@@ -42,7 +42,7 @@ def _run(given: list[Option]) -> list[Option]:
 
 
 def _overlap(given: list[Option]) -> list[Option]:
-    """Return the options of `profile --overlap`, which assumes no task and no link."""
+    """Return the options of `profile --overlap`, with the former command's default task and link."""
     left, names = dict(given), {"--rounds": "--steps"}
     if len(left) < len(given):  # which is refused
         names |= {"--rate": "--link", "--latency": "--link", "--size": "--task"}
@@ -56,12 +56,12 @@ def _overlap(given: list[Option]) -> list[Option]:
 
 
 def _valued_first(options: list[Option]) -> list[Option]:
-    """Return the options in an order in which one whose value is missing does not take a name for it."""
+    """Return the options, those without a value last: a missing value must not be taken from the next option's name."""
     return sorted(options, key=lambda option: option[1] is None)
 
 
 def _option(command: str, name: str, value: str | None) -> list[Option]:
-    """Return what an option of a command has become: the same, another one, or one for each name in a list."""
+    """Return the present form of a command's option: the same, another one, or one for each name in a list."""
     match command, name:
         case "estimate", "--json" if value is None:
             return [(name, "-")]

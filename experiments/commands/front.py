@@ -1,4 +1,4 @@
-"""The entry point of the command `commhooks`, which needs only what `pip install commhooks` installs."""
+"""The entry point of the command `commhooks`, which needs only the packages that `pip install commhooks` installs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _say_where_it_is(words: list[str]) -> NoReturn:
-    """Name the command that `commhooks reproduce` has become, with the same arguments, and exit with 2."""
+    """Print the command that replaces `commhooks reproduce`, with the same arguments, and exit with 2."""
     command = shlex.join(["python", "-m", "experiments.studies", "reproduce", *words])
     sys.stderr.write(f"commhooks reproduce is a study now, and is not installed: in a checkout, run\n\n    {command}\n")
     raise SystemExit(2)

@@ -1,4 +1,4 @@
-"""What `--help` prints for each command after its summary, with examples."""
+"""The text that `--help` prints for each command after its summary, with examples."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _EXPLAINED = {
     "compare": """
 All runs of a seed have the same data; only the communication hook differs. \
 Runs that differ only in the hook take turns, one step each, so that their times can be compared. \
-A hook with faster steps then goes on until it has reached the target or has had the baseline's time (--go-on): \
-hooks are compared after the same time first, and at equal steps second. \
+A hook with faster steps then continues until it has reached the target or used the baseline's time (--go-on): \
+hooks are compared first after equal time, and second after equal steps. \
 Ranks are processes on this machine, connected by an emulated link whose rate you choose; it does not need root.
 
 [bold]The demo[/bold]: two tasks under five hooks on 2 ranks at 100 Mbit/s, about four minutes.
@@ -32,12 +32,12 @@ Ranks are processes on this machine, connected by an emulated link whose rate yo
 
     commhooks compare --task gpt --link hosts:100Mbit/s --ranks 4
 
-[bold]More ranks than cores[/bold] make compute look slow: state what a step's compute takes on your processor.
+[bold]More ranks than cores[/bold] make compute look slow: state the time of a step's compute on your processor.
 
     commhooks compare --task gpt --ranks 4 --compute 40ms
 
-[bold]One hook[/bold], with another optimizer, for exactly its steps; run again with another --hook and the same \
---out, it adds to the folder.
+[bold]One hook[/bold], with another optimizer, for exactly its steps; the same command with another --hook \
+adds to the folder.
 
     commhooks compare --task gpt --hook top-k --optimizer adamw:lr=1e-3 --seeds 3 --go-on 1 --out runs/top-k
 
@@ -55,8 +55,8 @@ An unknown name or setting is reported before anything starts, with the names th
 
 [bold]The folder[/bold] given by --out receives report.html (one self-contained file), \
 results/*.json (settings, versions, machine and every step of each run), plots/*.png and tensorboard/. \
-Runs whose result is in the folder already are not run again: after Ctrl-C, the same command continues, and more \
-seeds or hooks are added. --overwrite removes the results first, and nothing that this program did not write.
+Runs with a result in the folder are not run again: after Ctrl-C, the same command continues, and more seeds or hooks \
+are added. --overwrite first removes the results, but no file that this program did not write.
 """,
     "sweep": """
 [bold]Begin[/bold] with a file that works, and change it.
@@ -67,7 +67,7 @@ seeds or hooks are added. --overwrite removes the results first, and nothing tha
 
 [bold]A setting[/bold] has a value or a list of values; all combinations are run. \
 After Ctrl-C, a power failure or a kill, the same command continues where it stopped. \
-A run that fails does not end the others: its traceback is in FOLDER/failures, and the next time it is tried again.
+A run that fails does not end the others: its traceback is in FOLDER/failures, and it is tried again the next time.
 
 [bold]A preset[/bold] is a sweep by name: quick (a minute), demo (the runs of compare, at equal steps), \
 slow-links (a GPT of 4 million parameters under five hooks, 10 Mbit/s to 1 Gbit/s, 2 and 4 hosts, three seeds: about \
@@ -81,12 +81,12 @@ slow-links-long (two of these hooks for 200 steps at 100 Mbit/s: three quarters 
 
     commhooks report runs/demo
 
-[bold]Several folders[/bold] in one report, and another baseline than all-reduce.
+[bold]Several folders[/bold] in one report, with another baseline than all-reduce.
 
     commhooks report runs/first runs/second --out runs/both --baseline fp16
 """,
     "leaderboard": """
-The workers live in one process, and all runs have the same steps and data: only how gradients are averaged differs. \
+The workers live in one process, and all runs have the same steps and data: only the averaging of gradients differs. \
 The results are accuracy against bytes and against compute, with the Pareto front, \
 differences from dense for each seed, and the effect of error feedback beside the one published by GRACE.
 
@@ -102,8 +102,8 @@ differences from dense for each seed, and the effect of error feedback beside th
 grace.csv and plots/*.png. Existing results are replaced only with --overwrite.
 """,
     "estimate": """
-No processes and no link: arithmetic, with what each hook was measured to cost in copies of memory, and the time of \
-such a copy here. The formula, and how close it is to real steps, are in the guide (estimate.md).
+This is arithmetic, without processes or a link, from each hook's measured cost in copies of memory and the time of \
+such a copy here. The guide (estimate.md) has the formula, and its error against real steps.
 
 [bold]From sizes[/bold]: gradients are taken to be square matrices of a million elements.
 
@@ -113,14 +113,14 @@ such a copy here. The formula, and how close it is to real steps, are in the gui
 
     commhooks estimate --task my_task.py:task --ranks 8 --rate 100Mbit/s
 
-[bold]Another processor[/bold]: state what a step takes on it, and how fast it copies memory.
+[bold]Another processor[/bold]: state the time of a step on it, and the rate at which it copies memory.
 
     commhooks estimate --parameters 124M --compute 80ms --copy-rate 50GB/s --cores 2 --rate 10Gbit/s
 """,
     "simulate": """
-A step of the task is measured here without any link, and the compression of every hook with up to 16 workers in one \
-process. Step times with more ranks and over other links are computed from that. \
-The model, and how close it is to real clusters, are described in the guide (simulate.md).
+A step of the task is measured here without any link, and so is every hook's compression, with up to 16 workers in one \
+process. Step times with more ranks and over other links are computed from these measurements. \
+The guide (simulate.md) describes the model, and its error against real clusters.
 
 [bold]Five hooks[/bold] on a GPT of 4 million parameters, at 100 Mbit/s to 100 Gbit/s.
 
@@ -131,7 +131,7 @@ The model, and how close it is to real clusters, are described in the guide (sim
     commhooks simulate --ranks-per-host 8 --inner-rate 2.4Tbit/s --save measured.json
     commhooks simulate --measured measured.json --rate 25Gbit/s --ranks 8,16,...,4096
 
-[bold]Your processor[/bold]: compute and compression are scaled alike, so that a step's compute takes as long.
+[bold]Your processor[/bold]: compute and compression are scaled alike, so that a step's compute takes this long.
 
     commhooks simulate --task my_task.py:task --hook all-reduce --hook powersgd:rank=8 --compute 80ms
 
@@ -140,11 +140,11 @@ The model, and how close it is to real clusters, are described in the guide (sim
     commhooks simulate --parameters 1B --compute 0.1s --rate 100Gbit/s --algorithm ring
 
 [bold]The folder[/bold] given by --out receives simulation.csv, utilisation.png and simulation.json. \
-What was extrapolated, and all other assumptions, are printed and written beside the results.
+Extrapolations and all other assumptions are printed, and written beside the results.
 """,
     "profile": """
-Some steps run as they are. Then every hook takes steps in turns, in which nothing is sent: what remains is what it \
-costs besides its transfers. The model is as before afterwards. The guide (profile.md) explains the table.
+Some steps run unchanged. Then the hooks take turns in steps that send nothing: these show each hook's cost besides \
+its transfers. Afterwards the model is as before. The guide (profile.md) explains the table.
 
 [bold]A task of yours[/bold], on two ranks of this machine.
 
@@ -159,7 +159,7 @@ costs besides its transfers. The model is as before afterwards. The guide (profi
     torchrun --nnodes 4 ... -m commhooks.experiments profile --task my_task.py:task --ddp torch \
 --hook fp16 --hook powersgd:rank=4,policy=fused
 
-[bold]How much hides[/bold]: with --overlap, three things are timed in turns instead: a local step (compute), the \
+[bold]Overlap[/bold]: with --overlap, three things are timed in turns instead: a local step (compute), the \
 collectives of a step with nothing to compute (communication), and a step that does both. The batch size is chosen so \
 that the first two take about equally long. It prints step / (compute + communication): 1.0 would mean no overlap; \
 about 0.67 is the best possible, because the forward pass, a third of the compute, has nothing to send.
@@ -184,8 +184,8 @@ about 0.67 is the best possible, because the forward pass, a third of the comput
     commhooks tasks my_task.py:task
 """,
     "env": """
-It needs nothing but what commhooks itself needs. Names of hosts, users and folders are left out, so that the output \
-can be posted as it is; of variables that may contain them it tells only that they are set.
+It needs no packages besides those of commhooks itself. Names of hosts, users and folders are left out, so that the \
+output can be posted as it is; variables that may contain them are only reported as set.
 
 [bold]For an issue report.[/bold]
 
@@ -213,9 +213,9 @@ The guide (plan.md) explains how, and shows how close predictions are.
 """,
     "probe": """
 Every collective that compressors use is timed, from 256 bytes to as much as the time allows, in turns. \
-A line (latency, and seconds for each byte) is fitted to the medians; if it does not fit, times between the sizes that \
-were measured are interpolated. Nothing is predicted beyond four times the largest size. If two halves of the \
-measurement disagree by more than 10 %, it is repeated once, and refused at 30 %.
+A line (latency, and seconds for each byte) is fitted to the medians; if it does not fit, times are interpolated \
+between the measured sizes. Nothing is predicted beyond four times the largest size. If two halves of the \
+measurement disagree by more than 10 %, it is repeated once; above 30 %, it is rejected.
 
 [bold]Your own cluster[/bold]: torchrun starts the ranks.
 
@@ -226,7 +226,7 @@ measurement disagree by more than 10 %, it is repeated once, and refused at 30 %
     commhooks probe --ranks 2 --link hosts:1Gbit/s
     commhooks probe --ranks 2 --link 100Mbit/s,latency=1ms
 
-[bold]What one model sends[/bold], and nothing else: larger messages in the same time.
+[bold]Only one model's messages[/bold]: larger ones in the same time.
 
     commhooks probe --profile profile.json --link hosts:1Gbit/s --json probe.json
 """,
@@ -234,5 +234,5 @@ measurement disagree by more than 10 %, it is repeated once, and refused at 30 %
 
 
 def help_of(command: str) -> str:
-    """Return the command's summary, and what its help says after it."""
+    """Return the command's summary, and the text that follows it."""
     return f"{COMMANDS[command]}\n{_EXPLAINED[command]}"

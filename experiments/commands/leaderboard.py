@@ -15,7 +15,7 @@ def leaderboard(
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/leaderboard"),
     task: Annotated[
         list[str] | None,
-        typer.Option(help="What to train: digits, gpt, lstm; default: the first two. Repeat for more."),
+        typer.Option(help="The task: digits, gpt, lstm; default: the first two. Repeat for more."),
     ] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each compressor; more: narrower intervals.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps per run; default: the task's own.")] = None,
@@ -28,7 +28,7 @@ def leaderboard(
     accuracy: Annotated[
         Path | None, typer.Option(help="File for the differences from dense that 'estimate' shows.")
     ] = None,
-    processes: Annotated[int | None, typer.Option(help="How many runs at a time; default: one per core.")] = None,
+    processes: Annotated[int | None, typer.Option(help="The number of runs at a time; default: one per core.")] = None,
 ) -> None:
     """Train under every compressor, and report what each costs."""
     with errors_in_words() as console:

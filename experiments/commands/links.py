@@ -9,21 +9,21 @@ from collections.abc import Sequence
 def links_in(
     links: Sequence[str] | None, rates: Sequence[str] | None, latency: str | None, defaults: tuple[Sequence[str], str]
 ) -> list[str]:
-    """Return the links in full: those given so, and one for each rate, with the latency.
+    """Return the links in full: the given links, and one for each rate, with the latency.
 
     Args:
         links: Links in full.
-        rates: Rates, each of a link.
-        latency: That of each rate.
-        defaults: The rates, if there is no link either, and the latency.
+        rates: Rates, each of one link.
+        latency: The latency of each rate's link; None: the default.
+        defaults: The rates, used if neither links nor rates are given, and the latency.
 
     Raises:
-        ValueError: A latency is given, and no rate that could have it.
+        ValueError: A latency is given with links in full alone, which have their own.
 
     """
     if links and not rates and latency is not None:
         raise ValueError(
-            "--latency is that of each --rate; that of a --link is part of it: write --link "
+            "--latency belongs to each --rate; a --link contains its own latency: write --link "
             f"{links[0]},latency={latency}"
         )
     if not links and not rates:
@@ -44,7 +44,7 @@ def constant_link(text: str) -> tuple[float, float]:
     link = LinkSettings.parse(text)
     if link != LinkSettings(bits_per_second=link.bits_per_second, latency_seconds=link.latency_seconds):
         raise ValueError(
-            f"link {text!r}: nothing is sent over it, its times are computed from one rate and one latency: write "
+            f"link {text!r}: nothing is sent over it; its times are computed from one rate and one latency: write "
             "--link 1Gbit/s,latency=50us"
         )
     return link.bits_per_second or math.inf, link.latency_seconds

@@ -52,7 +52,7 @@ def tasks(
 def _show(
     name: str | None, names: Callable[[], list[str]], card_of: Callable[[str], Card], command: str, console: Console
 ) -> None:
-    """Print the card of a name; without one, all names with a sentence each."""
+    """Print the card of a name; without a name, print all names with their summaries."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -14,14 +14,14 @@ _DRAWING = {
     "yaml": "pyyaml",
 }
 EXTRAS = {"cli": _CLI, "experiments": _CLI | _DRAWING}
-"""What each extra installs: modules, and the packages that have them."""
+"""The contents of each extra: modules, and the packages that contain them."""
 WITHOUT_EXTRA = "env"
 """The command that runs wherever commhooks is installed."""
 _LIGHT = ("estimate", "plan", "profile", "probe", "hooks", "tasks", "cluster", WITHOUT_EXTRA)
 
 
 def extra_of(command: str) -> str:
-    """Return the extra that a command needs: those that draw pictures and write reports need more than the others."""
+    """Return the extra that a command needs: "experiments" if it draws pictures or writes reports, otherwise "cli"."""
     return "cli" if command in _LIGHT else "experiments"
 
 
@@ -31,5 +31,5 @@ def missing(extra: str) -> list[str]:
 
 
 def not_installed(extra: str) -> str:
-    """Return the end of a sentence about what needs an extra: what is missing of it, and how to install that."""
+    """Return the end of a sentence on something that needs an extra: its missing packages, and how to install them."""
     return f"{', '.join(missing(extra))}, not installed here: pip install 'commhooks[{extra}]'"

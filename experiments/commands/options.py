@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import typer
 
 
 def complete_hook(incomplete: str) -> list[str]:
-    """Return the names of hooks that begin so, for the shell."""
+    """Return the names of hooks that begin with this text, for the shell's completion."""
     from ..cards import hook_names
 
     return [name for name in hook_names() if name.startswith(incomplete)]
 
 
 def complete_task(incomplete: str) -> list[str]:
-    """Return the names of built-in tasks that begin so, for the shell."""
+    """Return the names of built-in tasks that begin with this text, for the shell's completion."""
     from ..cards import task_names
 
     return [name for name in task_names() if name.startswith(incomplete)]
 
 
 def rate_option(default: str, more: str = "") -> Any:
-    """Return the option --rate of a command with this default, and more to say in its help."""
+    """Return the option --rate of a command with this default; `more` is added to its help."""
     return typer.Option("--rate", help=f"A link's rate: 1.5Gbps, 12.5MB/s, unlimited; default: {default}.{more}")
 
 
@@ -35,17 +35,17 @@ def latency_option(default: str) -> Any:
 
 
 def json_option(what: str) -> Any:
-    """Return the option --json of a command that finds this."""
+    """Return the option --json of a command whose output is called `what`."""
     return typer.Option(
-        "--json", help=f"Write {what} into this file; -: to standard output, and all else to the other."
+        "--json", help=f"Write {what} to this file; -: to standard output, and all other output to standard error."
     )
 
 
 def task_option(more: str = "") -> Any:
-    """Return the option --task of a command, with more to say in its help."""
+    """Return the option --task of a command; `more` is added to its help."""
     return typer.Option(
         "--task",
-        help=f"What to train: digits, gpt, lstm, cifar10, or your own file.py:function.{more}",
+        help=f"The task: digits, gpt, lstm, cifar10, or your own file.py:function.{more}",
         autocompletion=complete_task,
     )
 
@@ -55,7 +55,7 @@ Tasks = Annotated[list[str] | None, task_option(REPEAT)]
 
 
 def hook_option(more: str = "") -> Any:
-    """Return the option --hook of a command, with more to say in its help."""
+    """Return the option --hook of a command; `more` is added to its help."""
     return typer.Option("--hook", help=f"A hook, name:setting=value,...{more}{REPEAT}", autocompletion=complete_hook)
 
 
@@ -73,10 +73,10 @@ Links = Annotated[list[str] | None, typer.Option("--link", help=LINK + REPEAT)]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps per run; default: the task's own.")]
 Size = Annotated[str | None, typer.Option(help="Size of a built-in task's model: tiny, small, medium, large.")]
 Seed = Annotated[int | None, typer.Option(help="A single seed (default: 0); with it, losses are the same bit for bit.")]
-Seeds = Annotated[int | None, typer.Option(help="How many seeds, from 0 on; several give intervals.")]
+Seeds = Annotated[int | None, typer.Option(help="The number of seeds, from 0 on; several give intervals.")]
 ComputeOption = Annotated[
     str | None,
-    typer.Option("--compute", help="A step's compute on your processor: 200ms, or 0.5x of what it takes here."),
+    typer.Option("--compute", help="Time of a step's compute on your processor: 200ms, or 0.5x of its time here."),
 ]
 Ddp = Annotated[str, typer.Option(help="core: ddp_core's DistributedDataParallel; torch: PyTorch's.")]
 Sharded = Annotated[
@@ -85,20 +85,22 @@ Sharded = Annotated[
 BucketCap = Annotated[float | None, typer.Option(help="Bucket size in MiB; default: the DDP's own.")]
 Target = Annotated[float | None, typer.Option(help="Training loss to reach; default: 95 % of the baseline's progress.")]
 Baseline = Annotated[
-    str | None, typer.Option(help="The hook that others are compared with; default: all-reduce, or else the first.")
+    str | None, typer.Option(help="The hook with which others are compared; default: all-reduce, or else the first.")
 ]
 EvaluateEvery = Annotated[
     int, typer.Option("--evaluate-every", "--eval-every", help="Steps between two evaluations on held-out data.")
 ]
 GoOn = Annotated[
     int,
-    typer.Option(help="Times its steps that a hook may take at most, to reach the target or have the baseline's time."),
+    typer.Option(
+        help="A hook may take up to this many times its steps, to reach the target or use the baseline's time."
+    ),
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder for the results; default: runs/<date-time>.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Remove the results of earlier commands in that folder first.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Show nothing while the runs go.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show nothing during the runs.")]
 WorldRanks = Annotated[
     int | None, typer.Option("--ranks", help="Processes on this machine; default: 2, or torchrun's world size.")
 ]

@@ -25,18 +25,16 @@ def plan(
     probe_seconds: Annotated[float, typer.Option(help="The time that probing may take, 1 to 120.")] = 20.0,
     unsteady: Unsteady = False,
     validate: Annotated[
-        bool, typer.Option("--validate", help="Then run the best three and the all-reduce, and compare.")
+        bool, typer.Option("--validate", help="Then run the best three hooks and all-reduce, and compare.")
     ] = False,
     probe: Annotated[Path | None, typer.Option(help="A file that 'probe --json' wrote, instead of probing.")] = None,
     profile: Annotated[
         Path | None, typer.Option(help="A file that 'profile --json' wrote, instead of profiling.")
     ] = None,
-    backend: Annotated[
-        str | None, typer.Option(help="none: sending takes nothing of the processor; default: as it was probed.")
-    ] = None,
+    backend: Annotated[str | None, typer.Option(help="none: sending uses no CPU time; default: as probed.")] = None,
     sharded: Annotated[bool, typer.Option("--sharded", help="Predict steps of FSDP2 too.")] = False,
     json: Annotated[Path | None, json_option("plan, probe and profile")] = None,
-    seed: Annotated[int, typer.Option(help="Of the task's model and data.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the task's model and data.")] = 0,
 ) -> None:
     """Predict every hook's step, and recommend one, or say that none pays."""
     with errors_in_words(json) as console:
@@ -101,7 +99,7 @@ def plan(
 
 
 def _check_used(context: typer.Context, probe: Path | None, profile: Path | None, *, validate: bool) -> None:
-    """Raise ValueError for an option about measuring what a file holds."""
+    """Raise ValueError if an option concerns a measurement that a file replaces."""
     if probe is not None:
         check_unused(context, ["probe_seconds", "unsteady"], "with --probe, which is measured already")
     if profile is not None and not validate:

@@ -21,11 +21,11 @@ def probe(
     unsteady: Unsteady = False,
     profile: Annotated[
         Path | None,
-        typer.Option(help="A file that 'profile --json' wrote: measure what its hooks send, and only that."),
+        typer.Option(help="A file that 'profile --json' wrote: measure only the messages of its hooks."),
     ] = None,
     json: Annotated[Path | None, json_option("the probe, for 'plan --probe',")] = None,
 ) -> None:
-    """Measure what every collective costs between the ranks."""
+    """Measure the time of every collective between the ranks."""
     with errors_in_words(json) as console:
         from ..planning.planning import load
         from ..planning.probing import Asked, check_probe, measure_probe, probe_tables

@@ -29,9 +29,10 @@ def profile(
     steps: Annotated[
         int | None, typer.Option(help="Steps of each hook; default: as many as fit into the time, up to 42.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the task's model and data.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the task's model and data.")] = 0,
     overlap: Annotated[
-        bool, typer.Option("--overlap", help="Instead: how much of the communication hides behind the backward pass.")
+        bool,
+        typer.Option("--overlap", help="Instead, measure how much of the communication overlaps the backward pass."),
     ] = False,
     json: Annotated[Path | None, json_option("the profile, for 'plan --profile',")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace into this file, which Perfetto opens.")] = None,

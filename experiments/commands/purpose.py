@@ -1,4 +1,4 @@
-"""What the command `commhooks` is for: its commands in a sentence each, and the versions that it consists of."""
+"""The purpose of the command `commhooks`, its commands with a sentence each, and its versions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ GROUPS = {
     },
     "Compare": {
         "compare": "Train one model under several hooks, and write a table, plots and a report.",
-        "sweep": "Make all the runs of a YAML file or of a preset; what is finished already is not run again.",
+        "sweep": "Train all the runs of a YAML file or of a preset; finished ones are not run again.",
         "report": "Write tables and the report again from the results in folders, without training.",
     },
     "Look inside": {
         "profile": "Measure where the time of a training step goes, and what every hook adds to it without a link.",
-        "probe": "Measure what every collective costs between the ranks, in half a minute.",
+        "probe": "Measure the time of every collective between the ranks, in half a minute.",
     },
     "Look up": {
         "hooks": "List the hooks, or show one's settings and card: source, idea, bytes and weakness.",
@@ -28,16 +28,16 @@ GROUPS = {
     },
     "Lab": {
         "cluster": "Make a slow cluster on this machine: hosts in network namespaces, links with a real rate.",
-        "simulate": "Compute step time and utilisation for 2 to 1,024 ranks from what is measured on this machine.",
+        "simulate": "Compute step time and utilisation for 2 to 1,024 ranks from measurements on this machine.",
         "leaderboard": "Train two small tasks under every compressor, and rank them by accuracy, bytes and compute.",
     },
 }
-"""The commands by what they are for, each in a sentence."""
+"""The commands in groups by purpose, each with a summary."""
 COMMANDS = {name: summary for commands in GROUPS.values() for name, summary in commands.items()}
 
 
 def version() -> str:
-    """Return the versions that a bug report should state: those of commhooks, torch and Python."""
+    """Return the versions of commhooks, torch and Python, which a bug report should state."""
     from importlib import metadata  # as slow as all else that help needs
 
     return f"commhooks {commhooks.__version__}, torch {metadata.version('torch')}, Python {platform.python_version()}"

@@ -23,23 +23,26 @@ def simulate(
     rate: Annotated[list[str] | None, rate_option(", ".join(DEFAULT_RATES), REPEAT)] = None,
     latency: Annotated[str | None, latency_option(_LATENCY)] = None,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks; dots continue by doubling.")] = "2,4,...,1024",
-    ranks_per_host: Annotated[int, typer.Option(help="How many ranks share a host's link.")] = 1,
+    ranks_per_host: Annotated[int, typer.Option(help="The number of ranks that share a host's link.")] = 1,
     inner_rate: Annotated[
-        str | None, typer.Option(help="Also with a link of this rate inside hosts: 2.4Tbit/s.")
+        str | None, typer.Option(help="Simulate also hosts with an inner link of this rate: 2.4Tbit/s.")
     ] = None,
-    inner_latency: Annotated[str, typer.Option(help="The latency inside hosts.")] = "5us",
-    hosts_per_site: Annotated[int | None, typer.Option(help="How many hosts share the uplink of a site.")] = None,
+    inner_latency: Annotated[str, typer.Option(help="The latency of that inner link.")] = "5us",
+    hosts_per_site: Annotated[int | None, typer.Option(help="The number of hosts that share a site's uplink.")] = None,
     site_rate: Annotated[str | None, typer.Option(help="The rate of that uplink.")] = None,
     algorithm: Annotated[str, typer.Option(help="gloo: with its headers and messages; ring: data alone.")] = "gloo",
     compute: ComputeOption = None,
-    cores: Annotated[int, typer.Option(help="Cores of each rank; from 2 on, compression runs beside compute.")] = 1,
-    backend: Annotated[str, typer.Option(help="none; or gloo: its processor time for each byte counts.")] = "none",
+    cores: Annotated[int, typer.Option(help="Cores of each rank; from 2 on, compression overlaps compute.")] = 1,
+    backend: Annotated[
+        str, typer.Option(help="none: sending uses no CPU time; gloo: its CPU time for each byte is counted.")
+    ] = "none",
     copy_rate: Annotated[
-        str | None, typer.Option(help="With gloo, bytes that your processor copies: 10GB/s; default: timed here.")
+        str | None,
+        typer.Option(help="With gloo: bytes that your processor copies per second: 10GB/s; default: measured here."),
     ] = None,
     bucket_cap_mb: BucketCap = None,
     sharded: Annotated[
-        bool, typer.Option("--sharded", help="FSDP2 shards the model: beside plain FSDP2 (torch.none).")
+        bool, typer.Option("--sharded", help="Shard the model with FSDP2, and compare with plain FSDP2 (torch.none).")
     ] = False,
     parameters: Annotated[str | None, typer.Option(help="Instead of a task: 124M, 1B. Needs --compute.")] = None,
     measured: Annotated[Path | None, typer.Option(help="A file that --save wrote, instead of a task.")] = None,
@@ -59,7 +62,7 @@ def simulate(
 
         if inner_rate is not None and ranks_per_host == 1:
             raise ValueError(
-                "--inner-rate is that of a link inside hosts: give the ranks of each with --ranks-per-host"
+                "--inner-rate is the rate of a link inside hosts: give the ranks of each with --ranks-per-host"
             )
         if inner_rate is None:
             check_unused(context, ["inner_latency"], "without --inner-rate")

@@ -35,7 +35,7 @@ def sweep(
     target_loss: Target = None,
     quiet: Quiet = False,
 ) -> None:
-    """Make all the runs of a YAML file."""
+    """Train all the runs of a YAML file."""
     with errors_in_words() as console:
         from ..sweeps.yaml_file import EXAMPLE
 

@@ -1,4 +1,4 @@
-"""How commands behave in a terminal: options, errors in words, exit codes."""
+"""The behaviour of commands in a terminal: options, error messages, exit codes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 CONTEXT: dict[str, Any] = {"help_option_names": ["--help", "-h"], "max_content_width": 120}
 """Settings of commands that hold others."""
 STDOUT = Path("-")
-"""As a file that is named on the command line."""
+"""The file name that means standard output on the command line."""
 
 
 def write_help(text: str | None, formatter: Any) -> None:
     """Write a help text: paragraphs are wrapped, examples are indented and stay as they are.
 
-    Rich would draw boxes, and takes longer to import than all else that help needs.
+    Rich would draw boxes, and takes longer to import than everything else that help needs.
     """
     for paragraph in (text or "").strip("\n").split("\n\n"):
         lead, end, rest = paragraph.removeprefix("[bold]").partition("[/bold]")
@@ -44,11 +44,11 @@ class Explained(TyperGroup):
     """A command that holds others."""
 
     def format_help_text(self, ctx: object, formatter: Any) -> None:
-        """Write what they are for, with examples."""
+        """Write the group's help text, with examples."""
         write_help(self.help, formatter)
 
     def format_commands(self, ctx: object, formatter: Any) -> None:
-        """Write each command with its sentence."""
+        """Write each command with its summary."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.help or "") for name, command in self.commands.items()])
 
@@ -57,7 +57,7 @@ class EachOptionOnce(TyperCommand):
     """A command that rejects an option given twice; Typer would silently take the last one."""
 
     def format_help_text(self, ctx: object, formatter: Any) -> None:
-        """Write what the command does, with examples."""
+        """Write the command's help text, with examples."""
         write_help(self.help, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -91,9 +91,9 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def errors_in_words(json: Path | None = None) -> Iterator[Console]:
-    """Provide a console, on standard error if JSON goes to standard output; print errors as a sentence, and exit.
+    """Yield a console, on standard error if JSON goes to standard output; print an error as a sentence, and exit.
 
-    The exit code is 2 for what cannot work as requested, 1 for a failure, and 130 for Ctrl-C.
+    The exit code is 2 for a request that cannot work, 1 for a failure, and 130 for Ctrl-C.
     """
     from ..cluster import ClusterError
     from ..launch import WorldError
@@ -120,7 +120,7 @@ def errors_in_words(json: Path | None = None) -> Iterator[Console]:
 
 
 def check_unused(context: typer.Context, options: Sequence[str], why: str) -> None:
-    """Raise ValueError if one of these options is on the command line, where it has no effect; `why` says when."""
+    """Raise ValueError if the command line has one of these options, which have no effect; `why` ends the message."""
     for name in options:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -128,7 +128,7 @@ def check_unused(context: typer.Context, options: Sequence[str], why: str) -> No
 
 
 def announce(console: Console, text: str) -> None:
-    """Print what is about to be measured and how long that takes; under torchrun on rank 0 alone."""
+    """Print the announcement of a measurement; under torchrun on rank 0 alone."""
     from ..launch import torchrun_world
 
     if (torchrun_world() or (0,))[0] == 0:
@@ -136,13 +136,13 @@ def announce(console: Console, text: str) -> None:
 
 
 def command_given() -> str:
-    """Return the command line, for reports that say how to get them again."""
+    """Return the command line in its present form, with which a report can be made again."""
     words = sys.argv[1:]
     return shlex.join(["commhooks", *(renewed(words) or words)])
 
 
 def write_json(write: Callable[[Path], None], what: str, place: Path, console: Console) -> None:
-    """Call the function to write a file, and say where it is; write to standard output if the place is '-'."""
+    """Write a file by calling `write`, and print its path; if the place is '-', print its text instead."""
     if place == STDOUT:
         with TemporaryDirectory() as folder:
             write(file := Path(folder) / "found.json")
