@@ -1,1 +1,1 @@
-"""The public entry points, and what PyTorch's contract for communication hooks requires of them."""
+"""The public entry points, and the requirements of PyTorch's contract for communication hooks."""

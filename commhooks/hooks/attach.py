@@ -46,7 +46,7 @@ class Attachment(Handle):
 
     @property
     def state(self) -> StateTable:
-        """What the compressor remembers, by parameter."""
+        """The compressor's state, by parameter."""
         return self._engine.state
 
     @property
@@ -56,7 +56,7 @@ class Attachment(Handle):
 
     @property
     def is_attached(self) -> bool:
-        """Whether the model's gradients go through this compressor: until `detach`, or until the model is gone."""
+        """True while the model's gradients go through this compressor: until `detach`, or until the model is gone."""
         return self._socket.engine is self._engine and self._model() is not None
 
     @property
@@ -66,7 +66,7 @@ class Attachment(Handle):
 
     @property
     def hook_timeout(self) -> float | None:
-        """The limit of a collective, in seconds; None: that of the process group."""
+        """The time limit of a collective, in seconds; None: the process group's."""
         return self._line.hook_timeout
 
     @property
@@ -81,7 +81,7 @@ class Attachment(Handle):
     def watch(self, *optimizers: object) -> None:
         """Raise `HookDidNotRunError` whenever one of these takes a step on gradients that bypassed the compressor.
 
-        Pass the optimizers of the attached model, or what a framework wraps around them. If the module inside the DDP
+        Pass the optimizers of the attached model, or a framework's wrappers around them. If the module inside the DDP
         is called directly, or every backward pass runs inside `no_sync()`, each rank trains alone, and nothing else
         reports it. The same holds for parameters that were frozen when the model was wrapped and are trained later. The
         error is raised before the step changes anything, or after it if the step runs the backward pass itself, in a
@@ -128,7 +128,7 @@ def attach(
 ) -> Attachment:
     """Average the gradients of `model`, ddp_core's or PyTorch's DistributedDataParallel, with `compressor`.
 
-    `model` may also be what wraps a DistributedDataParallel: the result of `torch.compile`, of Lightning Fabric's
+    `model` may also be a wrapper around a DistributedDataParallel: the result of `torch.compile`, of Lightning Fabric's
     `setup`, of Accelerate's `prepare`, or a module that PyTorch's `replicate` was called with.
 
     Call it on every rank, between the same two backward passes. A string is passed to `make_compressor`.
@@ -142,8 +142,8 @@ def attach(
     - `hook_timeout`, in seconds, limits every collective and, under "fused", the wait for a step's next bucket
       (default: the group's timeout).
     - `scaler`, a `torch.amp.GradScaler`: residuals are rescaled when it changes the loss scale.
-    - `residuals` is how they are stored: "fp32" (fp64 for fp64 gradients), "bf16", or "host", in fp32 in the host's
-      memory.
+    - `residuals` is the storage of residuals: "fp32" (fp64 for fp64 gradients), "bf16", or "host", in fp32 in the
+      host's memory.
     - `atomic`: a step whose mean holds an inf or a NaN in any bucket changes no state at all. This keeps a second copy
       of the state. Without it, "fused" judges all buckets of a step together, and "fifo" judges each bucket separately.
 
@@ -187,9 +187,9 @@ def attach(
 
 
 def _warn_of_loss(compressor: Compressor, named: list[tuple[str, Tensor]]) -> None:
-    """Warn if what a compressor does not send is lost. Rounding to a narrower dtype loses too little for a warning.
+    """Warn if a compressor loses the part of a gradient that it does not send.
 
-    What an unbiased compressor does not send in one step it sends in others, on average.
+    Rounding to a narrower dtype loses too little for a warning, and an unbiased compressor loses nothing on average.
     """
     for name, parameter in named:
         loss = compressor.loss(name, parameter)

@@ -25,7 +25,7 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 RunOnWire = Callable[[Any, GradBucket, torch.dtype], torch.futures.Future[Tensor]]
 
 on_wire: MutableMapping[Callable[..., Any], RunOnWire] = weakref.WeakKeyDictionary()
-"""How to run each of our hooks, wrapped or not, with its messages cast to a dtype."""
+"""The function that runs each of our hooks, wrapped or not, with its messages cast to a dtype."""
 
 
 def allreduce_hook(process_group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:

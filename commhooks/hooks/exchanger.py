@@ -1,4 +1,4 @@
-"""What a hook does, without a DistributedDataParallel: averaging tensors that the caller names."""
+"""A hook's averaging, state and checkpoints for named tensors, without a DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LIGHTEST, _HEAVIEST = 1e-30, 1e30
 
 
 class Averaging:
-    """One round of an `Exchanger`, under way since `begin`."""
+    """A round of an `Exchanger`, under way since `begin`."""
 
     def __init__(
         self,
@@ -49,14 +49,15 @@ class Averaging:
 
     @property
     def is_written(self) -> bool:
-        """Whether `write` was called, after which another round may use the memory."""
+        """True once the means are written; another round may then use the memory."""
         return self._is_written
 
     @property
     def means(self) -> Mapping[str, Tensor]:
         """The means, by name, in the memory in which they arrived; waits for them, and raises as `wait`.
 
-        The memory is another round's once this object is gone, or `write` was called: then it raises `CompressorError`.
+        Another round may use the memory once this object is gone or the means are written; after `write`, this raises
+        `CompressorError`.
         """
         if self._is_written:
             raise CompressorError("Averaging.means: the means were written, and their memory may be in use again.")
@@ -64,13 +65,13 @@ class Averaging:
         return places_of(self._buckets)
 
     def done(self) -> bool:
-        """Return whether the means are there, or the round has failed."""
+        """Return whether the round is over: its means have arrived, or it has failed."""
         return all(future.done() for future in self._futures)
 
     def wait(self) -> None:
-        """Return when the means are there; raise what the round failed of: see `Exchanger.average`.
+        """Wait until the means have arrived; raise the error if the round failed: see `Exchanger.average`.
 
-        Raises `CompressorError` if it would wait for workers of this process, which take turns, forever.
+        Raises `CompressorError` if it would wait forever, for workers of this process that take turns.
         """
         _check_turns("Averaging.wait", self._futures, self._line)
         for future in self._futures:
@@ -78,7 +79,7 @@ class Averaging:
 
     @torch.no_grad()
     def write(self, into: Mapping[str, Tensor]) -> None:
-        """Wait, then write the means into tensors of the names and shapes that the exchanger was made for, once.
+        """Wait for the means, then write them into tensors with the exchanger's names and shapes; call it once.
 
         Raises `CompressorError`, and writes nothing, if a tensor is missing, of another shape, dtype or device, if its
         elements share memory (`expand`), or if the means were written before.
@@ -101,11 +102,11 @@ class Exchanger(Handle):
     `tensors` names them: on every rank the same names, shapes, strides and dtypes, dense and of floating point. Only
     names, shapes, strides, dtypes and devices are read from it; for tensors in pinned memory, `room` is pinned too. The
     other arguments are those of `attach`. `line` replaces the process group: exchangers that share one
-    `ProcessGroupLine` share its thread and private group, each on a lane of its own, which errors name as
-    "round 3, <name>"; they must be made, and must begin their rounds, in one order on every rank. `lockstep_lines` are
-    for workers in one process, see `average_in_lockstep`. `policy` is "fused", or the line's. `weighted`: `begin` is
-    given this rank's weight in the mean; compressors that count votes raise `SettingsError`. Exchangers that share
-    `memory` keep their tensors in it, and take turns: see `InTurns`.
+    `ProcessGroupLine` share its thread and private group, each on a lane of its own, called "round 3, <name>" in
+    errors; they must be made, and must begin their rounds, in one order on every rank. `lockstep_lines` are for workers
+    in one process, see `average_in_lockstep`. `policy` is "fused", or the line's. `weighted`: `begin` takes this rank's
+    weight in the mean; compressors that count votes raise `SettingsError`. Exchangers that share `memory` keep their
+    tensors in it, and take turns: see `InTurns`.
     """
 
     def __init__(
@@ -163,20 +164,20 @@ class Exchanger(Handle):
             self._engine.loss_scale.follow(scaler)
         self._beginning = threading.Lock()
         self._last: list[torch.futures.Future[Tensor]] = []
-        """Those of the last round, which the next one must not overtake."""
+        """The last round's futures; the next round waits for them."""
         self._memories: list[tuple[list[FlatBucket], weakref.ref[Averaging]]] = []
-        """The buckets of each round, which are another one's once its means are written, or nobody wants them."""
+        """The buckets of each round; another may use them once the means are written or the `Averaging` is gone."""
         self._next: list[FlatBucket] = []
-        """The buckets of the next round, if somebody has asked for its room."""
+        """The buckets of the next round, if `room` was called for it."""
 
     @property
     def name(self) -> str:
-        """How errors name it."""
+        """Its name in errors."""
         return self._engine.lane.title
 
     @property
     def steps(self) -> int:
-        """How many rounds have begun."""
+        """The number of rounds begun so far."""
         return self._engine.step
 
     @torch.no_grad()
@@ -197,9 +198,10 @@ class Exchanger(Handle):
 
     @property
     def room(self) -> Mapping[str, Tensor]:
-        """Memory of the next round, by name: `begin()` sends what is written here, without a copy.
+        """The memory of the next round, by name: `begin()` averages the values written here, without a copy.
 
-        Each tensor has the shape, dtype and device of the one named at construction; its values are undefined before.
+        Each tensor has the shape, dtype and device of the one named at construction, and undefined values until you
+        write them.
         """
         with self._beginning:
             if not self._next:
@@ -211,10 +213,10 @@ class Exchanger(Handle):
     def begin(self, tensors: Mapping[str, Tensor] | None = None, *, weight: float | None = None) -> Averaging:
         """Copy the tensors and start averaging; the tensors may change as soon as this returns.
 
-        Without tensors, what was written into `room` is averaged. With `weighted`, `weight` is this rank's in the mean:
-        0, or from 1e-30 to 1e30, so that fp32 holds the sum; if all weights are 0, so are the means. Several rounds may
-        be begun before the first one's means are written. Each is compressed once the one before has kept what it did
-        not send, so this waits for that one. Raises as `average`.
+        Without tensors, the values written into `room` are averaged. With `weighted`, `weight` is this rank's weight in
+        the mean: 0, or from 1e-30 to 1e30, so that fp32 holds the sum; if all weights are 0, so are the means. Several
+        rounds may be begun before the first one's means are written. Residuals of one round are part of the next, so
+        this waits until the previous round is over. Raises as `average`.
         """
         if (weight is not None) != self._is_weighted or not (not weight or _LIGHTEST <= weight <= _HEAVIEST):
             allowed = f"0, or from {_LIGHTEST} to {_HEAVIEST}"
@@ -238,7 +240,7 @@ class Exchanger(Handle):
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a round's tensors are being written, averaged or read in the memory of this exchanger."""
+        """True while a round's tensors are being written, averaged or read in this exchanger's memory."""
         rounds = (of_round() for _, of_round in self._memories)
         return bool(self._next) or any(last is not None and not last.is_written for last in rounds)
 
@@ -276,7 +278,7 @@ class Exchanger(Handle):
         return candidate, refusal
 
     def _check(self, tensors: Mapping[str, Tensor], *, overwritten: bool = False) -> None:
-        """Raise `CompressorError` for other tensors than those named at construction, and close the lane."""
+        """Raise `CompressorError`, and close the lane, if tensors do not match those named at construction."""
         wrong = _misfits(self._like, tensors, overwritten=overwritten)
         if wrong:
             self.fail(f"Exchanger was made for other tensors: {wrong[0]}.")
@@ -288,7 +290,7 @@ class Exchanger(Handle):
                 future.wait()
 
     def _free_buckets(self) -> list[FlatBucket]:
-        """Return buckets whose means nobody waits for any more, made if there are none."""
+        """Return buckets that no round uses any more, or new ones."""
         if self._in_turns is not None:
             self._in_turns.take(self)
         for buckets, of_round in self._memories:
@@ -322,7 +324,7 @@ def average_in_lockstep(exchangers: Sequence[Exchanger], tensors: Sequence[Mappi
 
 
 def check_takes_weights(compressor: Compressor) -> None:
-    """Raise `SettingsError` if a compressor's mean is a vote, in which what a rank sends cannot be scaled."""
+    """Raise `SettingsError` if a compressor's mean is a vote, in which ranks cannot be weighted."""
     if isinstance(compressor, Signum) or isinstance(getattr(compressor, "codec", None), Vote):
         raise SettingsError(f"weighted=True: {compressor} counts votes, which have no weights.")
     for inner in inner_of(compressor):
@@ -336,7 +338,7 @@ def _check_turns(caller: str, futures: Sequence[torch.futures.Future[Tensor]], l
 
 
 def _misfits(like: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, overwritten: bool) -> list[str]:
-    """Return how tensors differ from those that were named, in words; if `overwritten`, also which cannot be."""
+    """List mismatches with the named tensors, in words; if none and `overwritten`, tensors that cannot be written."""
     found, wanted = (
         {name: (tuple(t.shape), t.dtype, t.layout, t.device) for name, t in named.items()} for named in (tensors, like)
     )
@@ -355,6 +357,6 @@ def _misfits(like: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, overw
 
 
 def _described(tensor: Tensor) -> str:
-    """Return what must be the same on every rank: strides too, since elements travel in the order of memory."""
+    """Return the properties that all ranks must agree on, strides included: elements travel in the order of memory."""
     strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return f"shape {tuple(tensor.shape)}, {tensor.dtype}, strides {tuple(strides)}"

@@ -21,11 +21,11 @@ from commhooks.state.table import ResidualStorage
 
 
 class Exchangers(Grouped[Exchanger]):
-    """Groups of named tensors, each averaged when its turn comes: an `Exchanger` for each, by its label.
+    """Groups of named tensors, averaged separately: one `Exchanger` for each group, by label.
 
-    All share one thread and one private group. Each group has its own count of rounds, so that what depends on it, such
-    as seeds and warm-up, does not depend on the other groups; no name may be in two of them. Every rank must name the
-    same groups, and begin their rounds in one order. Errors name them as "round 3, <label>".
+    All share one thread and one private group. Each group has its own count of rounds, so seeds and warm-up do not
+    depend on the other groups; no name may be in two of them. Every rank must name the same groups, and begin their
+    rounds in one order. Errors name them as "round 3, <label>".
 
     `compressor` is one for all groups, or one for each by label; the other arguments are those of `Exchanger`.
     `in_turns`: no round begins before the last one's means are written or dropped, so the groups share their memory,
@@ -87,7 +87,7 @@ class Exchangers(Grouped[Exchanger]):
         }
 
     def memory_report(self) -> MemoryReport:
-        """Return how many bytes are used, and for what; `gradients` are the tensors that are sent and received."""
+        """Return the bytes in use, by purpose; `gradients` are the tensors that are sent and received."""
         return memory_of(self.values())
 
     def fail(self, what: str) -> NoReturn:
@@ -96,7 +96,7 @@ class Exchangers(Grouped[Exchanger]):
 
 
 def memory_of(exchangers: Iterable[Exchanger]) -> MemoryReport:
-    """Return how many bytes exchangers use, which may share the memory of what they send and receive."""
+    """Return the bytes that exchangers use, by purpose; memory that several share counts once."""
     these = list(exchangers)
     rooms = {memory.data_ptr(): memory for one in these for memory in one.memories()}
     used = sum(memory.untyped_storage().nbytes() for memory in rooms.values())

@@ -1,4 +1,4 @@
-"""What a hook has to know about the DistributedDataParallel that it runs on, ddp_core's or PyTorch's."""
+"""Facts that a hook needs about its DistributedDataParallel, ddp_core's or PyTorch's."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ def searches_for_unused(model: Module) -> bool:
 
 
 def uncut_steps(model: Module | None) -> int:
-    """Return how many steps a DDP makes before it lays out its buckets: one more for a static graph."""
+    """Return the number of steps before a DDP lays out its final buckets: one more for a static graph."""
     return 2 if getattr(model, "static_graph", False) else 1
 
 

@@ -14,28 +14,28 @@ from commhooks.tensors import is_dense
 
 
 class User(Protocol):
-    """An exchanger, as the memory sees it that it shares with others."""
+    """An exchanger, as seen by the memory that it shares with others."""
 
     @property
     def name(self) -> str:
-        """How errors name it."""
+        """Its name in errors."""
         ...
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a round's tensors are being written, averaged or read."""
+        """True while a round's tensors are being written, averaged or read."""
         ...
 
 
 class InTurns:
-    """Memory for exchangers whose rounds never overlap: as much as the largest of them needs."""
+    """Memory shared by exchangers whose rounds never overlap, as large as the largest of them needs."""
 
     def __init__(self) -> None:
         self._memories: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._user: weakref.ref[User] | None = None
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
-        """Provide for an exchanger of these tensors; call it for all exchangers before any of them begins."""
+        """Provide memory for an exchanger of these tensors; call it for all exchangers before any of them begins."""
         needed: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in tensors:
             needed.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -45,7 +45,7 @@ class InTurns:
                 self._memories[key] = allocated(alike[0], elements)
 
     def take(self, user: User) -> None:
-        """Let an exchanger begin its next round; raise `CompressorError` if somebody still uses the memory."""
+        """Give the memory to an exchanger for its next round; raise `CompressorError` if a round still uses it."""
         before = self._user() if self._user is not None else None
         if before is not None and before.is_in_use:
             raise CompressorError(
@@ -67,7 +67,8 @@ def allocated(like: Tensor, elements: int) -> Tensor:
 class FlatBucket:
     """Tensors of one dtype and device, presented as a bucket; `take` provides its memory.
 
-    `places` are the tensors, as views of the memory, and `weight` is this rank's in the mean; None: equal weights.
+    `places` are the tensors, as views of the memory, and `weight` is this rank's weight in the mean; None: equal
+    weights.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class FlatBucket:
         return self._memory
 
     def parameters(self) -> list[Tensor]:
-        """Return what state is kept for: a tensor of each name."""
+        """Return the tensors that state is kept for, one for each name."""
         return self._tensors
 
     def names(self) -> list[str]:
@@ -106,7 +107,7 @@ class FlatBucket:
         return self._names
 
     def is_last(self) -> bool:
-        """Return whether the step has no further bucket."""
+        """Return whether this is the step's last bucket."""
         return self._is_last
 
 

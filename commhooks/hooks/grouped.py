@@ -70,7 +70,7 @@ class Grouped(Mapping[str, One]):
         return Snapshots(groups={label: one.snapshot() for label, one in self.items()}, shared=dict(shared or {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all groups as plain data, once what is under way has ended; see `Handle.state_dict`."""
+        """Return the state of all groups as plain data, after the rounds under way; see `Handle.state_dict`."""
         groups = {label: one.state_dict() for label, one in self.items()}
         return Snapshots(groups={}, shared={}).as_dict() | {"groups": groups}
 
@@ -85,14 +85,14 @@ class Grouped(Mapping[str, One]):
         ]
 
     def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
-        """Restore what `state_dict` returned, in all groups or, if it does not match one on any rank, in none.
+        """Restore a `state_dict` in all groups, or in none if it does not match one of them on any rank.
 
         See `Handle.load_state_dict`.
         """
         self.restore(read_groups(state), LoadRules(**rules))
 
     def restore(self, loaded: Snapshots | CheckpointError, rules: LoadRules) -> None:
-        """Continue from a state; an error instead of it is raised on every rank, and nothing changes."""
+        """Restore a state; if it does not match, or is an error, raise on every rank and change nothing."""
         first = next(iter(self.values()))
         if not isinstance(loaded, CheckpointError) and (faults := self.differences(loaded, rules)):
             loaded = refuse(f"rank {first.rank_and_world_size[0]}: the checkpoint does not fit", faults)
@@ -103,7 +103,7 @@ class Grouped(Mapping[str, One]):
             restore(one._made_engine(), loaded.groups[label], rules, 0)
 
     def is_own(self, label: str) -> bool:
-        """Return whether this rank loads a group of a checkpoint: not if it belongs to ranks with another shard."""
+        """Return whether this rank loads a group of a checkpoint; it skips those of ranks with another shard."""
         return True
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from commhooks.wrappers.hierarchical import is_hierarchical
 class Handle(ABC):
     """The compressor, statistics, checkpoints and loss scale of one engine; `print` shows a summary.
 
-    `Attachment`, `PowerSGDState` and `Exchanger` say how one is made.
+    See `Attachment`, `PowerSGDState` and `Exchanger` for how to make one.
     """
 
     _engine: Engine | None
@@ -54,7 +54,7 @@ class Handle(ABC):
         return self._made_engine().compressor
 
     def __str__(self) -> str:
-        """Return a summary: the compressor, the ranks, and what was sent so far."""
+        """Return a summary: the compressor, the ranks, any failure, and the statistics so far."""
         if self._engine is None:
             return f"{type(self).__name__}: there is no process group yet"
         engine = self._engine
@@ -66,8 +66,8 @@ class Handle(ABC):
     def checked(self, compressor: Compressor | str) -> Compressor:
         """Return the compressor that `replace` would switch to, made if a name is given; nothing changes.
 
-        Raises `AttachError` if nothing can be replaced any more, and `SettingsError` for a compressor that does not
-        exist or does not suit the parameters or the ranks.
+        Raises `AttachError` if this handle was closed, or does not know the parameters' names yet, and `SettingsError`
+        for a compressor that does not exist or does not suit the parameters or the ranks.
         """
         candidate, refusal = self._candidate(compressor)
         if refusal is not None:
@@ -75,7 +75,7 @@ class Handle(ABC):
         return candidate
 
     def expect(self, *compressors: Compressor) -> None:
-        """Announce the compressors that may take over later: a `state_dict` may then also hold what they remember."""
+        """Announce the compressors that may take over later: a `state_dict` may then also hold their state."""
         self._made_engine().expect(compressors)
 
     def replace(self, compressor: Compressor | str) -> None:
@@ -92,7 +92,7 @@ class Handle(ABC):
         engine.replace(candidate, device, refusal)
 
     def _candidate(self, compressor: Compressor | str) -> tuple[Compressor, SettingsError | None]:
-        """Return the compressor, and why this rank cannot switch to it, which the others must learn."""
+        """Return the compressor, and the error if this rank cannot switch to it, for all ranks to learn of."""
         self._check_open("replace")
         engine = self._settled_engine()
         named = engine.state.named()
@@ -105,7 +105,7 @@ class Handle(ABC):
         return candidate, refusal_of(candidate, named, engine.line)
 
     def _check_open(self, caller: str) -> None:
-        """Raise `AttachError` if nothing is averaged any more."""
+        """Raise `AttachError` if the lane is closed."""
         if self._made_engine().lane.is_closed:
             raise AttachError(f"{caller}: this {type(self).__name__} was closed.")
 
@@ -130,7 +130,7 @@ class Handle(ABC):
         return self._engine.lane.ledger.by_parameter() if self._engine is not None else {}
 
     def memory_report(self) -> MemoryReport:
-        """Return how many bytes the hook uses on this rank, and for what."""
+        """Return the bytes that the hook uses on this rank, by purpose."""
         return self._settled_engine().memory_report()
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,8 +150,8 @@ class Handle(ABC):
         only that rank gets all of it, and every other rank gets its own `state_dict`. Every rank can load the complete
         state with `load_state_dict`. It takes as much memory as the residuals of all ranks together.
 
-        Raises `CheckpointError` on every rank if any rank cannot return its state, or if the states differ in what
-        must be the same.
+        Raises `CheckpointError` on every rank if any rank cannot return its state, or if the states differ where they
+        must agree.
         """
         line = self._made_engine().line
         if not isinstance(line, ProcessGroupLine):
@@ -172,9 +172,10 @@ class Handle(ABC):
     def metrics(self, *, by_parameter: bool = False) -> dict[str, float]:
         """Return this rank's metrics by tag; call it after the optimizer's step and before `zero_grad`.
 
-        - commhooks/bytes_sent_total and bytes_sent_per_step: what this rank sent, since attaching and in the last step
-        - commhooks/compression_ratio and collectives_per_step: of the last step
-        - commhooks/seconds_compressing, seconds_waiting, seconds_exposed: of the last step, as in `Statistics`
+        - commhooks/bytes_sent_total and bytes_sent_per_step: bytes that this rank sent, since attaching and in the last
+          step
+        - commhooks/compression_ratio and collectives_per_step: values of the last step
+        - commhooks/seconds_compressing, seconds_waiting, seconds_exposed: values of the last step, as in `Statistics`
         - commhooks/residual_norm_over_gradient_norm: this rank's residuals over the mean gradients in `.grad`, if there
           are both and the gradients are not zero; clipped gradients are smaller
         - with `by_parameter`, also bytes_sent_total and residual_norm_over_gradient_norm of every parameter, whose name

@@ -1,4 +1,4 @@
-"""Which compressors do not suit which optimizers, and the settings with which they do.
+"""Pairs of compressor and optimizer that do not suit each other, and settings with which they do.
 
 `tests/commhooks/test_optimizers.py` trains a linear regression with each of these pairs, and with each setting that is
 advised here.
@@ -20,7 +20,7 @@ from commhooks.language.compressor import Compressor, inner_of
 from commhooks.wrappers import ErrorFeedback
 
 _MOST = 10
-"""How many times as large as a gradient's an element of the mean may be, if the optimizer has momentum: at a ratio of
+"""The largest element that the mean may have, in units of a gradient's, if the optimizer has momentum: at a ratio of
 1/10 the regression converges with momentum 0.9, at 1/20 it diverges."""
 
 _ADAPTIVE = torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta
@@ -28,13 +28,13 @@ _ADAPTIVE = torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta
 
 
 class _Steps(NamedTuple):
-    """What an optimizer makes of the mean."""
+    """The properties of an optimizer that decide which means it tolerates."""
 
     momentum: float
-    """Of SGD: above 0, its steps are 1/(1 - momentum) times as long. 0 for optimizers that divide by second moments,
-    or normalise otherwise: their steps do not grow with the mean."""
+    """SGD's momentum: above 0, steps are 1/(1 - momentum) times as long. 0 for optimizers that divide by second
+    moments, or normalise otherwise: their steps do not grow with the mean."""
     is_adaptive: bool
-    """Whether it divides by the root of second moments, as Adam does."""
+    """True if it divides by the root of second moments, as Adam does."""
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> _Steps:
@@ -48,9 +48,9 @@ class _Steps(NamedTuple):
 
 
 def unsuited(compressor: Compressor, optimizer: Optimizer, parameters: Iterable[Tensor]) -> str | None:
-    """Return why training with these two may diverge or be slow, and what to set; None if nothing is known.
+    """Return the reason why training with these two may diverge or be slow, and the remedy; None if none is known.
 
-    `parameters` are those that `compressor` is attached to.
+    `compressor` is attached to `parameters`.
     """
     reasons = _reasons(compressor, None, _Steps.of(optimizer), list(parameters))
     return next((f"{compressor} with {type(optimizer).__name__}: {reason}" for reason in reasons), None)
@@ -101,7 +101,7 @@ def _with_momentum(
 
 
 def _growth(compressor: SharedPlaces, feedback: ErrorFeedback | None) -> float:
-    """Return how many gradients an element that is sent stands for."""
+    """Return the number of gradients that an element of a message stands for."""
     if compressor.unbiased:
         return 1 / compressor.ratio
     if feedback is None:

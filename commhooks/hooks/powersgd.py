@@ -108,7 +108,7 @@ class PowerSGDState(Handle):
         self._make_compressor()  # raises for settings that cannot work
         self._model = lambda: None
         self._warm_up: Statistics | None = None
-        """What was counted before the first step that compresses."""
+        """The statistics before the first step that compresses; None until then."""
         self._earlier: Any = WeakTensorKeyDictionary()
         """The parameters of models that this state was used with earlier."""
         self._last_pass = -1
@@ -270,7 +270,7 @@ class PowerSGDState(Handle):
         return self._made_engine(last.loss_scale)  # the scale belongs to the run, not to the model
 
     def _take_form_of(self, engine: Engine, settings: object) -> None:
-        """Expect the hook that saved these settings: its wire dtype and matrix form are the ones passed to `run`."""
+        """Before the first step, take over the wire dtype and matrix form of the hook that saved these settings."""
         if engine.step or not isinstance(settings, Mapping):
             return
         wire = next((dtype for dtype in _WIRES.values() if repr(dtype) == settings.get("dtype")), None)

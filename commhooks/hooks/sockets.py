@@ -1,4 +1,4 @@
-"""What a DDP calls: the hook of a model's socket, into which `attach` plugs an engine, and hooks that have no state.
+"""The functions that a DDP calls: the hook of a model's socket, which `attach` fills, and stateless hooks.
 
 PyTorch's contract for a communication hook is `hook(state, bucket) -> Future[Tensor]`, and PyTorch inspects a hook
 before registering it. The second argument must be *named* `bucket`. Annotations, if there are any, must be real objects
@@ -31,7 +31,7 @@ from commhooks.scheduling.ledger import Statistics
 from commhooks.scheduling.line import ProcessGroupLine
 
 COLLECTIVES_A_BUCKET = 16
-"""How many collectives one bucket may take before ddp_core gives up on the hook; each may use its whole timeout."""
+"""The limit of ddp_core's wait for a bucket, in timeouts of one collective."""
 
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Compressor, Engine]] = weakref.WeakKeyDictionary()
 """One engine for each process group and compressor.
@@ -100,7 +100,7 @@ class Socket:
     def __init__(self) -> None:
         self.engine: Engine | None = None
         self.attachment: object = None
-        """Kept for as long as the engine is plugged in, also if nobody else keeps it."""
+        """The attachment, kept alive while its engine is plugged in, even if nobody else refers to it."""
         self.buckets_handed_in = 0
         self._group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self._registered = False
@@ -109,9 +109,8 @@ class Socket:
     def plug_in(self, attachment: object, engine: Engine, model: Module, seconds: float) -> None:
         """Run `engine` from now on; register the hook on the model unless it is still registered.
 
-        If a DDP limits its wait for a hook, as ddp_core's does, the limit is raised above the scheduler's `seconds`:
-        those bound one collective, while the DDP's limit covers a whole bucket. Only a scheduler that hangs should
-        reach it.
+        If a DDP limits its wait for a hook, as ddp_core's does, the limit is raised above `seconds`, the scheduler's
+        limit of one collective, since the DDP's covers a whole bucket. Only a scheduler that hangs should reach it.
         """
         self._group = weakref.ref(group_or_default(getattr(model, "process_group", None)))
         self.attachment, self.engine = attachment, engine
@@ -144,7 +143,7 @@ class Socket:
 
     @_disable_dynamo  # as run_stateless
     def run(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Run the engine, or a plain all-reduce if nothing is attached."""
+        """Average a bucket with the engine, or with a plain all-reduce if nothing is attached."""
         if self.engine is None:
             return run_stateless(AllReduceMean(), self._group(), bucket)
         self.buckets_handed_in += 1
@@ -155,7 +154,7 @@ sockets: weakref.WeakKeyDictionary[Module, Socket] = weakref.WeakKeyDictionary()
 
 
 def attachment_hook(state: Socket, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Run whatever is attached to the model."""
+    """Average a bucket with the compressor attached to the model, or with a plain all-reduce."""
     return state.run(bucket)
 
 

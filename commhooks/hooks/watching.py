@@ -25,8 +25,8 @@ _ADVICE = (
 class Watch:
     """A check of one optimizer's steps against the number of buckets that the hook has received.
 
-    `in_buckets` are the parameters whose gradients the hook is handed; `left_out` are those of the same model whose
-    gradients it never is, with their names. `engine` runs the compressor. `advice` ends the error.
+    `in_buckets` are the parameters whose gradients reach the hook; `left_out` maps those whose gradients never do to
+    their names. `engine` runs the compressor. `advice` ends the error.
     """
 
     def __init__(
@@ -75,17 +75,18 @@ class Watch:
         self._used = {p: (weakref.ref(p.grad), p.grad._version) for p in _stepped(optimizer) if p.grad is not None}
 
     def _is_new(self, parameter: Tensor) -> bool:
-        """Return whether the gradient of a parameter in a bucket was made, or changed, after the last step."""
+        """Return whether a parameter is in a bucket and its gradient was made or changed after the last step."""
         gradient, version = self._used.get(parameter, (lambda: None, 0))
         grad = parameter.grad
         is_same = grad is not None and grad is gradient() and grad._version == version
         return parameter in self._in_buckets and not is_same
 
     def _check(self, optimizer: Optimizer, makes: str) -> None:
-        """Raise `HookDidNotRunError` if the step uses gradients of the model that the hook has not been handed.
+        """Raise `HookDidNotRunError` if the step uses gradients of the model that did not reach the hook.
 
-        A step without gradients of the model, or with those of the last step, is the same on every rank: one optimizer
-        may train two models in turns, and Lightning's SWA makes a step after a pass that only updates batch norms.
+        A step without gradients of the model, or with the last step's, is allowed, being the same on every rank: one
+        optimizer may train two models in turns, and Lightning's SWA makes a step after a pass that only updates batch
+        norms.
         """
         is_bypassed = self._buckets_handed_in() == self._at_last_step and any(map(self._is_new, _stepped(optimizer)))
         if is_bypassed and not is_standing(optimizer):
@@ -107,8 +108,9 @@ class Watch:
 def is_standing(optimizer: Optimizer) -> bool:
     """Return whether all learning rates are 0, so that a step changes no parameter.
 
-    So `torch.distributed.checkpoint` makes an optimizer create its state. An optimizer whose rate is None finds one by
-    itself. A rate on a GPU is not read, for which the host would wait, and which fails while a graph is captured.
+    `torch.distributed.checkpoint` takes such a step to make an optimizer create its state. An optimizer whose rate is
+    None chooses its own. A rate on a GPU counts as not 0, without being read: the host would wait for it, and reading
+    fails during graph capture.
     """
     rates = [group.get("lr") for group in optimizer.param_groups]
     return not any(rate is None or (isinstance(rate, Tensor) and runs_later(rate)) or float(rate) for rate in rates)
