@@ -29,7 +29,7 @@ help:
 	@echo "make test-virtual-device  the CUDA code, late and in odd orders, on a device that lives in the CPU (needs g++)"
 	@echo "make check        lint, format, types, and the documentation built strictly"
 	@echo "make docs         build the documentation into site/"
-	@echo "make bench        ratios to PyTorch's own DDP and hooks, and to memory copies; writes docs/benchmarks.md (40 minutes)"
+	@echo "make bench        ratios to PyTorch's own DDP and hooks, and to memory copies; writes docs/benchmarks.md and docs/benchmarks/ (40 minutes)"
 	@echo "make bench-check  measures again and says which ratios got worse; BENCH='ddp hooks' make bench-check: only those sections"
 	@echo "make torch-suite  all of PyTorch's own DDP tests, with both classes side by side"
 	@echo "make soak         a thousand processes that train and end, and other long runs"

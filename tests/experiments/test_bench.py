@@ -1,4 +1,4 @@
-"""The benchmark suite: verdicts, the gate, the page, exponents, and a tiny section from its ranks to its rows."""
+"""The benchmark suite: verdicts, the gate, the pages, exponents, and a tiny section from its ranks to its rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from experiments.studies.bench import powersgd, throughput
 from experiments.studies.bench.copies import EAGER, Worked, in_copies
 from experiments.studies.bench.gate import BETTER, GONE, NEW, SAME, WORSE, changes, other_places
 from experiments.studies.bench.growth import exponent_of
-from experiments.studies.bench.page import render
+from experiments.studies.bench.page import pages
 from experiments.studies.bench.real_step import LOOPBACK, OURS, PEERS, rows_of
 from experiments.studies.bench.results import Measured, Results, read, write
 from experiments.studies.bench.rows import MET, MISSED, WITHIN, Row, compared, pooled, slack_of
@@ -121,19 +121,24 @@ def test_a_file_that_was_written_reads_the_same_and_a_damaged_one_is_refused(tmp
         read(path)
 
 
-def test_the_page_names_what_is_missed_and_is_made_from_the_file_alone() -> None:
+def test_the_overview_names_what_is_missed_and_is_made_from_the_file_alone() -> None:
     missed = dataclasses.replace(row("slow", 1.5, target=1.0), note="It waits.")
-    page = render({"hooks": measured(missed, row("fine", 0.9, target=1.0)), "ddp": measured(row("seen", 1.1))})
-    assert "Of 2 figures with a target, 1 met it, 0 did so within the spread, and 1 missed it:" in page
-    assert "slow: step time: 1.50 (1.49–1.51), target 1.00. It waits." in page
-    assert "Not measured yet: PowerSGD and its memory traffic, " in page
-    assert page.index(SECTIONS["ddp"].sentence) < page.index(SECTIONS["hooks"].sentence)
+    results = {"hooks": measured(missed, row("fine", 0.9, target=1.0)), "ddp": measured(row("seen", 1.1))}
+    made = pages(results, "figures")
+    assert list(made) == ["figures.md", "figures/ddp.md", "figures/hooks.md"]
+    overview = made["figures.md"]
+    assert "| [Hooks and their twins in PyTorch](figures/hooks.md) | 2 | 2 | 1 | 0 | 1 |" in overview
+    assert "Of 2 figures with a target, 1 met it, 0 did so within the spread, and 1 missed it:" in overview
+    assert "slow: step time: 1.50 (1.49–1.51), target 1.00. It waits." in overview
+    assert "Not measured yet: PowerSGD and its memory traffic, " in overview
+    for key in results:
+        assert SECTIONS[key].sentence in made[f"figures/{key}.md"]
 
 
 def test_rows_of_one_name_stand_side_by_side_on_a_wide_page() -> None:
     rows = [dataclasses.replace(row("int8", 9.0, width=0.0, target=8.0), quantity="AVX-512")]
     rows += [dataclasses.replace(row(name, 20.0, width=0.0), quantity="eager") for name in ("int8", "mxfp8")]
-    page = render({"levels": measured(*rows)})
+    page = pages({"levels": measured(*rows)}, "figures")["figures/levels.md"]
     assert "|  | AVX-512 | eager |" in page
     assert "| int8 | 9.00, missed (8) | 20.00 |" in page
     assert "| mxfp8 |  | 20.00 |" in page
@@ -187,9 +192,10 @@ def test_the_compressors_that_are_measured_in_two_forms_are_those_with_compiled_
     assert found == throughput.COMPILED
 
 
-def test_the_page_in_the_repository_is_the_one_of_its_file() -> None:
-    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
-    assert page == render(read(DOCS / "benchmarks.json"))
+def test_the_pages_in_the_repository_are_those_of_their_file() -> None:
+    found = [DOCS / "benchmarks.md", *(DOCS / "benchmarks").iterdir()]
+    expected = pages(read(DOCS / "benchmarks.json"), "benchmarks")
+    assert {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in found} == expected
 
 
 def test_a_tiny_section_comes_back_from_its_rank_as_rows() -> None:
@@ -233,4 +239,5 @@ def test_sections_that_are_measured_again_replace_only_themselves(
     assert CliRunner().invoke(app, ["bench", "ddp", "--results", str(path)]).exit_code == 0
     found = json.loads(path.read_text())["sections"]
     assert [found[name]["rows"][0]["name"] for name in ("ddp", "hooks")] == ["new", "kept"]
-    assert path.with_suffix(".md").read_text() == render(read(path))
+    for name, text in pages(read(path), "benchmarks").items():
+        assert (tmp_path / name).read_text() == text

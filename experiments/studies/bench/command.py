@@ -1,4 +1,4 @@
-"""The study `bench`: measure sections of the suite, write the page, or compare with it."""
+"""The study `bench`: measure sections of the suite, write the pages, or compare with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiments.planning.worlds import check_place
 from experiments.report.blocks import print_blocks
 
 from .gate import SAME, WORSE, changes, other_places
-from .page import render, table, wide
+from .page import pages, table, wide
 from .results import Results, measured_now, read, write
 from .sections import SECTIONS
 
@@ -26,13 +26,13 @@ def bench(
     sections: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(SECTIONS)}; none: all.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny models and few rounds: shows that it runs.")] = False,
     results: Annotated[
-        Path | None, typer.Option(help="Put what was measured into this JSON file, and write the page beside it.")
+        Path | None, typer.Option(help="Put what was measured into this JSON file, and write the pages beside it.")
     ] = None,
     check: Annotated[
         Path | None, typer.Option(help="Compare what was measured with this file; exit with 1 if a ratio got worse.")
     ] = None,
     render_only: Annotated[
-        bool, typer.Option("--render", help="Measure nothing: write the page of --results again.")
+        bool, typer.Option("--render", help="Measure nothing: write the pages of --results again.")
     ] = False,
 ) -> None:
     """Measure ratios to PyTorch's own DDP and hooks, and to memory copies."""
@@ -44,7 +44,7 @@ def bench(
         if quick and (results or check):
             raise ValueError("--quick shows that the suite runs; it is not comparable: leave out --results and --check")
         if render_only and results is None:
-            raise ValueError("--render writes the page of a file: name it with --results")
+            raise ValueError("--render writes the pages of a file: name it with --results")
         check_place(results)
         stored = read(check) if check else {}
         known = read(results) if results and results.exists() else {}
@@ -58,8 +58,10 @@ def bench(
                 known[name] = found[name]
                 write(results, known)
         if results:
-            # As it was written: figures are rounded there, and the page must be the one of its file.
-            write_text(results.with_suffix(".md"), render(read(results)))
+            # As it was written: figures are rounded there, and the pages must be those of their file.
+            for path, text in pages(read(results), results.stem).items():
+                (results.parent / path).parent.mkdir(exist_ok=True)
+                write_text(results.parent / path, text)
         if check:
             _report(stored, found)
 

@@ -1,4 +1,4 @@
-"""The page of results, made from the file alone."""
+"""The pages of results, made from the file alone: an overview, and one page for each section."""
 
 from __future__ import annotations
 
@@ -8,63 +8,85 @@ from itertools import compress
 from experiments.report.blocks import Block, Table, circumstances, markdown
 from experiments.results.summary import Spread
 
-from .results import Results
+from .results import Measured, Results
 from .rows import EXPONENT, MET, MISSED, WITHIN, Row
-from .sections import SECTIONS
+from .sections import SECTIONS, Section
 
 BEGINNING = """# Benchmarks
 
 How fast this package is, as ratios. Each figure is divided by a peer that was measured in turns with it, in the same
-run: PyTorch's own class or hook, a memory copy, or what another hook takes. Lower is better throughout. The times
+run: PyTorch's own class or hook, a memory copy, or the time of another hook. Lower is better throughout. The times
 beside the ratios show what they are made of; they depend on the machine, and nothing is concluded from them.
 
-- **Ratio**: the median over rounds, with the quartiles. In a round every contender has one turn, in an order that is
-  drawn anew. If there are several ranks, a turn counts as it was on the slowest.
+- **Ratio**: the median over rounds, with the quartiles. In each round every contender has one turn, in random order.
+  With several ranks, the slowest rank's turn counts.
 - **Noise**: the peer against itself, in the same rounds.
 - **Target**: *met* if the median is at most the target. *Within the spread*, if the target allows for that (step times
   of `ddp_core`, `allreduce_hook` and `fp16_compress_hook`): the median is above it by no more than the farther
   quartile of the noise is from 1. *Missed* otherwise.
 
-`make bench` measures all sections, writes [the file](benchmarks.json) and renders this page from it; `python -m
+`make bench` measures all sections, writes [the file]({name}.json) and renders these pages from it; `python -m
 experiments.studies bench ddp hooks` measures some. `make bench-check` measures them again and compares the ratios with
 those in the file: it fails if a median got worse by more than the interquartile ranges of both together. It says so if
 the file is from another machine.
 """
 
 
-def render(results: Results) -> str:
-    """Return the page, in Markdown."""
-    blocks: list[Block] = [BEGINNING, *_summary(results)]
-    for name, section in SECTIONS.items():
-        if name in results:
-            one = results[name]
-            more = f", {one.machine['system']}, Gloo"
-            made = circumstances(one.command, one.seconds, one.machine, one.versions, more=more, commit=one.commit)
-            blocks += [
-                f"## {section.title}",
-                section.sentence,
-                (wide if section.is_wide else table)("", one.rows),
-                made,
-            ]
-    return markdown(blocks).rstrip() + "\n"
+def pages(results: Results, name: str) -> dict[str, str]:
+    """Return the pages of the file `name`.json in Markdown, by their paths from its folder."""
+    overview = [BEGINNING.format(name=name), *_summary(results, name)]
+    sections = {
+        f"{name}/{key}.md": markdown(_section(section, results[key])).rstrip() + "\n"
+        for key, section in SECTIONS.items()
+        if key in results
+    }
+    return {f"{name}.md": markdown(overview).rstrip() + "\n", **sections}
 
 
-def _summary(results: Results) -> Iterator[str]:
-    if absent := [section.title for name, section in SECTIONS.items() if name not in results]:
-        yield f"Not measured yet: {', '.join(absent)}."
-    aimed = [(name, row) for name in SECTIONS if name in results for row in results[name].rows if row.verdict]
-    counts = {kind: sum(row.verdict == kind for _, row in aimed) for kind in (MET, WITHIN, MISSED)}
-    yield (
-        f"Of {len(aimed)} figures with a target, {counts[MET]} met it, {counts[WITHIN]} did so within the spread, and "
-        f"{counts[MISSED]} missed it{':' if counts[MISSED] else '.'}"
+def _section(section: Section, measured: Measured) -> list[Block]:
+    """Return what the page of a section consists of."""
+    system = f", {measured.machine['system']}, Gloo"
+    made = circumstances(
+        measured.command, measured.seconds, measured.machine, measured.versions, more=system, commit=measured.commit
     )
-    missed = []
-    for name, row in aimed:
-        if row.verdict == MISSED:
-            why = f" {row.note}" if row.note else ""
-            missed.append(f"- {SECTIONS[name].title}: {row.key}: {figure(row.spread)}, target {row.target:.2f}.{why}")
-    if missed:
-        yield "\n".join(missed)
+    rows = (wide if section.is_wide else table)("", measured.rows)
+    return [f"# {section.title}", section.sentence, rows, made]
+
+
+def _summary(results: Results, name: str) -> Iterator[Block]:
+    """Yield how many targets each section met, and what missed its target."""
+    yield Table(
+        "",
+        ["", "figures", "targets", MET, WITHIN, MISSED],
+        [
+            [f"[{section.title}]({name}/{key}.md)", str(len(results[key].rows)), *map(str, _counts(results[key].rows))]
+            for key, section in SECTIONS.items()
+            if key in results
+        ],
+    )
+    if absent := [section.title for key, section in SECTIONS.items() if key not in results]:
+        yield f"Not measured yet: {', '.join(absent)}."
+    targets, met, within, missed = _counts([row for measured in results.values() for row in measured.rows])
+    yield (
+        f"Of {targets} figures with a target, {met} met it, {within} did so within the spread, and "
+        f"{missed} missed it{':' if missed else '.'}"
+    )
+    lines = [
+        f"- [{section.title}]({name}/{key}.md): {row.key}: {figure(row.spread)}, target {row.target:.2f}."
+        f"{f' {row.note}' if row.note else ''}"
+        for key, section in SECTIONS.items()
+        if key in results
+        for row in results[key].rows
+        if row.target is not None and row.verdict == MISSED
+    ]
+    if lines:
+        yield "\n".join(lines)
+
+
+def _counts(rows: Sequence[Row]) -> tuple[int, int, int, int]:
+    """Return how many rows have a target, met it, did so within the spread, and missed it."""
+    met, within, missed = (sum(row.verdict == kind for row in rows) for kind in (MET, WITHIN, MISSED))
+    return met + within + missed, met, within, missed
 
 
 def table(title: str, rows: Sequence[Row]) -> Table:
