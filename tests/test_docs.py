@@ -29,6 +29,12 @@ FENCE = re.compile(
     r"^(?P<indent> *)```python(?: title=\"(?P<title>[^\"]*)\")?\n(?P<code>.*?)^(?P=indent)```", re.M | re.S
 )
 README_LINES = 150
+WORDS = 3_000
+"""The longest page, counted as `wc -w` counts its source: code counts, tables that it takes from other files do not."""
+LONGER = {"guide/compressors.md": 6_000}
+"""Pages that are not split yet."""
+NAVIGATION = re.findall(r"\S+\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2], re.M)
+"""The pages of the site, from the folder docs."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,20 @@ def test_an_excerpt_stands_in_the_file_that_it_names(block: Block) -> None:
 def without_indent(text: str) -> str:
     """Return the text with white space at line starts and empty lines gone: an excerpt may be indented otherwise."""
     return "\n".join(["", *(line.strip() for line in text.splitlines() if line.strip()), ""])
+
+
+@pytest.mark.parametrize("page", NAVIGATION)
+def test_a_page_is_short_enough_to_read_at_once(page: str) -> None:
+    words = len((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+    assert words <= LONGER.get(page, WORDS), "split it, or say it once and link"
+
+
+def test_the_lists_of_files_name_files_that_exist() -> None:
+    text = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("files.md", "files-experiments.md"))
+    named = {name.rpartition("/")[2] for name in re.findall(r"`([a-z0-9_/]+\.(?:py|c|h|json))`", text)}
+    packages = [ROOT / package for package in ("ddp_core", "commhooks", "experiments", "tests")]
+    there = {path.name for package in packages for path in package.rglob("*.*")} | {"setup.py"}
+    assert len(named) > 200 and named <= there, named - there
 
 
 def test_the_page_of_the_virtual_device_shows_every_mutant() -> None:
