@@ -1,4 +1,4 @@
-"""What a user's batch consists of, and where a user's code failed, for messages."""
+"""The contents of a user's batch, and the place of an error in a user's code, in words for messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def leaves_of(batch: Any) -> Iterator[Any]:
 
 
 def batch_in_words(batch: Any) -> str:
-    """Return what a batch is made of: 'a list of (32, 10) float32, (32,) int64'."""
+    """Return the types and shapes of a batch's contents in words: 'a list of (32, 10) float32, (32,) int64'."""
     if isinstance(batch, Tensor):
         return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
     if isinstance(batch, Mapping):

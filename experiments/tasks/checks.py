@@ -1,4 +1,4 @@
-"""Checking what a task's function returned, before anything is trained."""
+"""Checks of the result of a task's function, before anything is trained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHAPES = "expected a Task, or a tuple (model, data, loss)"
 
 
 def task_of(returned: Any, where: str) -> Task:
-    """Return what a function returned as a Task.
+    """Return the result of a task's function as a `Task`.
 
     Args:
         returned: A Task, or a tuple (model, data, loss).
@@ -33,7 +33,7 @@ def task_of(returned: Any, where: str) -> Task:
     if not isinstance(returned, Task):
         if type(returned).__name__ == Task.__name__:  # of the same package under its other name
             package = Task.__module__.removesuffix(".tasks.task")
-            raise ValueError(f"{where}: its Task is not that of this command: write `from {package} import Task`")
+            raise ValueError(f"{where}: its Task is not this command's class: write `from {package} import Task`")
         raise ValueError(f"{where}: {_SHAPES} to be returned (got {_kind(returned)})")
     _check_model(returned.model, where)
     _check_loss(returned.loss, where)
@@ -62,7 +62,9 @@ def _check_model(model: Any, where: str) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"{where}: model {_kind(model)} has no parameter that requires a gradient")
     if model in _MODELS:
-        raise ValueError(f"{where}: it returned a model that it has returned before; make it in the function, anew")
+        raise ValueError(
+            f"{where}: it returned a model that it has returned before; make it in the function, new each time"
+        )
     _MODELS.add(model)
 
 

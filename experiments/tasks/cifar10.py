@@ -57,12 +57,12 @@ def cifar10(
     """Return CIFAR-10 with SGD and momentum, from a folder that holds it.
 
     Args:
-        folder: That of the unpacked archive, `cifar-10-batches-py` or `cifar-10-batches-bin`, or the one that it is in.
+        folder: The folder of the unpacked archive, `cifar-10-batches-py` or `cifar-10-batches-bin`, or its parent.
         network: "resnet18" or "cnn" (three convolutions).
-        channels: Of the cnn's first layer.
+        channels: Channels of the cnn's first layer.
         batch_size: Images per rank and step.
         steps: Optimizer steps of a run; 390 steps of 128 images are an epoch.
-        test_images: How many test images an evaluation uses, the first ones; 10,000 are all. Lower: faster.
+        test_images: The number of test images in an evaluation, from the first on; 10,000 are all. Lower: faster.
 
     Raises:
         ValueError: The folder is missing or damaged, or a setting cannot work.

@@ -1,4 +1,4 @@
-"""Reading CIFAR-10's files, as they are published: pickles for Python, or records of bytes."""
+"""CIFAR-10's files in their published forms: pickles for Python, or records of bytes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def read_folder(folder: Path | None) -> tuple[Images, Images]:
     """Return the images to train on, and the test images.
 
     Args:
-        folder: Has the six files of either form, or a folder `cifar-10-batches-py` or `cifar-10-batches-bin` that has.
+        folder: A folder that contains the six files of either form, or a folder `cifar-10-batches-py` or
+            `cifar-10-batches-bin` with them.
 
     Raises:
-        ValueError: A file is missing or damaged; the message says which.
+        ValueError: The folder is None, or a file is missing or damaged; the message says which.
 
     """
     if folder is None:
@@ -71,7 +72,7 @@ def _read_all(paths: list[Path], read: Callable[[bytes], tuple[Any, Any]]) -> tu
 
 
 def _checked(images: Any, labels: Any) -> Images:
-    """Return pixels and labels as tensors; raise ValueError if they are not those of images in ten classes."""
+    """Return pixels and labels as tensors; raise ValueError unless they describe images of ten classes."""
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (_PIXELS,):
         raise ValueError(f"expected images of {_PIXELS:,} bytes each")
     labels = np.asarray(labels)
@@ -112,7 +113,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): np.dtype,
     ("_codecs", "encode"): _bytes,
 }
-"""All that pickled arrays need: any other name in a pickle could run code."""
+"""The names that pickled arrays need; any other name in a pickle could run code."""
 
 
 class _OnlyArrays(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits with a small network, or with ResNet-18; also with other classes on each rank.
+"""scikit-learn's handwritten digits with a small network, or with ResNet-18; if asked, with other classes on each rank.
 
 1,797 grey images of 8×8 pixels that ship with scikit-learn: real handwriting, nothing to download.
 """
@@ -32,7 +32,7 @@ _HELD_OUT = 360  # of 1,797: a fifth
 
 @dataclass(frozen=True, kw_only=True)
 class DigitsSize:
-    """How large the network and its batch are."""
+    """The size of the network and of its batch."""
 
     channels: int  # higher: a larger model
     batch_size: int  # images per rank and step
@@ -80,11 +80,11 @@ def digits(
         size: "tiny", "small", "medium" or "large".
         network: "cnn" (three convolutions), "mlp" (a perceptron), "vgg" (15 convolutions), "resnet" (13 beside
             shortcuts) or "resnet18", which has 11 million parameters in every size; empty: the size's own.
-        channels: Of the first layer; resnet18 has its own.
+        channels: Channels of the first layer, or units of the mlp's hidden layers; resnet18 has its own.
         batch_size: Images per rank and step.
         steps: Optimizer steps of a run.
-        skew: How unevenly the classes are spread over the ranks, from 0 to 1. At 1 the images are sorted by label
-            before they are dealt out, so that each rank sees only its own classes; at 0.5, half of them are.
+        skew: The fraction of the images, 0 to 1, that is sorted by label before the images are dealt out to the ranks.
+            At 0 all ranks have the same mix of classes; at 1 each rank sees only its own classes.
 
     """
     preset = size_named(SIZES, size)

@@ -15,7 +15,7 @@ from .text import BYTES, language_task
 
 @dataclass(frozen=True, kw_only=True)
 class GptSize:
-    """How large the model and its batch are."""
+    """The size of the model and of its batch."""
 
     width: int  # higher: a larger model
     layers: int
@@ -93,9 +93,9 @@ def gpt(
 
     Args:
         size: "tiny", "small", "medium", "base" (4.1 million parameters) or "large".
-        width: Of the model.
-        layers: Of the model.
-        heads: Attention heads; they must divide the width.
+        width: The model's width.
+        layers: The number of layers.
+        heads: The number of attention heads; it must divide the width.
         context: Bytes that the model sees at once.
         batch_size: Sequences per rank and step.
         steps: Optimizer steps of a run.

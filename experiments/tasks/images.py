@@ -1,4 +1,4 @@
-"""What the tasks on images share: their networks, how they are trained, and how they are judged."""
+"""The networks, optimizer, schedule, loss and evaluation that the tasks on images share."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SmallVgg(nn.Sequential):
 
 
 def _residual_layers(inputs: int, stages: Sequence[int], classes: int) -> list[nn.Module]:
-    """Return a residual network's layers, with two blocks in each stage of that many channels."""
+    """Return a residual network's layers: two blocks in each stage, whose numbers of channels are `stages`."""
     blocks, before = list[nn.Module](), stages[0]
     for channels in stages:
         blocks += [_BasicBlock(before, channels, channels // before), _BasicBlock(channels, channels, 1)]
@@ -103,7 +103,7 @@ def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tenso
 
 
 def evaluate_in_parts(parts: Iterable[tuple[Tensor, Tensor]], model: nn.Module) -> dict[str, float]:
-    """Return mean loss and accuracy over parts of a set of images and labels."""
+    """Return the mean loss and the accuracy over a set of images and labels that is given in parts."""
     loss, right, count = 0.0, 0, 0
     for images, labels in parts:
         outputs = model(images)

@@ -1,4 +1,4 @@
-"""Importing the module in which a task's function is written, by name or from a file."""
+"""The import of the module that contains a task's function, by name or from a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def import_module(where: str, what: str) -> ModuleType:
 
     Args:
         where: The module's name, or a path that ends in ".py".
-        what: What is looked for in it, for messages.
+        what: The task that it is imported for, in words for messages.
 
     Raises:
         ValueError: There is no such module or file, or it fails while it is imported.

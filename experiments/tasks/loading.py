@@ -1,4 +1,4 @@
-"""Finding a task's function by name, and calling it under a seed."""
+"""Task functions: found by name, and called under a seed."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def load_task(spec: Spec | str, seed: int = 0) -> LoadedTask:
     Args:
         spec: A built-in name, 'module:function' or 'file.py:function', with the function's keyword arguments as
             settings.
-        seed: Of the model's initial parameters and of the data's order.
+        seed: The seed of the model's initial parameters and of the data's order.
 
     Raises:
-        ValueError: There is no such function, it does not accept the settings or fails, or what it returns is no task.
+        ValueError: There is no such function, it does not accept the settings or fails, or its result is not a task.
 
     """
     spec = Spec.parse(spec, "task") if isinstance(spec, str) else spec
@@ -56,7 +56,7 @@ def load_task(spec: Spec | str, seed: int = 0) -> LoadedTask:
 def source_of(spec: Spec) -> str:
     """Return a hash of the file in which a task's function is written; the function is not called.
 
-    It is empty for the built-in tasks, and for what has no file.
+    It is empty for the built-in tasks, and for functions without a file.
 
     Raises:
         ValueError: There is no such function.
@@ -74,7 +74,7 @@ def task_function(name: str) -> Callable[..., Any]:
     """Return the function that a task's name stands for.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such function.
 
     """
     if name in TASKS:
@@ -98,7 +98,7 @@ def task_function(name: str) -> Callable[..., Any]:
 
 
 def _checked_settings(spec: Spec, function: Callable[..., Any]) -> dict[str, SettingValue]:
-    """Return the settings as arguments; raise ValueError if the function has no such parameter, or needs others."""
+    """Return the settings as arguments; raise ValueError if one is no parameter of the function, or one is missing."""
     parameters = inspect.signature(function).parameters
     if any(one.kind is inspect.Parameter.POSITIONAL_ONLY for one in parameters.values()):
         raise ValueError(f"task {spec.label!r}: {spec.name} must accept its arguments by name, without a '/'")
@@ -122,7 +122,7 @@ def _checked_settings(spec: Spec, function: Callable[..., Any]) -> dict[str, Set
 
 
 def _of_type(value: SettingValue, annotation: object, where: str) -> SettingValue:
-    """Return a setting as a parameter with this annotation expects it; raise ValueError if it cannot be that."""
+    """Return a setting as the type in a parameter's annotation; raise ValueError if it is of another type."""
     match annotation if isinstance(annotation, str) else getattr(annotation, "__name__", ""):
         case "str":
             return str(value)
@@ -136,7 +136,7 @@ def _of_type(value: SettingValue, annotation: object, where: str) -> SettingValu
 
 
 def _source_of(function: Callable[..., Any]) -> str:
-    """Return a hash of the file in which the function is written; empty for the built-in tasks and what has no file."""
+    """Return a hash of the function's file; empty for the built-in tasks and functions without a file."""
     if function in TASKS.values():
         return ""
     try:

@@ -15,7 +15,7 @@ from .text import BYTES, language_task
 
 @dataclass(frozen=True, kw_only=True)
 class LstmSize:
-    """How large the model and its batch are."""
+    """The size of the model and of its batch."""
 
     width: int  # higher: a larger model
     layers: int
@@ -59,8 +59,8 @@ def lstm(
 
     Args:
         size: "tiny", "small", "medium" or "large" (10 million parameters).
-        width: Of the embedding and of each layer.
-        layers: Of the model.
+        width: The width of the embedding and of each layer.
+        layers: The number of layers.
         context: Bytes over which gradients flow.
         batch_size: Sequences per rank and step.
         steps: Optimizer steps of a run.

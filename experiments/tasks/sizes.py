@@ -21,10 +21,10 @@ def size_named(sizes: Mapping[str, SizeType], size: str) -> SizeType:
 
 
 def asked_for(**settings: Any) -> dict[str, Any]:
-    """Return the settings of a built-in task that replace its size's own: those that are not 0 or empty.
+    """Return the settings of a built-in task that replace its size's own: all that are not 0 or empty.
 
     Raises:
-        ValueError: One is negative.
+        ValueError: A setting is negative.
 
     """
     for name, value in settings.items():

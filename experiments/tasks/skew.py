@@ -14,13 +14,15 @@ from .task import generator_for
 class Skewed:
     """Batches of a labelled set in which each rank has a share of its own, the same in every epoch.
 
-    Before the images are dealt out, a part of them, chosen at random, is sorted by label.
+    Before the images are dealt out, a fraction of them, chosen at random, is sorted by label.
     """
 
     images: Tensor
     labels: Tensor
     _: KW_ONLY
-    skew: float  # the part of the images that is sorted; 0: all ranks have the same mix, 1: each has its own classes
+    skew: (
+        float  # the fraction of the images that is sorted; 0: all ranks have the same mix, 1: each has its own classes
+    )
     batch_size: int
 
     def __post_init__(self) -> None:
@@ -42,7 +44,7 @@ class Skewed:
         return self.images[chosen], self.labels[chosen]
 
     def share(self, seed: int, rank: int, ranks: int) -> Tensor:
-        """Return which images are a rank's own."""
+        """Return the indices of a rank's own images."""
         count = len(self.labels)
         order = torch.randperm(count, generator=generator_for(seed))
         by_label, mixed = order.tensor_split([round(self.skew * count)])

@@ -1,4 +1,4 @@
-"""What is trained: a model, its data and its loss, returned by a function that anyone can write."""
+"""A task to train: a model, its data and its loss, returned by a function that anyone can write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _NotALossError(TypeError):
 
 
 class _TaskError(ValueError):
-    """A message that names the task already."""
+    """An error whose message already names the task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +54,26 @@ class Task:
     """Data that is never trained on. None: every tenth example of the dataset is held out; or, if the data is a
     function, batches of a seed that no run has."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
-    """Metrics of the model on held-out data: "loss", and others such as "accuracy" (0 to 1). None: the mean loss."""
+    """Returns the model's metrics on held-out data: "loss", and others such as "accuracy" (0 to 1). None: the mean
+    loss."""
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     """Returns the optimizer for the model. None: SGD with a learning rate of 0.1 and momentum 0.9."""
     schedule: Callable[[int, int], float] | None = None
-    """`schedule(step, steps)` is what the optimizer's learning rate is multiplied by in a step, from 0 on. None: 1."""
+    """`schedule(step, steps)` returns the factor of the optimizer's learning rate in a step, counted from 0. None:
+    1."""
     batch_size: int = 32
     """Examples per rank and step, if the data is a dataset."""
     collate: Callable[[list[Any]], Any] = default_collate
     """Makes a batch from a list of a dataset's examples."""
     steps: int = 100
-    """Optimizer steps of a run that does not say how many."""
+    """The default number of optimizer steps of a run."""
     description: str = ""
     """A sentence about model, data and optimizer, for the report."""
 
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A task of one run: its function's result, under one seed."""
+    """The task of one run: the result of its function under one seed."""
 
     spec: Spec
     seed: int
@@ -85,12 +87,12 @@ class LoadedTask:
 
     @property
     def name(self) -> str:
-        """The task as it is written on the command line."""
+        """The task in the form of the command line."""
         return self.spec.label
 
     @property
     def steps(self) -> int:
-        """How many optimizer steps a run takes by default."""
+        """The default number of optimizer steps of a run."""
         return self.task.steps
 
     @property
@@ -117,7 +119,7 @@ class LoadedTask:
         return found
 
     def schedule(self, step: int, steps: int) -> float:
-        """Return what the learning rate is multiplied by in one step of `steps`."""
+        """Return the factor of the learning rate in one step of `steps`."""
         return 1.0 if self.task.schedule is None else self.task.schedule(step, steps)
 
     def set_learning_rate(self, optimizer: torch.optim.Optimizer, step: int, steps: int) -> None:
@@ -149,7 +151,7 @@ class LoadedTask:
             return self._collate([training[n] for n in _order(count, self.seed, epoch)[begin : begin + size]])
 
     def fingerprint(self, ranks: int) -> str:
-        """Return a hash of the first batch of rank 0: ranks that find different ones do not train on the same data."""
+        """Return a hash of the first batch of rank 0: ranks with different hashes do not train on the same data."""
         digest = hashlib.sha256()
         for part in leaves_of(self.batch(0, 0, ranks)):
             digest.update(
@@ -160,13 +162,13 @@ class LoadedTask:
         return digest.hexdigest()[:16]
 
     def check(self, ranks: int) -> None:
-        """Take the last rank's first batch, its loss and its gradients, as a run will, and evaluate a user's model.
+        """Compute the loss and gradients of the last rank's first batch, as a run will, and evaluate a user's model.
 
         This changes the model's buffers, so load the task again to train it.
 
         Raises:
-            ValueError: There is too little data for so many ranks, something fails, or a parameter does not take part
-                in the loss.
+            ValueError: There is too little data for this number of ranks, something fails, or the loss does not depend
+                on a parameter.
 
         """
         with seeded(self.seed):
@@ -190,7 +192,7 @@ class LoadedTask:
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
-        """Raise ValueError in words for whatever the user's code raises."""
+        """Turn any error of the user's code into a ValueError that names the task and the place."""
         try:
             yield
         except _TaskError:

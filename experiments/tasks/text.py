@@ -1,4 +1,4 @@
-"""What the byte-level language models share: the source code of Python's own standard library, and their measure.
+"""The text and the metrics of the byte-level language models: the source code of Python's own standard library.
 
 A few megabytes of real text that every machine with Python has: nothing to download, and no tokenizer to explain.
 """
@@ -25,8 +25,8 @@ def language_task(model: nn.Module, words: str, *, context: int, batch_size: int
     """Return next-byte prediction with AdamW.
 
     Args:
-        model: Returns scores, N×T×256, for bytes, N×T.
-        words: What the model is, for the description.
+        model: A model that returns scores, N×T×256, for bytes, N×T.
+        words: The model in words, for the description.
         context: Bytes that the model sees at once.
         batch_size: Sequences per rank and step.
         steps: Optimizer steps of a run.

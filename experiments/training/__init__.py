@@ -1,1 +1,1 @@
-"""What a rank does: put the hook on the model, train, and measure every step."""
+"""The work of a rank: putting the hook on the model, training, and measuring every step."""

@@ -1,4 +1,4 @@
-"""Which way of training a run asks for, and whether its hook can work there."""
+"""The way in which a run trains, and checks whether its hook can work there."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_hook(hook: Spec, parameters: Mapping[str, nn.Parameter] | None = None,
 
 
 def unsuited_hook(hook: Spec, optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
-    """Return why a hook may diverge under an optimizer, and what to set; None if nothing is known."""
+    """Return the reason why a hook may diverge under an optimizer, and what to set; None if none is known."""
     if is_stock(hook) or is_seldom(hook):  # the optimizer of DiLoCo's ranks has their own gradients
         return None
     return unsuited(make_hook(reduction_of(hook)), optimizer, model.parameters())

@@ -60,7 +60,7 @@ class Score:
 ACCURACY = Score("accuracy", "accuracy", higher_is_better=True, scale=100, unit="points")
 LOSS = Score("validation loss", "loss", higher_is_better=False, scale=1, unit="nats")
 SCORES = {"digits": ACCURACY, "gpt": LOSS, "lstm": LOSS}
-"""How each task of the leaderboard is judged: next bytes can be predicted well without being guessed right."""
+"""The score of each task of the leaderboard; text has its loss, because a good prediction often guesses wrong bytes."""
 
 
 def train_in_lockstep(
@@ -108,9 +108,9 @@ def train_in_lockstep(
 def vnmse(received: Gradients, gradients: Sequence[Gradients]) -> float:
     """Return the normalised squared error of a round: |received - mean|² / |mean|², over all parameters.
 
-    This is vNMSE as Vargaftik et al., "DRIVE: One-bit Distributed Mean Estimation", NeurIPS 2021, define it for one
-    vector and what is received of it, with the mean of the workers' gradients as the vector; computed in fp64. It is
-    0 for a mean of zeros that is received as it is, and inf for one that is not.
+    This is vNMSE, defined by Vargaftik et al., "DRIVE: One-bit Distributed Mean Estimation", NeurIPS 2021, for one
+    vector and its received form; here the vector is the mean of the workers' gradients, computed in fp64. If that mean
+    is zero, vNMSE is 0 if zeros are received, and inf otherwise.
     """
     means = {name: torch.stack([own[name].double() for own in gradients]).mean(0) for name in received}
     size = _norm(means.values())

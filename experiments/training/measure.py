@@ -1,4 +1,4 @@
-"""Where a step's time goes: every moment counts as compute, compression or waiting, and as exactly one of them.
+"""The split of a step's time: every moment counts as exactly one of compute, compression and waiting.
 
 - compute: the training thread is in the forward pass, in the backward pass up to the last gradient, or in the
   optimizer.
@@ -7,11 +7,11 @@
 - compression: it has nothing to compute, and the hook is at work: casting, factorising, packing, unpacking, or taking
   DiLoCo's outer step.
 
-So compute + compression + waiting = the step. What the hook and the link do during the backward pass costs the step
-nothing, and is reported separately as hidden.
+So compute + compression + waiting = the step. The hook and the link cost the step nothing while the backward pass
+computes; their waiting in that time is reported separately as hidden.
 
-FSDP2 on a CPU waits for each of its exchanges, in the forward pass too: these are waiting and compression, all else is
-compute, and nothing is hidden.
+FSDP2 on a CPU waits for each of its exchanges, in the forward pass too: these are waiting and compression, all other
+time is compute, and nothing is hidden.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Split:
 
 
 class Clock(Protocol):
-    """Times the steps of one model; its methods are called in this order."""
+    """A clock for the steps of a model; its methods are called in this order."""
 
     def begin(self) -> None:
         """Start a step."""
@@ -52,24 +52,24 @@ class Clock(Protocol):
         ...
 
     def end(self) -> Split:
-        """End the step and return where its time went."""
+        """End the step and return the split of its time."""
         ...
 
     def remove(self) -> None:
-        """Remove what was put on the model."""
+        """Remove the clock's hooks from the model."""
         ...
 
 
 @dataclass(frozen=True)
 class Held:
-    """Seconds for which exchanges held up the training thread, since the run began."""
+    """Seconds for which exchanges blocked the training thread, since the run began."""
 
     seconds: float
-    waiting: float  # those of them in which a collective was waited for
+    waiting: float  # the part of them in which a collective was waited for
 
 
 class ExchangeClock:
-    """Times the steps of one model whose exchanges all hold up the training thread, by what was counted of them."""
+    """A clock for the steps of a model whose exchanges all block the training thread, from the counts of these."""
 
     def __init__(self, clock: Callable[[], float], held: Callable[[], Held]) -> None:
         self._clock, self._held = clock, held
@@ -85,7 +85,7 @@ class ExchangeClock:
         """Record nothing, as above."""
 
     def end(self) -> Split:
-        """End the step and return where its time went."""
+        """End the step and return the split of its time."""
         seconds, held = self._clock() - self._begin, self._held()
         exchanging, waiting = held.seconds - self._before.seconds, held.waiting - self._before.waiting
         return Split(
@@ -97,11 +97,11 @@ class ExchangeClock:
         )
 
     def remove(self) -> None:
-        """Remove nothing: the model has no hooks of this."""
+        """Remove nothing: the model has no hooks of this clock."""
 
 
 class StepClock:
-    """Times the steps of one model in its DDP, or of one without a DDP (`ddp` is `model`)."""
+    """A clock for the steps of a model in its DDP, or of a model without a DDP (`ddp` is `model`)."""
 
     def __init__(self, ddp: nn.Module, model: nn.Module, waits: WaitClock) -> None:
         self._waits = waits
@@ -150,7 +150,7 @@ class StepClock:
         self._stepped = self._clock()
 
     def end(self) -> Split:
-        """End the step and return where its time went."""
+        """End the step and return the split of its time."""
         end = self._clock()
         waits = self._waits.take()
         for_buffers = sum(until - since for since, until in self._for_buffers)

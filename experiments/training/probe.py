@@ -1,4 +1,4 @@
-"""What a hook makes of the gradients of one step: its mean against the true one, layer by layer."""
+"""The error of a hook's mean in one step, compared with the true mean, layer by layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving how far the runs of a scene are, so that a comparison that was stopped goes on there."""
+"""Checkpoints of a scene's runs, from which a comparison that was stopped continues."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class StoppedError(Exception):
 
 
 class Savable(Protocol):
-    """A run that can save how far it is."""
+    """A run that can save its progress."""
 
     def save(self, folder: Path) -> None:
         """Write the run into the folder; every rank calls this."""
 
 
 class Progress:
-    """When runs that take turns are saved, which rank 0 decides for all: once a minute, and when they are told to stop.
+    """The schedule of saving runs that take turns, decided by rank 0: once a minute, and when they are told to stop.
 
     Each run has a checkpoint of its own. If saving is interrupted in the middle, some are a few steps behind the
     others, and catch up before they take turns again.
@@ -44,7 +44,7 @@ class Progress:
         self._due = time.monotonic() + _EVERY
 
     def keep(self, runs: Sequence[Savable]) -> None:
-        """Save the runs if it is time to; every rank calls this between two steps.
+        """Save the runs if a save is due; every rank calls this between two steps.
 
         Raises:
             StoppedError: They were told to stop, on all ranks at once.
@@ -72,11 +72,11 @@ class Progress:
 
 
 def can_continue(settings: RunSettings) -> bool:
-    """Return whether a run can go on, in other processes, as if it had not been stopped.
+    """Return whether a run can continue in other processes as if it had not been stopped.
 
-    PyTorch's own hooks cannot: their state goes by the number of a bucket. Nor can sharded models, which no rank can
-    save alone. Compute that is stated in seconds is measured anew in every attempt, and the rates of hosts change by a
-    clock that begins with the ranks.
+    Four kinds cannot: PyTorch's own hooks, whose state is keyed by the number of a bucket; sharded models, which no
+    rank can save alone; runs whose compute is stated in seconds, because it is measured again in every attempt; and
+    runs on hosts whose rates change, by a clock that begins with the ranks.
     """
     hosts_change = settings.link.kind == "hosts" and settings.link.schedule
     return not (is_stock(settings.hook) or settings.is_sharded or settings.states_seconds or hosts_change)

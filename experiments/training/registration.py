@@ -1,4 +1,4 @@
-"""Putting a run's hook on its model, over the run's link, and what can be asked of it afterwards."""
+"""A model with a run's hook, over the run's link: its clock, its counts and its checkpoints."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Counted:
 
 
 class Registered:
-    """A model in its DDP, with one of our hooks. All that the DDP sends passes the run's link, buffers too."""
+    """A model in its DDP, with one of our hooks. Everything that the DDP sends passes the run's link, buffers too."""
 
     can_be_probed = True
-    """Whether it averages whole gradients of the step, which a `Probe` compares with their true mean."""
+    """True if it averages whole gradients of the step, which a `Probe` compares with their true mean."""
 
     def __init__(self, settings: RunSettings, task: LoadedTask, dilation: float) -> None:
         self._model = task.model
@@ -57,11 +57,11 @@ class Registered:
         self._register(settings)
 
     def _make_group(self, settings: RunSettings) -> LinkedGroup | None:
-        """Return the group of the DDP; None: the default group, on a link that takes its time by itself."""
+        """Return the group of the DDP; None: the default group, whose link needs no emulation."""
         return LinkedGroup(_world(), self.wire) if settings.link.kind == "emulated" else None
 
     def _wrapped(self, settings: RunSettings) -> nn.Module:
-        """Return what the loss calls."""
+        """Return the module that the loss calls."""
         return wrap_in_ddp(self._model, settings.ddp, settings.bucket_cap_mb, self._group)
 
     def _register(self, settings: RunSettings) -> None:
@@ -78,14 +78,14 @@ class Registered:
 
     @property
     def _hooks(self) -> commhooks.Attachment | commhooks.DiLoCo:
-        """What a checkpoint takes the hook's state from."""
+        """The object whose state a checkpoint saves as the hook's."""
         return self._attachment
 
     def after_step(self) -> None:
-        """Do what follows a step of the optimizer; the time that it takes is the step's."""
+        """Do the work that follows the optimizer's step; its time counts as the step's."""
 
     def clock(self) -> Clock:
-        """Return what times the steps."""
+        """Return the clock of the steps."""
         return StepClock(self.ddp, self._model, self.waits)
 
     def shared_model(self) -> contextlib.AbstractContextManager[nn.Module]:
@@ -93,11 +93,11 @@ class Registered:
         return contextlib.nullcontext(self._model)
 
     def dense_bytes(self, gradient_bytes: int, ranks: int) -> int:
-        """Return what a rank would have sent without compression for gradients of so many bytes."""
+        """Return the bytes that a rank would have sent for these gradients without compression."""
         return 2 * (ranks - 1) * gradient_bytes // ranks
 
     def save(self, folder: Path, step: int, extra: Mapping[str, Any]) -> None:
-        """Save model, optimizer and the hook's state after a step, in place of what was saved before."""
+        """Save model, optimizer and the hook's state after a step, replacing the checkpoint before."""
         commhooks.save_checkpoint(
             folder,
             step=step,
@@ -110,7 +110,7 @@ class Registered:
         )
 
     def load(self, folder: Path) -> Mapping[str, Any] | None:
-        """Load what `save` saved last, and return its `extra`; None: nothing was saved."""
+        """Load the last checkpoint of `save`, and return its `extra`; None: there is no checkpoint."""
         found = commhooks.load_checkpoint(folder, model=self._model, optimizer=self.optimizer, hooks=self._hooks)
         return None if found is None else found.extra
 
@@ -132,7 +132,7 @@ class Registered:
         return {tag[len(_RESIDUAL) :].lstrip("/"): value for tag, value in found.items() if tag.startswith(_RESIDUAL)}
 
     def detach(self) -> None:
-        """Remove the hook, and end what belongs to the DDP."""
+        """Remove the hook, and close the DDP and its group."""
         self._attachment.detach()
         self._close()
 
@@ -143,7 +143,7 @@ class Registered:
 
 
 class StockHook(Registered):
-    """One of PyTorch's hooks, which is counted by its process group: not by parameter, and without its residuals."""
+    """One of PyTorch's hooks. Its process group counts its bytes, but not by parameter; its residuals are unknown."""
 
     def _make_group(self, settings: RunSettings) -> LinkedGroup:
         # Its threads do not show when they wait: while a transfer is in progress counts as waiting.
@@ -161,7 +161,7 @@ class StockHook(Registered):
         self._gradient_bytes += tensor_bytes(parameter)
 
     def counted(self) -> Counted:
-        """Return the bytes so far, without those of broadcasts."""
+        """Return the bytes so far, without broadcasts."""
         assert self._group is not None, "a stock hook always has one"
         traffic = [counts for kind, counts in self._group.traffic.items() if kind != "broadcast"]
         return Counted(
@@ -179,12 +179,12 @@ class StockHook(Registered):
         return {}
 
     def detach(self) -> None:
-        """End what belongs to the DDP; PyTorch has no way to remove a hook."""
+        """Close the DDP and its group; PyTorch has no way to remove a hook."""
         self._close()
 
 
 class SeldomHook(Registered):
-    """DiLoCo, which trains the plain module: it averages how far the ranks went, and no gradients."""
+    """DiLoCo, which trains the plain module: it averages changes of parameters, and no gradients."""
 
     can_be_probed = False
 
@@ -212,14 +212,14 @@ class SeldomHook(Registered):
         return self._diloco
 
     def after_step(self) -> None:
-        """Count the step, and exchange what is due; bytes are those of the step that uses the mean."""
+        """Count the step, and exchange what is due; an exchange's bytes count in the step that uses its mean."""
         self._diloco.step()
         if (rounds := self._diloco.statistics().rounds) != self._rounds:
             self._rounds = rounds
             self._payload, self._moved = self._sent()
 
     def _sent(self) -> tuple[int, int]:
-        """Return the bytes of payload and those moved, also those of exchanges whose means are yet to be used."""
+        """Return payload bytes and moved bytes, including exchanges whose means are yet to be used."""
         counts = self._diloco.statistics().traffic
         return self._earlier[0] + counts.payload_bytes, self._earlier[1] + counts.moved_bytes
 
@@ -230,7 +230,7 @@ class SeldomHook(Registered):
         super().save(folder, step, {**extra, "to_be_used": [payload - self._payload, moved - self._moved]})
 
     def load(self, folder: Path) -> Mapping[str, Any] | None:
-        """Load what `save` saved last, and return its `extra`; None: nothing was saved."""
+        """Load the last checkpoint of `save`, and return its `extra`; None: there is no checkpoint."""
         found = super().load(folder)
         if found is not None:
             self._rounds = self._diloco.statistics().rounds
@@ -240,12 +240,12 @@ class SeldomHook(Registered):
 
     @contextlib.contextmanager
     def shared_model(self) -> Iterator[nn.Module]:
-        """Return a context in which the model has the outer copies, with what is under way taken into account."""
+        """Return a context in which the model has the outer copies, with exchanges under way taken into account."""
         with self._diloco.outer_parameters():
             yield self._model
 
     def counted(self) -> Counted:
-        """Return the bytes so far, without those of buffers; those of gradients are the ones that a DDP averages."""
+        """Return the bytes so far, without buffers; gradient bytes are the ones that a DDP would have averaged."""
         return Counted(self._bytes * self._diloco.steps, self._payload, self._moved)
 
     def payload_by_parameter(self) -> dict[str, float]:
@@ -254,7 +254,7 @@ class SeldomHook(Registered):
         return {name: traffic.payload_bytes / max(traffic.steps, 1) for name, traffic in found.items()}
 
     def residual_ratios(self) -> dict[str, float]:
-        """Return nothing: residuals are those of what rounds send, not of gradients."""
+        """Return nothing: the residuals belong to the messages of rounds, not to gradients."""
         return {}
 
     def detach(self) -> None:

@@ -64,7 +64,8 @@ def train_seldom_in_lockstep(
         tasks: The same task under the same seed for each worker, with a model of its own.
         hook: DiLoCo, as in `commhooks compare`.
         steps: Optimizer steps of each worker.
-        start: How many of them are data-parallel: uncompressed gradients are averaged in each, and DiLoCo comes after.
+        start: The number of first steps that are data-parallel: in each, uncompressed gradients are averaged. DiLoCo
+            follows.
         optimizer: The inner optimizer; None: the task's own.
 
     """

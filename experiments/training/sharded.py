@@ -64,7 +64,7 @@ class ShardedHook(Registered):
         self._dense_bytes = step_bytes(self._whole, Spec(NO_HOOK), dist.get_world_size())
 
     def clock(self) -> ExchangeClock:
-        """Return what times the steps."""
+        """Return the clock of the steps."""
         return ExchangeClock(self.waits.clock, self._held)
 
     def _held(self) -> Held:
@@ -92,7 +92,7 @@ class ShardedHook(Registered):
         yield self._whole
 
     def counted(self) -> Counted:
-        """Return the bytes so far, those of gathers too."""
+        """Return the bytes so far, including gathers."""
         counts = self._statistics()
         return Counted(
             self._steps * self._gradient_bytes,
@@ -101,18 +101,18 @@ class ShardedHook(Registered):
         )
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes that the hook states to use, with the rows of reduce-scatters; and those of residuals."""
+        """Return the bytes that the hook reports to use, including rows of reduce-scatters, and those of residuals."""
         if self._sharded is None:
             return 0, 0
         report = self._sharded.memory_report()
         return report.total + report.gradients, report.residuals
 
     def dense_bytes(self, gradient_bytes: int, ranks: int) -> int:
-        """Return what a rank sends in a step of plain FSDP2."""
+        """Return the bytes that a rank sends in a step of plain FSDP2."""
         return self._dense_bytes
 
     def detach(self) -> None:
-        """Give the modules FSDP2's own reduce-scatter back."""
+        """Detach the compressor from the modules."""
         if self._sharded is not None:
             self._sharded.detach()
         self._close()
@@ -127,7 +127,7 @@ class _OwnExchanges:
         self.seconds = 0.0  # for which they held up the training thread
 
     def run(self, kind: str, payload: Tensor, start: Callable[[], dist.Work]) -> None:
-        """Return when a collective with this rank's payload is done, and the link has carried it."""
+        """Run a collective with this rank's payload, and wait until it is done and the link has carried it."""
         began, ranks, size = self._waits.clock(), dist.get_world_size(), tensor_bytes(payload)
         arrival = self._wire.carry(course_of(kind, size, ranks, is_private=False))
         start().wait()
@@ -138,7 +138,7 @@ class _OwnExchanges:
 
 
 class _Exchange:
-    """What FSDP2 calls for a collective: the memory for it, and its own exchanges."""
+    """The object that FSDP2 calls for a collective: it allocates memory, and runs and counts FSDP2's own exchange."""
 
     def __init__(self, own: _OwnExchanges) -> None:
         self._own = own
@@ -165,21 +165,21 @@ class _ReduceScatter(_Exchange):
 
 
 def shard(model: nn.Module) -> list[FSDPModule]:
-    """Shard each of the model's blocks, and what is left of the model, over all ranks, and return these modules."""
+    """Shard each of the model's blocks and the rest of the model over all ranks, and return these modules."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     modules = [*blocks_of(model), model]
     return [fully_shard(module, mesh=mesh) for module in modules]
 
 
 def step_bytes(model: nn.Module, hook: Spec, ranks: int) -> int:
-    """Return what a rank sends in a step, as a ring moves it, if the model is sharded as `shard` does."""
+    """Return the bytes that a rank sends in a step, as a ring moves them, if `shard` shards the model."""
     compressor = None if is_stock(hook) else make_hook(reduction_of(hook))
     step = sharded_step(modules_of(model), compressor, ranks, compute=0.0, gather=gather_of(hook))
     return step_time(step, NoLink(), ranks).bytes_sent
 
 
 def check_sharded(hook: Spec) -> None:
-    """Raise ValueError if FSDP2 cannot train with a hook that can work otherwise."""
+    """Raise ValueError if FSDP2 cannot train with this hook."""
     if hook.has("policy"):
         raise ValueError(
             f"hook {hook.label!r}: FSDP2 reduces one module at a time, so policy has no effect; leave it out"

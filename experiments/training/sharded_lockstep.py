@@ -24,9 +24,9 @@ Tensors = Mapping[str, Tensor]
 
 
 def train_sharded_in_lockstep(task: LoadedTask, hook: Spec, *, steps: int, workers: int) -> Trained:
-    """Train the task's model, in place, as ranks do of which each keeps a shard, and return the outcome.
+    """Train the task's model, in place, as ranks that keep a shard each would, and return the outcome.
 
-    Bytes are those that a rank sends, for gathers too. Losses are those of parameters as they are gathered.
+    Bytes are the bytes that a rank sends, including gathers. Losses are computed from the gathered parameters.
     """
     model, code = task.model, gather_of(hook)
     optimizer = task.optimizer()
@@ -68,13 +68,13 @@ def train_sharded_in_lockstep(task: LoadedTask, hook: Spec, *, steps: int, worke
 
 @torch.no_grad()
 def _gather(named: Tensors, kept: Tensors, ranks: int, code: Codec | torch.dtype | None) -> None:
-    """Give the model the parameters that ranks keep, as they are gathered."""
+    """Set the model's parameters to the kept ones, as they are gathered."""
     for name, parameter in named.items():
         parameter.copy_(kept[name] if code is None else as_gathered(kept[name], ranks, code))
 
 
 def as_gathered(parameter: Tensor, ranks: int, code: Codec | torch.dtype) -> Tensor:
-    """Return a parameter of which each rank has sent its shard in a code: whole blocks, and the rest as it is."""
+    """Return a parameter as gathered if ranks send their shards in a code: whole blocks of it, and the rest uncoded."""
     rows = rows_of(parameter, ranks)  # W×chunk
     if isinstance(code, Codec):
         if coded := rows.shape[1] - rows.shape[1] % code.block:
@@ -86,7 +86,7 @@ def as_gathered(parameter: Tensor, ranks: int, code: Codec | torch.dtype) -> Ten
 
 
 def _scatter(engines: Sequence[Engine], kept: Tensors, gradients: Sequence[Gradients], named: Tensors) -> None:
-    """Give the model the mean gradients: each worker's shard of them, put together."""
+    """Set the model's gradients to their means, put together from each worker's shard."""
     buckets = [bucket_of_shards(own, [*kept.values()], len(engines)) for own in gradients]
     done = [engine.run(bucket) for engine, bucket in zip(engines, buckets, strict=True)]
     run_in_turns([engine.line for engine in engines if isinstance(engine.line, LockstepLine)])

@@ -1,4 +1,4 @@
-"""A training step, as everything takes it that needs no more than the step."""
+"""A plain training step, for measurements that need nothing else."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Stepper:
 
     @property
     def parameters(self) -> int:
-        """How many elements the model's parameters have."""
+        """The number of elements of the model's parameters."""
         return sum(parameter.numel() for parameter in self.task.model.parameters())
 
     def next_batch(self) -> Any:
-        """Return this rank's part of the batch of the next step."""
+        """Return this rank's part of the next step's batch."""
         batch = self.task.batch(self._taken, dist.get_rank(), dist.get_world_size())
         self._taken += 1
         return batch
@@ -60,13 +60,13 @@ class Stepper:
 def same_step(
     task: str, ddp: str = "core", bucket_mib: float | None = None, group: dist.ProcessGroup | None = None
 ) -> Stepper:
-    """Return a task in a DDP that sends nothing but gradients, whose steps are all on one batch.
+    """Return the stepper of a task whose DDP sends only gradients, and whose steps are all on one batch.
 
     Args:
-        task: Of the built-in ones, as on the command line.
+        task: A built-in task, as on the command line.
         ddp: "core": ddp_core's DistributedDataParallel; "torch": PyTorch's.
-        bucket_mib: MiB of a bucket; None: the DDP's default.
-        group: That all ranks of it train on; None: the default one.
+        bucket_mib: The bucket size in MiB; None: the DDP's default.
+        group: The process group whose ranks train; None: the default group.
 
     """
     loaded = without_broadcasts(task)

@@ -19,7 +19,7 @@ from ..specs import Spec
 
 PREFIX = "torch."
 NO_HOOK = "torch.none"
-"""PyTorch's own collectives, without any hook: DDP's all-reduce, and what FSDP2 runs by itself."""
+"""PyTorch's own collectives, without any hook: DDP's all-reduce, or FSDP2's exchanges."""
 _POWERSGD = "torch.powersgd"
 _BF16 = "torch.bf16"
 _FRACTIONS = {"min_compression_rate", "orthogonalization_epsilon"}  # their defaults are ints, and they need not be
@@ -90,7 +90,7 @@ def register_stock(ddp: Any, spec: Spec, group: dist.ProcessGroup) -> powerSGD_h
 def _powersgd_of_one_bucket(state: powerSGD_hook.PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
     """Run PyTorch's hook, unless there are several buckets: then it aborts the process, or hangs.
 
-    Callbacks of its collectives start further ones, so that ranks start those of several buckets in different orders.
+    Callbacks of its collectives start further ones, so with several buckets the ranks start them in different orders.
     """
     if bucket.index() > 0 or not bucket.is_last():
         raise RuntimeError(

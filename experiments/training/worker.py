@@ -40,45 +40,45 @@ _WARM_UP = 2  # steps of those that are not counted: memory is allocated in them
 
 @dataclass(frozen=True)
 class Work:
-    """Runs for the ranks, how much slower than stated this machine's compute is, and how far the runs go on."""
+    """The runs for the ranks, the dilations of their time, and the goals of runs that continue after their steps."""
 
     runs: Mapping[int, RunSettings]
     dilations: Mapping[int, float]  # of each run, seconds here for one second as reported; missing: 1.0
     compute_here: Mapping[int, float]  # of each run whose compute is stated, as measured by `calibrate`
     going_on: GoingOn | None = None  # None: every run ends after the steps asked for
     goals: Mapping[int, Goal] = field(default_factory=dict)  # of runs whose baseline was finished before
-    progress: Path | None = None  # the folder in which runs save how far they are; None: they do not
+    progress: Path | None = None  # the folder in which runs save their progress; None: they do not save it
 
 
 @dataclass(frozen=True)
 class Preparing:
-    """The ranks are at work, though there is no step to report yet."""
+    """The message that the ranks are at work, but have no step to report yet."""
 
 
 @dataclass(frozen=True)
 class SceneBegun:
-    """The ranks begin to train these runs in turns."""
+    """The message that the ranks begin to train these runs in turns."""
 
     runs: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class StepsBegin:
-    """The models of the scene are in place, and their first step comes next: the clock of a link's rates begins."""
+    """The message that a scene's models are in place: the first step comes next, and the clock of link rates begins."""
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """All ranks finished a step of a run."""
+    """The message that all ranks finished a step of a run."""
 
     run: int
     record: StepRecord
-    again: bool = False  # whether it was made in an earlier attempt, and reported there
+    again: bool = False  # True if it was made in an earlier attempt, and reported there
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A run was evaluated, and its gradients measured if the step was probed."""
+    """The message that a run was evaluated, and its gradients measured if the step was probed."""
 
     run: int
     evaluation: EvaluationRecord
@@ -87,7 +87,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class BeginsAgain:
-    """What was saved of a run cannot be used, so it begins with its first step."""
+    """The message that a run begins with its first step, because its checkpoint cannot be used."""
 
     run: int
     reason: str
@@ -95,7 +95,7 @@ class BeginsAgain:
 
 @dataclass(frozen=True)
 class NotSaved:
-    """A run's progress could not be written; the run goes on."""
+    """The message that a run's progress could not be written; the run continues."""
 
     run: int
     reason: str
@@ -103,7 +103,7 @@ class NotSaved:
 
 @dataclass(frozen=True)
 class RunDone:
-    """All ranks finished a run."""
+    """The message that all ranks finished a run."""
 
     run: int
     result: RunResult
@@ -113,7 +113,8 @@ def train_all(rank: int, ranks: int, argument: Work, send: Send) -> None:
     """Train all runs in this rank's process; rank 0 sends what it measures.
 
     The runs of one scene, which differ only in their hooks, take turns, one step each: any other load on the machine
-    then slows all of them equally, so that their times can be compared. Those that go on take turns too.
+    then slows all of them equally, so that their times can be compared. Runs that continue after their steps take turns
+    too.
     """
     torch.set_num_threads(1)
     told = send if rank == 0 else silent
@@ -129,10 +130,10 @@ def train_all(rank: int, ranks: int, argument: Work, send: Send) -> None:
 
 
 def calibrate(rank: int, ranks: int, argument: Sequence[RunSettings], send: Send) -> None:
-    """Measure the seconds of a step's compute for the runs of one scene; rank 0 sends what is known after each step.
+    """Measure the seconds of a step's compute for the runs of one scene; rank 0 sends its estimate after each step.
 
-    Compute is measured like that of the runs: in their DDP, on all ranks at once, and in turns between as many models,
-    which take each other's place in the processor's caches. Only the hook is the plain all-reduce, and the link has no
+    Compute is measured as in the runs: in their DDP, on all ranks at once, and in turns between the same number of
+    models, which evict each other from the processor's caches. But the hook is plain all-reduce, and the link has no
     limit.
     """
     torch.set_num_threads(1)
@@ -160,7 +161,7 @@ def calibrate(rank: int, ranks: int, argument: Sequence[RunSettings], send: Send
 
 
 def dilation_of(settings: RunSettings, compute_here: float | None) -> float:
-    """Return how many seconds here stand for one second on the processor that the settings state."""
+    """Return the number of seconds here that stand for one second on the processor that the settings state."""
     if settings.compute is None:
         return 1.0
     stated = Compute.parse(settings.compute)
@@ -204,7 +205,7 @@ def _train_in_turns(runs: Mapping[int, RunSettings], work: Work, send: Send) -> 
 
 
 def _go_on(training: Mapping[int, _Run], work: Work, progress: Progress) -> None:
-    """Let the runs that have a goal take turns until they reach it, all ranks as many steps as rank 0 decides."""
+    """Let the runs that have a goal take turns until they reach it; rank 0 decides on the steps for all ranks."""
     goals = dict(work.goals)
     if work.going_on is not None:
         baseline = work.going_on.baseline
@@ -228,7 +229,7 @@ def _go_on(training: Mapping[int, _Run], work: Work, progress: Progress) -> None
 
 
 def _used_by_others(others: OtherPrograms, settings: RunSettings) -> float | None:
-    """Return how many processors of rank 0's machine other programs than the ranks used; every rank calls this."""
+    """Return the number of rank 0's processors that programs other than the ranks used; every rank calls this."""
     here = dist.get_world_size()
     if settings.link.kind != "hosts":  # those are all on this machine
         here = int(os.environ.get("LOCAL_WORLD_SIZE", here))
@@ -282,11 +283,11 @@ class _Run:
             self.send(NotSaved(self.number, str(error)))
 
     def load(self, folder: Path, *, able: bool) -> bool:
-        """Go on where the run was saved, if it was; what it reported until then is reported again.
+        """Continue from the run's checkpoint, if there is one, and report again everything before it.
 
-        Returns whether the run can be used. If not, it must be made anew: what was saved is damaged, or of another
-        version of the task. Runs that are not `able` to go on, perhaps because of one that takes turns with them, begin
-        with their first step.
+        Returns whether this object can be used. If not, another one must be made: the checkpoint is damaged, or belongs
+        to another version of the task. Runs that are not `able` to continue, perhaps because of one that takes turns
+        with them, begin with their first step.
         """
         place = folder / self.settings.name
         if not able:

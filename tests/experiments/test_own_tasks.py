@@ -266,7 +266,7 @@ def test_a_model_that_is_not_made_anew_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_task_of_the_same_package_under_its_other_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not that of this command: write `from experiments import Task`"):
+    with pytest.raises(ValueError, match="not this command's class: write `from experiments import Task`"):
         load_task(write(tmp_path, returning("type('Task', (), {})()")))
 
 
