@@ -160,10 +160,10 @@ def test_all_is_sorted_and_names_what_exists(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in sources("commhooks") if frameworks_of(path)], ids=module_name)
 def test_an_integration_says_what_to_install(path: Path) -> None:
-    extra = "lightning" if "lightning" in frameworks_of(path) else path.stem
-    if importlib.util.find_spec(extra) is not None:
+    framework = "lightning" if "lightning" in frameworks_of(path) else path.stem
+    if importlib.util.find_spec(framework) is not None:
         pytest.skip("its framework is installed, and tests/frameworks imports it")
-    with pytest.raises(ImportError, match=rf"pip install 'commhooks\[{extra}\]'"):
+    with pytest.raises(ImportError, match=rf"pip install '{framework}(-nightly)?(\[\w+\])?>=\d"):
         importlib.import_module(module_name(path))
 
 

@@ -210,8 +210,9 @@ def test_the_command_that_has_become_a_study_names_it_with_the_same_arguments(ba
 @pytest.mark.parametrize("rest", [[], ["--help"], ["--rate", "1Gbit/s"]], ids=["alone", "help", "options"])
 def test_a_command_without_the_extra_says_so_in_one_sentence(bare: Bare, command: str, rest: list[str]) -> None:
     extra = needs.extra_of(command)
-    packages = {"cli": "typer", "experiments": "typer, scikit-learn"}[extra]
-    sentence = f"commhooks {command} needs {packages}, not installed here: pip install 'commhooks[{extra}]'\n"
+    packages = {"cli": ["typer"], "experiments": ["typer", "scikit-learn"]}[extra]
+    install = f"pip install {' '.join(packages)}"
+    sentence = f"commhooks {command} needs {', '.join(packages)}, not installed here: {install}\n"
     assert bare(command, *rest) == (2, sentence)
 
 

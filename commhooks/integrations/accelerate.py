@@ -17,7 +17,7 @@ from commhooks.language.compressor import Compressor
 from commhooks.state.snapshot import LoadRules
 from commhooks.unwrapping import described, find_ddp, is_ddp, unwrapped
 
-require("accelerate", at_least="1.0", extra="accelerate")
+require("accelerate", at_least="1.0")
 
 from accelerate import Accelerator  # noqa: E402  # after the check, whose error says what to install
 from accelerate.utils import DDPCommunicationHookType, DistributedType  # noqa: E402

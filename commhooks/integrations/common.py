@@ -115,9 +115,12 @@ def check_not_alone(owner: str) -> None:
         )
 
 
-def require(distribution: str, *, at_least: str, extra: str) -> None:
-    """Raise `ImportError` if a framework is not installed, or is older than this integration supports."""
-    advice = f"pip install 'commhooks[{extra}]'"
+def require(distribution: str, *, at_least: str, extra: str = "") -> None:
+    """Raise `ImportError` if a framework is not installed, or is older than this integration supports.
+
+    `extra` is the framework's own extra that its training needs.
+    """
+    advice = f"pip install '{distribution}{f'[{extra}]' if extra else ''}>={at_least}'"
     try:
         version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

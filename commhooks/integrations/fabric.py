@@ -16,7 +16,7 @@ from commhooks.language.compressor import Compressor
 from commhooks.unwrapping import described, is_ddp, unwrapped
 from ddp_core import DistributedDataParallel
 
-require("lightning", at_least="2.4", extra="lightning")
+require("lightning", at_least="2.4")
 
 from lightning.fabric import Fabric  # noqa: E402  # after the check, whose error says what to install
 from lightning.fabric.strategies import DDPStrategy  # noqa: E402

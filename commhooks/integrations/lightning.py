@@ -23,7 +23,7 @@ from commhooks.language.compressor import Compressor
 from commhooks.unwrapping import is_ddp
 from ddp_core import DistributedDataParallel
 
-require("lightning", at_least="2.4", extra="lightning")
+require("lightning", at_least="2.4")
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402  # after the check
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402

@@ -36,7 +36,7 @@ from commhooks.state.snapshot import LoadOptions, LoadRules
 from commhooks.state.table import ResidualStorage
 from commhooks.unwrapping import bare, kept_buffers
 
-require("lightning", at_least="2.4", extra="lightning")
+require("lightning", at_least="2.4")
 
 from lightning.fabric.utilities.cloud_io import get_filesystem  # noqa: E402  # after the check
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402

@@ -26,7 +26,7 @@ from commhooks.hooks.attach import Attachment
 from commhooks.integrations.common import Compression, CompressionOptions, require
 from commhooks.language.compressor import Compressor
 
-require("ray", at_least="2.40", extra="ray")
+require("ray", at_least="2.40", extra="train")
 
 import ray.train  # noqa: E402  # after the check, whose error says what to install
 

@@ -13,7 +13,7 @@ from commhooks.integrations.common import Compression, CompressionOptions, requi
 from commhooks.integrations.rank_files import load_rank_files, save_rank_files
 from commhooks.language.compressor import Compressor
 
-require("transformers", at_least="4.50", extra="transformers")
+require("transformers", at_least="4.50", extra="torch")
 
 from transformers import (  # noqa: E402  # after the check, whose error says what to install
     Trainer,

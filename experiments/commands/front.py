@@ -1,4 +1,4 @@
-"""The entry point of the command `commhooks`, which needs only the packages that `pip install commhooks` installs."""
+"""The entry point of the command `commhooks`, which needs only what commhooks installs without an extra."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def _data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         from sklearn.datasets import load_digits  # takes half a second to import: only needed to train on digits
     except ModuleNotFoundError as error:
         raise ValueError(
-            "the images come with scikit-learn, which is not installed here: pip install 'commhooks[experiments]'"
+            "the images come with scikit-learn, which is not installed here: pip install scikit-learn"
         ) from error
     raw = load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
