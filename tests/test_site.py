@@ -1,0 +1,104 @@
+"""The built site: its search finds guide pages first, and its glossary is a list of terms.
+
+The site is built without the pages of the reference, whose docstrings take most of the time. The search is the theme's
+own script, run in QuickJS.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quickjs
+from markdown import Markdown
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+ROOT = Path(__file__).parent.parent
+WORKER = """
+var self = globalThis, said = [], heard = [];
+globalThis.console = {warn: () => {}};
+var addEventListener = (name, listener) => heard.push(listener);
+var postMessage = message => said.push(message);
+"""
+pytestmark = pytest.mark.timeout(150)  # the first test builds the site and the index: 8 s, a minute on a busy machine
+
+
+class Search:
+    """The theme's search, over the index of a built site."""
+
+    def __init__(self, site: Path) -> None:
+        text = (site / "search/search_index.js").read_text(encoding="utf-8")
+        index = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        (script,) = (site / "assets/javascripts/workers").glob("search.*.min.js")
+        self._context = quickjs.Context()
+        self._context.eval(WORKER)
+        self._context.eval(script.read_text(encoding="utf-8"))
+        self._tell({"type": 0, "data": {"config": index["config"], "docs": index["docs"], "options": {}}})
+
+    def pages(self, query: str) -> list[str]:
+        """Return the pages that are found, best first."""
+        found = self._tell({"type": 2, "data": query})["data"]["items"]
+        return [sections[0]["location"].split("#")[0] for sections in found]
+
+    def _tell(self, message: dict[str, Any]) -> Any:
+        self._context.eval("said.length = 0")
+        self._context.eval(f"heard.forEach(listener => listener({{data: {json.dumps(message)}}}))")
+        while self._context.execute_pending_job():
+            pass
+        return json.loads(self._context.eval("JSON.stringify(said[0])"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder))
+    plugins = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "  - mkdocstrings:" in plugins
+    del config.plugins["mkdocstrings"]
+    build(config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def search(site: Path) -> Search:
+    return Search(site)
+
+
+@pytest.mark.parametrize(
+    ("query", "page"),
+    [
+        ("should I use compression", "guide/questions.html"),
+        ("does it pay", "guide/does-it-pay.html"),
+        ("1 Gbit", "guide/does-it-pay.html"),
+        ("which hook", "guide/choosing.html"),
+        ("what do I type", "guide/questions.html"),
+        ("out of memory", "guide/troubleshooting.html"),
+        ("resume", "guide/getting-started.html"),
+        ("resume after a crash", "guide/questions.html"),
+        ("own model", "guide/own-model.html"),
+        ("leaderboard", "guide/leaderboard.html"),
+    ],
+)
+def test_a_newcomers_question_finds_the_page_that_answers_it_first(query: str, page: str, search: Search) -> None:
+    assert search.pages(query)[0] == page
+
+
+@pytest.mark.parametrize("query", ["memory", "bucket", "checkpoint", "compressor"])
+def test_pages_of_the_guide_are_found_before_decisions_and_reproductions(query: str, search: Search) -> None:
+    folders = [page.split("/")[0] for page in search.pages(query)]
+    others = [n for n, folder in enumerate(folders) if folder in ("decisions", "reproductions")]
+    assert others
+    assert folders.index("guide") < others[0]
+
+
+def test_every_entry_of_the_glossary_is_a_term_with_one_description_in_alphabetical_order() -> None:
+    text = (ROOT / "docs/guide/glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^ *\*\*(.+?)\*\*$", text, re.M)
+    shown = Markdown(extensions=["def_list"]).convert(text)
+    assert re.findall(r"<dt><strong>(.+?)</strong></dt>\n<dd>", shown) == terms, "an entry is part of another"
+    assert len(terms) == shown.count("<dd>") == shown.count("<dt>")
+    assert terms == sorted(terms, key=str.lower)
