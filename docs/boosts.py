@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
-BOOSTS = {"guide": 2.0, "reference": 0.2, "decisions": 0.05, "reproductions": 0.05}
+BOOSTS = {"guide": 2.0, "reference": 0.2, "benchmarks": 0.2, "decisions": 0.05, "reproductions": 0.05}
 """Factors of a page's score, by the first folder of its path; pages elsewhere count once."""
 
 
