@@ -1,4 +1,4 @@
-"""The counters of a network interface: what really left this machine, to set beside what a run says it has sent."""
+"""The counters of a network interface: the bytes that really left this machine, to compare with a run's own counts."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def interface_bytes(interface: str) -> tuple[int, int]:
 
 
 def gloo_interface() -> str | None:
-    """Return the interface that Gloo was told to use, by GLOO_SOCKET_IFNAME; None if it was told none."""
+    """Return the interface that GLOO_SOCKET_IFNAME tells Gloo to use; None if it names none."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None

@@ -26,7 +26,7 @@ def run(*command: str, lines: Iterable[str] = (), lock: int | None = None) -> st
 
     Args:
         command: The command and its arguments.
-        lines: What `-batch -` reads: one command per line, in one process instead of many.
+        lines: Commands for `-batch -`, one per line, which run in one process instead of many.
         lock: A locked file, which the command keeps locked if this process is killed meanwhile.
 
     Raises:

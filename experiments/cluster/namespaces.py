@@ -45,7 +45,7 @@ def check_hosts(hosts: int) -> None:
     """Raise an error if a cluster cannot have this many hosts.
 
     Raises:
-        ValueError: There are none, or more than addresses.
+        ValueError: The number is below 1, or larger than the number of addresses.
 
     """
     if not 1 <= hosts <= MOST_HOSTS:
@@ -79,11 +79,11 @@ class Cluster:
         """Make a cluster.
 
         Args:
-            hosts: How many.
+            hosts: The number of hosts.
             up: The rate at which a host sends, in bits per second, headers included; None: no limit.
-            down: The rate at which it receives.
-            name: Lower-case letters, digits and hyphens; None: chosen, after this process.
-            kept: The cluster stays until it is removed. Otherwise it belongs to this process.
+            down: The rate at which a host receives, in the same unit.
+            name: Lower-case letters, digits and hyphens; None: a free name made of this process's number.
+            kept: If True, the cluster stays until it is removed. Otherwise it belongs to this process.
 
         Raises:
             ClusterError: This machine cannot have one; the message says why.
@@ -121,7 +121,7 @@ class Cluster:
         """Return the cluster of this name.
 
         Raises:
-            ValueError: There is none.
+            ValueError: There is no such cluster.
 
         """
         if (record := record_of(name)) is None:
@@ -175,7 +175,7 @@ class Cluster:
 
         Args:
             rate: Bits per second, headers included; None: no limit.
-            direction: "up": what hosts send; "down": what they receive.
+            direction: "up": the rate at which hosts send; "down": the rate at which they receive.
             host: One host; None: all.
 
         Raises:
@@ -248,7 +248,7 @@ class Cluster:
         run("tc", "-n", self._switch, "-batch", "-", lines=rates, lock=lock)
 
     def _demolish(self, lock: int) -> None:
-        """Delete what there is of it, the switch first: every cable ends in it. The record goes last."""
+        """Delete the namespaces that exist, the switch first, in which every cable ends; then the record."""
         for namespace in (self._switch, *self._namespaces):
             if (NAMESPACES / namespace).exists():
                 run("ip", "netns", "delete", namespace, lock=lock)

@@ -14,7 +14,7 @@ INSTEAD = "An emulated link (--link emulated) needs none of this."
 
 
 def why_not() -> str | None:
-    """Return why there can be no cluster of namespaces here, and what to do; None if there can be one."""
+    """Return the reason why there can be no cluster of namespaces here, and what to do; None if there can be one."""
     reason = _reason()
     return None if reason is None else f"{reason} {INSTEAD}"
 
@@ -44,7 +44,7 @@ def _reason() -> str | None:
 
 @functools.cache
 def _refusal_of_the_kernel() -> str | None:
-    """Try everything that a cluster consists of, in a namespace that ends with the attempt."""
+    """Try all parts of a cluster in a temporary namespace; return the reason of a refusal, or None if all work."""
     try:
         inside_new(_try)
     except OSError as error:

@@ -43,7 +43,7 @@ class Owner:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A cluster that exists, wholly or in parts."""
+    """The record of a cluster that exists, wholly or in parts."""
 
     name: str
     hosts: int
@@ -55,7 +55,7 @@ class Record:
         return self.owner is not None and not self.owner.is_alive
 
     def write(self) -> None:
-        """Write the record, in place of an earlier one; the caller holds the lock."""
+        """Write the record, replacing an earlier one; the caller holds the lock."""
         new = FOLDER / "new"  # no other name is needed under the lock; a crash's leftover is overwritten
         new.write_text(json.dumps(dataclasses.asdict(self)))
         new.rename(_path(self.name))
@@ -67,7 +67,7 @@ class Record:
 
 @contextmanager
 def locked() -> Iterator[int]:
-    """Keep other processes from making or removing clusters meanwhile, and provide the number of the locked file.
+    """Keep other processes from making or removing clusters meanwhile, and yield the descriptor of the locked file.
 
     The kernel unlocks it when this process ends, and every command to which the file was passed on. A killed process's
     last command may still make a namespace: nobody looks for what is left before it has ended.
@@ -106,7 +106,7 @@ def _path(name: str) -> Path:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process started; None if it has ended, even if nobody has waited for it yet."""
+    """Return a process's start in ticks since boot; None if it has ended, even if nobody has waited for it yet."""
     try:
         # After the name, which may contain anything: the state is the first field, the start the twentieth.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Rates that change while a run goes."""
+"""Rates that change during a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def follow(cluster: Cluster, schedule: Schedule, *, start: float | None = None) 
 
     Args:
         cluster: The cluster whose links change.
-        schedule: When, and to which rate.
+        schedule: The times and the new rates.
         start: The time that counts as zero, by `time.monotonic()`; None: now.
 
     Raises:

@@ -22,7 +22,9 @@ SLOWEST, FASTEST = 0.1 * MBIT, 1e12  # the fastest is far above what any machine
 BURST_SECONDS = 0.25e-3
 """The bucket, in seconds of the rate. Larger: more bytes pass at once after a pause. Smaller: a timer that fires late
 costs rate that is never made up for; at 0.05 ms 10 Gbit/s lost 6 %, and a busy machine's timers are worse."""
-QUEUE_SECONDS = 0.05  # what waits for the link: lower, and many senders to one lose packets; higher, and they wait long
+QUEUE_SECONDS = (
+    0.05  # of data that waits for the link: lower, and many senders to one lose packets; higher, and they wait long
+)
 _SMALLEST_BURST = 2 * 1514  # bytes: two frames
 _SMALLEST_QUEUE = 150_000  # bytes: the first packets of ten connections
 _CLASS = re.compile(r"class htb 1:1 .*\brate (?P<rate>\S+)bit .*\n\s*Sent (?P<bytes>\d+) bytes")
@@ -65,9 +67,10 @@ def shaping(device: str, rate: float | None, *, new: bool) -> list[str]:
     """Return the lines for `tc -batch` that set the rate at which a device sends, in bits per second; None: no limit.
 
     Args:
-        device: An interface.
+        device: The name of an interface.
         rate: From SLOWEST to FASTEST.
-        new: The device has had no rate so far. Otherwise the rate is changed in place, and packets that wait are kept.
+        new: True if the device has had no rate so far. Otherwise the rate is changed in place, and packets that wait
+            are kept.
 
     """
     bits = FASTEST if rate is None else rate

@@ -1,4 +1,4 @@
-"""The emulated link: what a link is, what Gloo would send over it, and what makes collectives wait for it."""
+"""The emulated link: its settings, and the communicator and the process group whose collectives wait for it."""
 
 from __future__ import annotations
 

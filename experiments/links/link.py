@@ -1,4 +1,4 @@
-"""The link between ranks: what it is, and its emulation on one machine, without root.
+"""The link between ranks: its settings, and its emulation on one machine, without root.
 
 Emulated, a real collective runs between the ranks; in addition, the rank waits until a link of the given rate and
 latency could have carried what Gloo sends for it (`communicators/gloo.py`), with the headers of its packets. The link
@@ -31,15 +31,15 @@ __all__ = ["EmulatedLink", "LinkSettings", "Wire", "format_rate", "parse_latency
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSettings:
-    """The link of every rank: how fast it sends and receives, and what carries it.
+    """The link of every rank: its kind, its rates and its latency.
 
     "emulated": this machine, without root. "hosts": network namespaces of this machine, whose links are shaped; needs
-    root. "real": whatever network there is between the ranks, whose rate is not ours to set.
+    root. "real": the existing network between the ranks, whose rate is not set here.
     """
 
     kind: str = "emulated"
     bits_per_second: float | None = None  # lower: every collective takes longer; None: no limit
-    down_bits_per_second: float | None = None  # what a rank can receive; None: as much as it can send
+    down_bits_per_second: float | None = None  # the rate at which a rank receives; None: the rate at which it sends
     latency_seconds: float = 0.0  # higher: many small collectives cost more
     schedule: Schedule = ()  # (seconds since the run began, the rate in both directions from then on), in order
     framing: bool = True  # False: rates count data alone, without the headers of packets and of Gloo's messages
@@ -111,7 +111,7 @@ class LinkSettings:
         return min((rate for rate in rates if rate is not None), default=None)
 
     def slowed(self, factor: float) -> LinkSettings:
-        """Return this link in slow motion: what took a second takes `factor` seconds.
+        """Return this link in slow motion: a transfer of one second takes `factor` seconds.
 
         Its rates are divided, and its latency and the times of its schedule multiplied.
         """
@@ -134,7 +134,7 @@ class LinkSettings:
         return self.seconds_of(_course_of(collective, world_size), at=at)
 
     def seconds_of(self, course: Course, *, at: float = 0.0) -> float:
-        """Return the least time for such a course over this link, if it begins `at` seconds after the run did."""
+        """Return the least seconds for a course over this link, if it begins `at` seconds after the run's begin."""
         overhead, for_messages = (course.overhead, MESSAGE_BYTES * course.messages) if self.framing else (1.0, 0)
         up_bits = 8 * (course.up_bytes * overhead + for_messages)
         down_bits = 8 * (course.down_bytes * overhead + for_messages)
@@ -153,7 +153,7 @@ class LinkSettings:
 class Wire:
     """One rank's end of an emulated link: everything that the rank sends queues here.
 
-    A link of another kind takes its time by itself, so here it takes none.
+    A link of another kind takes real time by itself, so it takes none here.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class EmulatedLink:
         self._wire.start_clock()
 
     def start(self, collective: Collective) -> Pending:
-        """Start the collective, and queue what it sends on the link."""
+        """Start the collective, and queue its bytes on the link."""
         arrival = self._wire.carry(_course_of(collective, self.world_size))
         return _InTransit(self._inner.start(collective), arrival, self._wire)
 

@@ -1,4 +1,4 @@
-"""A process group whose collectives pass an emulated link, for everything that does not use one of our communicators.
+"""A process group whose collectives pass an emulated link, for code that does not use one of our communicators.
 
 PyTorch's own communication hooks, the all-reduce of a DistributedDataParallel without a hook, and the broadcasts of
 parameters and buffers call the process group of their DDP.
@@ -66,7 +66,7 @@ class LinkedGroup(dist.ProcessGroup):
         return "linked"
 
     def close(self) -> None:
-        """Return when all works are done, successfully or not."""
+        """Wait until all works are done, successfully or not."""
         while self._threads:
             self._threads.pop().join()
 
@@ -101,7 +101,7 @@ class LinkedWork(dist.Work):
         self.thread.start()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Return when the work is done; raise its error, or RuntimeError if it takes longer than a timeout."""
+        """Wait until the work is done; raise its error, or RuntimeError if it takes longer than a timeout."""
         if not self._ended.wait(timeout.total_seconds() or None):
             raise RuntimeError(f"a collective over the emulated link is not done after {timeout.total_seconds():g} s")
         self._future.wait()

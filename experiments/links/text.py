@@ -75,7 +75,7 @@ def fields_in(text: str) -> dict[str, Any]:
     """Return the fields of `LinkSettings` that a text such as 'hosts:rate=100Mbit/s' names.
 
     Raises:
-        ValueError: The text does not have that form. Whether the fields go together is not checked here.
+        ValueError: The text does not have that form. The combination of fields is not checked here.
 
     """
     if not text.strip():
@@ -123,7 +123,7 @@ def text_of(fields: Mapping[str, Any]) -> str:
 
 
 def _pairs_in(rest: str, text: str) -> dict[str, str]:
-    """Return the keys and values in what follows the kind."""
+    """Return the keys and values in the text after the kind."""
     pairs: dict[str, str] = {}
     for position, piece in enumerate(rest.split(",") if rest.strip() else []):
         key, equals, value = (part.strip() for part in piece.partition("="))

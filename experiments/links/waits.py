@@ -1,4 +1,4 @@
-"""When collectives were waited for."""
+"""The times in which collectives were waited for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from commhooks.communicators import Collective, Communicator, Pending
 
 Interval = tuple[float, float]
-"""Its begin and its end, in seconds of one clock."""
+"""The begin and the end of an interval, in seconds of one clock."""
 
 
 class WaitClock:
-    """Records when collectives were waited for; `around` attaches it to a communicator."""
+    """A record of the times in which collectives were waited for; `around` attaches it to a communicator."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -82,5 +82,5 @@ def merged(intervals: list[Interval]) -> list[Interval]:
 
 
 def overlap(disjoint: list[Interval], window: Interval) -> float:
-    """Return how many seconds of the window lie in the intervals."""
+    """Return the seconds of the window that lie in the intervals."""
     return sum(max(0.0, min(end, window[1]) - max(begin, window[0])) for begin, end in disjoint)

@@ -1,1 +1,1 @@
-"""Steps on clusters that are not there: what is measured here, and what follows for many ranks."""
+"""Steps of simulated clusters: measurements on this machine, and the step times that follow for many ranks."""

@@ -1,6 +1,6 @@
-"""Measuring what a simulation needs: profiles of a task in one process, as one of 2 to 16 ranks, and what more send.
+"""The measurements for a simulation: profiles of a task in one process as one of 2 to 16 ranks, and payloads of more.
 
-Collectives are answered at once, so no other rank is needed. What would be sent as one of more ranks is counted.
+Collectives are answered at once, so no other rank is needed. As one of more ranks, only the payloads are counted.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Asked:
 
     task: Spec
     hooks: tuple[Spec, ...]
-    ranks: tuple[int, ...] = ()  # for which payloads are counted
-    as_ranks: tuple[int, ...] = RANKS  # with which compression is timed, as far as memory allows
+    ranks: tuple[int, ...] = ()  # numbers of ranks for which payloads are counted
+    as_ranks: tuple[int, ...] = RANKS  # numbers of ranks for which compression is timed, as far as memory allows
     steps: int = 9  # of each hook as one of each number of ranks; higher: steadier medians
-    cores: int = 1  # that the process may use; more: the worker thread has one of its own
+    cores: int = 1  # cores that the process may use; more: the worker thread has one of its own
     bucket_cap_mb: float | None = None
     seed: int = 0
 
@@ -66,7 +66,7 @@ class Asked:
 
 
 def measure(asked: Asked, tell: Callable[[str], None]) -> Series:
-    """Measure in a process of its own.
+    """Return the measurements, made in a new process.
 
     Raises:
         ValueError: There is no such task or hook, or it does not accept the task's parameters.
@@ -95,7 +95,7 @@ def read_series(path: Path) -> Series:
     """Return the measurements in a file.
 
     Raises:
-        ValueError: There is no such file, or it does not hold measurements that steps can be computed from.
+        ValueError: There is no such file, or no step times can be computed from it.
 
     """
     try:
@@ -127,14 +127,14 @@ def _measure_all(rank: int, ranks: int, asked: Asked, send: Send) -> None:
 
 
 def _that_fit(numbers: Sequence[int], model: nn.Module) -> list[int]:
-    """Return the numbers of ranks whose answers and state fit into the memory that is free, or the least."""
+    """Return the numbers of ranks whose answers and state fit into free memory; if none do, the least number."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     each = _COPIES * sum(p.numel() * p.element_size() for p in model.parameters())
     return [number for number in numbers if number * each <= free] or [min(numbers)]
 
 
 def _counted(spec: Spec, profiles: Sequence[Profile], gradients: Mapping[str, Tensor], asked: Asked) -> list[Counted]:
-    """Return what a hook sends as one of each number of ranks that was not timed, unless it is always the same."""
+    """Return a hook's payloads as one of each number of ranks that was not timed; none if they do not depend on it."""
     label = label_in_profile(spec.label)
     series = Series(tuple(profiles))
     payloads = [series.sends(label, profile.ranks) for profile in profiles]

@@ -33,10 +33,10 @@ class Request:
     task: Spec | None = None
     measured: Path | None = None  # measurements of an earlier command; None: measure now
     parameters: float | None = None  # instead of a task
-    compute: str | None = None  # of a step on the user's processor
+    compute: str | None = None  # the time of a step's compute on the user's processor
     cores: int = 1
-    backend: str = "none"  # "gloo": its processor time is counted
-    copy_rate: float | None = None  # bytes per second that the processor copies; None: timed here
+    backend: str = "none"  # "gloo": its CPU time is counted
+    copy_rate: float | None = None  # bytes per second that the processor copies; None: measured here
     bucket_cap_mb: float | None = None
     sharded: bool = False  # by FSDP2
     save: Path | None = None
@@ -49,7 +49,7 @@ def check_request(request: Request) -> None:
     """Raise ValueError if the request contradicts itself, before anything is measured."""
     given = [request.parameters is not None, request.measured is not None, request.task is not None]
     if sum(given) > 1:
-        raise ValueError("give one of --task, --measured and --parameters: each says of what the compute is")
+        raise ValueError("give one of --task, --measured and --parameters: each says whose compute is simulated")
     if request.parameters is not None:
         _check_sizes(request)
     for option, value in (("--save", request.save), ("--bucket-cap-mb", request.bucket_cap_mb)):
@@ -70,7 +70,7 @@ def check_request(request: Request) -> None:
 
 
 def _check_sharded(request: Request) -> None:
-    """Raise ValueError if FSDP2 cannot train with a hook, or nothing says what its modules are."""
+    """Raise ValueError if FSDP2 cannot train with a hook, or if its modules are unknown."""
     if request.sharded and request.parameters is not None:
         raise ValueError("--sharded needs a task's modules (--task or --measured); commhooks estimate does without")
     for hook in request.hooks if request.sharded else ():
@@ -81,7 +81,7 @@ def _check_sharded(request: Request) -> None:
 def _check_backend(request: Request) -> None:
     check_backend(request.backend)
     if request.copy_rate is not None and request.backend == "none":
-        raise ValueError("--copy-rate says what sending costs the processor, which --backend none does not count")
+        raise ValueError("--copy-rate states the CPU time of sending, which --backend none does not count")
 
 
 def _check_sizes(request: Request) -> None:

@@ -1,4 +1,4 @@
-"""The simulation of many clusters: every hook, link and number of ranks, and in words what it rests on."""
+"""The simulation of many clusters: every hook, link and number of ranks, and its assumptions in words."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _NOISE = 0.03  # of a step: what may differ between two medians on an idle machi
 
 @dataclass(frozen=True)
 class Simulation:
-    """All simulated clusters, and what they rest on."""
+    """All simulated clusters, and the assumptions of the simulation."""
 
     points: tuple[Point, ...]
     assumptions: tuple[str, ...]
@@ -56,10 +56,11 @@ class Simulation:
 
 
 def simulate(request: Request, console: Console) -> Simulation:
-    """Measure or load what is needed, simulate, print tables and assumptions, and write the files.
+    """Measure a task or load its measurements, simulate, print tables and assumptions, and write the files.
 
     Raises:
-        ValueError: What is asked for does not fit together; the message says what does.
+        ValueError: The request contradicts itself, or a file cannot be read or written; the message says what to
+            change.
 
     """
     check_request(request)
@@ -125,7 +126,7 @@ def simulate_sizes(request: Request) -> Simulation:
 
 
 def backend_of(request: Request, factor: float = 1.0) -> Backend:
-    """Return the backend asked for; a copy that is timed here takes `factor` times as long on the processor."""
+    """Return the requested backend; a copy that is timed here takes `factor` times as long on the user's processor."""
     if request.copy_rate is not None:
         copy = 4 / request.copy_rate
     else:
@@ -134,9 +135,9 @@ def backend_of(request: Request, factor: float = 1.0) -> Backend:
 
 
 def backend_in_words(backend: Backend) -> str:
-    """Return a sentence."""
+    """Return a sentence about the backend."""
     if backend.name == "none":
-        return "Backend: none. What sending costs the processor is not counted; --backend gloo counts what Gloo takes."
+        return "Backend: none. The CPU time of sending is not counted; --backend gloo counts Gloo's."
     costs = backend.costs
     a_byte = costs.hooks[DENSE].copies_per_byte * backend.copy / 4
     return (
@@ -148,7 +149,7 @@ def backend_in_words(backend: Backend) -> str:
 
 
 def _measurements(request: Request, console: Console) -> Series:
-    """Return what was measured, now or by an earlier command."""
+    """Return the measurements, made now or by an earlier command."""
     if request.measured is None:
         if torchrun_world() is not None:
             raise ValueError("the step is measured in one process: run 'commhooks simulate' without torchrun")
@@ -200,7 +201,7 @@ def _points(
 
 
 def _said_of(series: Series, factor: float, request: Request) -> list[str]:
-    """Return sentences about what was measured, and what was extrapolated."""
+    """Return sentences about the measurements, and about extrapolations from them."""
     profile, timed = series.calmest, [one.ranks for one in series.profiles]
     parameters = sum(math.prod(one.shape) for one in profile.gradients)
     compute, buckets = profile.noop.seconds.median, profile.hooks[NOOP].buckets

@@ -1,1 +1,1 @@
-"""Many runs in one folder: which to make, making them, following them, and keeping what is finished."""
+"""Many runs in one folder: planned, executed, followed, and kept once finished."""

@@ -1,4 +1,4 @@
-"""Making runs, one scene after another: results are kept, and one run that fails does not end the others."""
+"""The execution of runs, one scene after another: results are kept, and one run that fails does not end the others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SILENCE = 120.0  # seconds
 
 @dataclass(frozen=True)
 class RunFailed:
-    """A run failed while no other was in progress; it is not tried again."""
+    """The message that a run failed while no other was in progress; it is not tried again."""
 
     traceback: str
 
@@ -96,7 +96,7 @@ def execute(
 
 
 def starts(runs: Sequence[RunSettings]) -> int:
-    """Return how many times `execute` starts new ranks for these runs, if none fails and torchrun started none."""
+    """Return the number of times that `execute` starts ranks for these runs if none fails, without torchrun."""
     # Before the runs of a world that states seconds, other ranks measure what compute takes here.
     return sum(2 if world[0].states_seconds else 1 for world in _worlds(runs))
 
@@ -108,7 +108,7 @@ def _worlds(runs: Sequence[RunSettings]) -> Iterator[list[RunSettings]]:
 
 
 def _shared(settings: RunSettings) -> object:
-    """Return what runs must have in common, besides the number of ranks, to be made by the same processes."""
+    """Return the key that runs must share, besides the number of ranks, to be made by the same processes."""
     if settings.states_seconds:  # what its compute takes here is measured before each scene, since load changes
         return settings.scene
     if settings.link.kind != "hosts":
@@ -138,7 +138,7 @@ def _give_up(settings: RunSettings, error: WorldError, out: Path, listener: List
 
 
 def saved_steps(out: Path, settings: RunSettings) -> int:
-    """Return after how many steps a run in progress was saved; 0: it was not."""
+    """Return the number of steps after which a run in progress was saved; 0: it was not saved."""
     path = newest(_progress_of(settings, out))
     return 0 if path is None else int(path.name.rpartition("-")[2])
 
@@ -153,7 +153,7 @@ def goes_on_from(out: Path, runs: Iterable[RunSettings]) -> list[int]:
 
 
 def _forget(settings: RunSettings, out: Path) -> None:
-    """Remove what was saved of a run that has ended; and the folder, if it was the last one there."""
+    """Remove the checkpoint of a run that has ended, and the folder if it is empty then."""
     shutil.rmtree(_progress_of(settings, out), ignore_errors=True)
     with suppress(OSError):
         (out / PROGRESS).rmdir()
@@ -178,13 +178,13 @@ class _Attempt:
         saved: bool = True,
     ) -> None:
         self._runs = list(runs)
-        self._saved = saved  # whether runs in progress are saved, and go on where they were
+        self._saved = saved  # True: runs in progress are saved, and continue from there
         self._out = out
         self._listener = listener
         self._made = made
         self._going_on, self._known = going_on, known
         self.scene: list[RunSettings] = []  # the runs that the processes are making
-        self._stepping = False  # whether they have begun to train them
+        self._stepping = False  # True once they have begun to train them
 
     def alone(self, settings: RunSettings) -> _Attempt:
         """Return an attempt at one of the runs."""
@@ -205,7 +205,7 @@ class _Attempt:
             run_world(train_all, first.ranks, work, hear, timeout=timeout, cluster=cluster, on_interrupt=self._stop)
 
     def _link_of_hosts(self, dilation: float) -> LinkSettings:
-        """Return the link of the runs, as slow as compute is here; if hosts cannot have it, these runs are to blame."""
+        """Return the runs' link, slowed as compute is here; raise WorldError for these runs if hosts cannot have it."""
         link = self._runs[0].link
         try:
             slowed = link.slowed(dilation)
@@ -223,7 +223,7 @@ class _Attempt:
         run_in_torchrun(train_all, work, self._hear, timeout=silence_allowed(self._runs, work))
 
     def _calibrate(self) -> dict[int, float]:
-        """Return the seconds of a step's compute here, for the runs that state what it takes elsewhere."""
+        """Return the seconds of a step's compute here, for runs that state its seconds on another processor."""
         if not self._runs[0].states_seconds:
             return {}
         self.scene = self._runs  # if the ranks fail now, these are to blame
@@ -272,9 +272,10 @@ class _Attempt:
 
 
 def silence_allowed(runs: Sequence[RunSettings], work: Work) -> float:
-    """Return how many seconds of silence mean that a world is stuck.
+    """Return the seconds of silence after which a world counts as stuck.
 
-    Two minutes, 20 of the slowest steps, and what a task takes to load on a machine that is busy with all ranks.
+    Two minutes, 20 of the slowest run's plain all-reduces of all gradients, and the time to load a task on a machine
+    that is busy with all ranks.
     """
     slowest = 0.0
     for number, settings in enumerate(runs):

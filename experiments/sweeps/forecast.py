@@ -29,14 +29,14 @@ _UNNAMED = ("optimizer", "compute", "ddp", "bucket_cap_mb", "evaluate_every")  #
 
 @dataclass
 class Forecast:
-    """Estimates of runs, which share what they are estimated from."""
+    """Estimates of runs, from shared results and measurements."""
 
     results: Sequence[RunResult]  # of finished runs
     _compute: dict[object, float] = field(default_factory=dict)  # seconds of a step, by task and ranks
     _bytes: dict[object, float] = field(default_factory=dict)  # sent by a rank in a step, by task, hook and ranks
 
     def seconds(self, settings: RunSettings) -> float:
-        """Return about how many seconds the run takes here."""
+        """Return the estimated seconds that the run takes here."""
         telling = vars(settings).keys() - {"seed", "steps", "evaluate_every"}
         same = [
             one
@@ -56,11 +56,11 @@ class Forecast:
         return settings.steps * (compute + dilation * communication)
 
     def total(self, runs: Sequence[RunSettings]) -> float:
-        """Return about how many seconds all of the runs take."""
+        """Return the estimated seconds that all of the runs take, with the starts of their ranks."""
         return starts(runs) * _START_SECONDS + sum(self.seconds(settings) for settings in runs)
 
     def _bytes_of(self, settings: RunSettings) -> float:
-        """Return how many bytes a rank sends in a step, on average: in finished runs, or else in a trial here."""
+        """Return the mean number of bytes that a rank sends in a step: in finished runs, or else in a trial here."""
         kind = ("task", "hook", "ranks", "is_sharded")
         key = tuple(getattr(settings, name) for name in kind)
         if key not in self._bytes:
@@ -84,7 +84,7 @@ class Forecast:
 
 
 def _counted(settings: RunSettings) -> float:
-    """Let the hook average random gradients of workers in this process, and return the bytes of a worker in a step."""
+    """Return a rank's bytes in a step; our hooks' are counted as workers of this process average random gradients."""
     model = load_task(settings.task, settings.seed).model
     if settings.is_sharded:
         return step_bytes(model, settings.hook, settings.ranks)
@@ -102,7 +102,7 @@ def _counted(settings: RunSettings) -> float:
 
 
 def _measured(settings: RunSettings) -> float:
-    """Time a step in this process, as slow as it is if the ranks share the cores."""
+    """Return the seconds of a step's compute in this process, multiplied if the ranks share cores."""
     task, times = load_task(settings.task, settings.seed), []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a rank
@@ -118,7 +118,7 @@ def _measured(settings: RunSettings) -> float:
 
 
 def forecast(runs: Sequence[RunSettings], done: Mapping[RunSettings, RunResult]) -> list[str]:
-    """Return a line for each run and for the whole: what is finished, and how long the others take."""
+    """Return a line for each run, finished or with its estimated time, and lines for all of them together."""
     estimate, missing = Forecast(list(done.values())), [settings for settings in runs if settings not in done]
     differing = [name for name in _UNNAMED if len({getattr(settings, name) for settings in runs}) > 1]
     lines = []

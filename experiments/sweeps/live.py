@@ -76,14 +76,14 @@ class _Row:
 
 
 class Live:
-    """A listener of `execute` that shows how the runs go; use it as a context manager.
+    """A listener of `execute` that shows the progress of runs; use it as a context manager.
 
-    On a terminal it shows how many runs are finished, the time left, and for each hook of the scene in progress: the
-    step, the training loss, the duration of a step, the bytes that a rank sends per second and how much of the link
-    that is (each over the last ten steps), and the held-out loss of the last evaluation. Above that, and on anything
-    but a terminal, each run leaves one line when it ends. On anything but a terminal, a line of progress follows after
-    every minute without one, as long as steps are taken. With `quiet`, and under torchrun on all ranks but 0, nothing
-    is shown.
+    On a terminal it shows the number of finished runs, the time left, and for each hook of the scene in progress: the
+    step, the training loss, the duration of a step, the bytes that a rank sends per second and their share of the
+    link's rate (each over the last ten steps), and the held-out loss of the last evaluation. Above that, and on
+    anything but a terminal, each run leaves one line when it ends. On anything but a terminal, a line of progress
+    follows after every minute without one, as long as steps are taken. With `quiet`, and under torchrun on all ranks
+    but 0, nothing is shown.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Live:
             self._display.stop()
 
     def __call__(self, settings: RunSettings, message: object) -> None:
-        """Take note of a message, and leave a line if a run ended."""
+        """Record a message, and print a line if a run ended."""
         with self._lock:
             self._shown = self._beside[settings]
             self._rows[settings].hear(message)
@@ -153,7 +153,7 @@ class Live:
             self._heartbeat.print(line)
 
     def drawn(self) -> RenderableType:
-        """Return what the terminal shows at this moment."""
+        """Return the current display."""
         with self._lock:
             rows = self._shown
             room = max(1, self._console.height - _OTHER_LINES)
@@ -222,7 +222,7 @@ class Live:
 
 
 def short_labels(hooks: Sequence[Spec], room: int) -> list[str]:
-    """Return the hooks' labels; those longer than `room` lack the settings that all hooks of the same name have.
+    """Return the hooks' labels; if longer than `room`, without the settings that all hooks of the same name share.
 
     Labels stay distinct.
     """
@@ -263,7 +263,7 @@ def _cells(row: _Row) -> list[str]:
 
 
 def _written(runs: Sequence[RunSettings]) -> list[str]:
-    """Return the names of settings that any of the runs has set, other than those in every run's label."""
+    """Return the names of settings that any of the runs has set, except task, hook and seed, which labels contain."""
     keys = dict.fromkeys(key for settings in runs for key in settings.to_dict())
     return [key for key in keys if key not in {"task", "hook", "seed"}]
 

@@ -18,7 +18,7 @@ OWNER = '{"pid": '  # how the text of the file begins
 
 @contextmanager
 def claimed(out: Path) -> Iterator[None]:
-    """Keep the folder for this process, so that no other one writes results there at the same time.
+    """Reserve the folder for this process, so that no other one writes results there at the same time.
 
     The kernel holds the lock on behalf of the process, and so releases it however the process ends.
 
@@ -41,7 +41,7 @@ def claimed(out: Path) -> Iterator[None]:
 
 
 def _take(out: Path) -> int:
-    """Return the file that is open, locked, and still the one of its name: its last owner may just have removed it."""
+    """Return the lock file, open and locked, after checking that its last owner has not just removed it."""
     path = out / LOCK
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)

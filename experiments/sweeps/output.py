@@ -21,7 +21,7 @@ from .store import HEAD as FAILURE
 
 REPORT, PLOTS = "report.html", "plots"
 _CHECKPOINTS = {".pt", ".json"}  # suffixes of their files
-_EVENTS = "events.out.tfevents."  # how TensorBoard's writer names its files
+_EVENTS = "events.out.tfevents."  # the beginning of the names of TensorBoard's files
 _RUN = re.compile(r".+\.seed-\d+\.[0-9a-f]{8}")  # how the files of a run are named, without a suffix
 
 
@@ -33,7 +33,7 @@ class Contents:
     folders: tuple[str, ...]
     pictures: tuple[str, ...]  # in plots/: <task>.<picture>.png
     tasks: tuple[str, ...] = ()  # that may have pictures
-    grows: bool = False  # whether results are added to those of an earlier command
+    grows: bool = False  # True: results are added to an earlier command's
 
 
 COMPARISON = Contents(
@@ -50,7 +50,7 @@ def dated_folder() -> Path:
 
 
 def prepare_folder(out: Path, contents: Contents = COMPARISON, *, overwrite: bool = False) -> None:
-    """Create the folder; with `overwrite`, remove what the same command wrote there earlier, and nothing else.
+    """Create the folder; with `overwrite`, remove the files that the same command wrote there earlier, and no others.
 
     Raises:
         ValueError: With `overwrite`, the folder holds anything that this command has not written. Without it, the

@@ -19,7 +19,7 @@ _LINK = _KIND.index("link")
 
 @dataclass
 class _Turns:
-    """The turns that runs of one kind, which differ only in seed and number of steps, had so far."""
+    """The turns so far of runs of one kind, which differ only in seed and number of steps."""
 
     seconds: float = 0.0  # on this machine, evaluation included
     steps: int = 0
@@ -60,7 +60,7 @@ class Pace:
                 turns.moved_bytes += sum(step.moved_bytes for step in result.steps)
 
     def hear(self, settings: RunSettings, message: object) -> None:
-        """Take note of a run's message."""
+        """Record a message from a run."""
         now = self._clock()
         turn, self._heard = now - self._heard, now
         if isinstance(message, StepDone) and message.again:
@@ -87,7 +87,7 @@ class Pace:
         self._to_begin.discard(self._scenes[settings])
 
     def seconds_left(self) -> float | None:
-        """Return the time until the last run has taken its steps; None if no step was measured, or a run goes on."""
+        """Return the seconds until the last run has taken its steps; None if no step was measured, or a run goes on."""
         measured = {kind: turns for kind, turns in self._turns.items() if turns.steps}
         if not measured or self._going_on:
             return None

@@ -1,4 +1,4 @@
-"""Turning a request into runs, and rejecting what cannot work before any process starts."""
+"""The runs of a request, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def plan(
         seeds: Seeds of the model, the data and the compressors.
         optimizers: Optimizers as text, such as 'sgd:lr=0.1'; None: the task's own.
         ranks: The number of ranks; None: torchrun's world size, or 2.
-        steps: Optimizer steps; None: each task's own number.
+        steps: The number of optimizer steps; None: each task's own.
         size: The preset of built-in tasks that name none; None: each task's default.
         compute: The time of a step's compute on the user's processor; None: its time here.
         ddp: 'core', 'torch', or 'sharded' for FSDP2.
-        bucket_cap_mb: MiB; None: the DDP's own.
-        evaluate_every: Steps between two evaluations.
+        bucket_cap_mb: The bucket size in MiB; None: the DDP's own.
+        evaluate_every: The number of steps between two evaluations.
 
     Raises:
         ValueError: Something requested does not exist or cannot work.
@@ -103,10 +103,10 @@ def plan(
 
 
 def combinations(chosen: Mapping[str, Sequence[Any]]) -> tuple[RunSettings, ...]:
-    """Return a run for every combination of values, each as `RunSettings` has it or as text.
+    """Return a run for every combination of values, each in the form of `RunSettings` or as text.
 
-    Of what is missing there is one value: the default of `RunSettings`, but torchrun's world size for `ranks` (2
-    without torchrun), and the task's own number for `steps`.
+    A missing setting has one value: the default of `RunSettings`, except for `ranks` (torchrun's world size, or 2) and
+    `steps` (the task's own number).
 
     Raises:
         ValueError: A value does not parse, is listed twice, or cannot work.
@@ -127,7 +127,7 @@ def combinations(chosen: Mapping[str, Sequence[Any]]) -> tuple[RunSettings, ...]
 
 
 def in_turn(runs: Sequence[RunSettings]) -> tuple[RunSettings, ...]:
-    """Return the runs such that those which differ only in their hook are neighbours and take turns.
+    """Return the runs in an order in which runs that differ only in their hook are neighbours, and so take turns.
 
     Raises:
         ValueError: A run is listed twice.
@@ -145,7 +145,7 @@ def in_turn(runs: Sequence[RunSettings]) -> tuple[RunSettings, ...]:
 
 
 def check_number(runs: int) -> None:
-    """Raise ValueError if that many runs are more than anybody can mean."""
+    """Raise ValueError if this number of runs is larger than anybody can mean."""
     if runs > MOST_RUNS:
         raise ValueError(
             f"{runs:,} runs are more than the {MOST_RUNS:,} that one command makes: give fewer values, or divide them "
@@ -205,7 +205,7 @@ def _check_seldom(runs: Sequence[RunSettings], tasks: Mapping[Spec, LoadedTask])
 
 
 def _check_sharded(settings: RunSettings) -> None:
-    """Raise ValueError if FSDP2 would exchange nothing, or a setting have no effect."""
+    """Raise ValueError if FSDP2 would exchange nothing, or a setting would have no effect."""
     if settings.ranks == 1:
         raise ValueError(f"{settings.label}: one rank has no shards to exchange; train a sharded model on at least 2")
     if settings.bucket_cap_mb is not None:
@@ -225,7 +225,7 @@ def _check_link(settings: RunSettings) -> None:
 
 
 def _check_rates(settings: RunSettings) -> None:
-    """Raise ValueError if hosts cannot have one of the link's rates, slowed as much as a factor of compute asks for.
+    """Raise ValueError if hosts cannot have one of the link's rates, slowed down if compute is stated as a factor.
 
     If compute is stated in seconds, the rates are known only after it was measured here.
     """
@@ -251,11 +251,11 @@ def _check_compute(settings: RunSettings) -> None:
 
 
 def crowded(runs: Sequence[RunSettings], available: int | None = None) -> str | None:
-    """Return a warning if ranks share cores, so that compute looks slower than it is; None if it does not matter.
+    """Return a warning if ranks share cores, so that compute looks slower than it is; otherwise None.
 
     Args:
-        runs: Any number; on a real network, ranks are taken to be on machines of their own.
-        available: Cores of the machine on which the runs are made; None: of this one.
+        runs: The runs; on a real network, each rank is assumed to have its own machine.
+        available: The number of cores of the machine on which the runs are made; None: this machine's.
 
     """
     if torchrun_world() is not None:
@@ -279,10 +279,10 @@ def _refuse_repeats(values: Sequence[object]) -> None:
 
 
 def world_size(ranks: int | None) -> int:
-    """Return how many ranks there will be.
+    """Return the number of ranks: the given one, torchrun's world size, or 2.
 
     Raises:
-        ValueError: Fewer than one, or different from torchrun's world size.
+        ValueError: The given number is below one, or differs from torchrun's world size.
 
     """
     joined = torchrun_world()

@@ -22,7 +22,7 @@ def demo() -> tuple[RunSettings, ...]:
 
 
 def quick() -> tuple[RunSettings, ...]:
-    """Return a small network under four hooks with two seeds: about a minute, to see what comes out."""
+    """Return a small network under four hooks with two seeds: about a minute, for a first look."""
     hooks = ["all-reduce", "fp16", "top-k:ratio=0.01", "powersgd:rank=2,start_after=5"]
     return plan(["digits:size=small"], hooks, links=["10Mbit/s"], seeds=range(2))
 
@@ -31,7 +31,7 @@ def slow_links(kind: str = "hosts") -> tuple[RunSettings, ...]:
     """Return a GPT of 4 million parameters on 2 and 4 hosts over three links, with three seeds: about an hour.
 
     Args:
-        kind: Of the links: "hosts" for network namespaces, which need root, or "emulated".
+        kind: The kind of the links: "hosts" for network namespaces, which need root, or "emulated".
 
     """
     hooks = ["all-reduce", "fp16", "top-k:ratio=0.01", _LOW_RANK, "powersgd:rank=4,alternating=true,start_after=2"]
@@ -78,7 +78,7 @@ def preset(name: str) -> tuple[RunSettings, ...]:
     """Return the runs of a preset.
 
     Raises:
-        ValueError: There is none of this name.
+        ValueError: There is no preset of this name.
 
     """
     if name not in PRESETS:

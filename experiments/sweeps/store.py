@@ -29,12 +29,12 @@ def sources_of(runs: Iterable[RunSettings]) -> dict[str, str]:
 
 
 def finished(out: Path, runs: Iterable[RunSettings], sources: Mapping[str, str]) -> dict[RunSettings, RunResult]:
-    """Return the results of those runs that are finished already.
+    """Return the results of the runs that are already finished.
 
     Args:
         out: The folder given by --out.
-        runs: What is to be run.
-        sources: What `sources_of` returns.
+        runs: The requested runs.
+        sources: The hashes that `sources_of` returns.
 
     Raises:
         ValueError: A result is damaged, or was made with another version of the task's file.
@@ -68,7 +68,7 @@ def write_failure(out: Path, settings: RunSettings, traceback: str) -> Path:
 
 
 def remove_failure(out: Path, settings: RunSettings) -> None:
-    """Remove what `write_failure` wrote about a run: it has succeeded since."""
+    """Remove the file that `write_failure` wrote about a run, which has succeeded since."""
     _failure_file(out, settings).unlink(missing_ok=True)
 
 
@@ -137,8 +137,8 @@ def load_table(*folders: str | Path, steps: bool = False) -> pandas.DataFrame:
     Returns:
         A table whose first columns are the run's settings, as text and numbers like on the command line: `task`,
         `hook`, `optimizer`, `ranks`, `seed`, `link`, `compute`, `ddp`, `bucket_cap_mb` (MiB), `evaluate_every` and
-        `steps` (with `steps=True`: `run_steps`). `optimizer`, `compute` and `bucket_cap_mb` are missing (NaN) where the
-        task's, this machine's and the DDP's own were used.
+        `steps` (with `steps=True`: `run_steps`). `optimizer`, `compute` and `bucket_cap_mb` are missing (NaN) if the
+        task's, this machine's or the DDP's own were used.
 
         Then, for each run, about the steps asked for: `held_out_loss` and other metrics after the last of them
         (`held_out_accuracy`, 0 to 1); `train_loss`, the mean of the last ten; `seconds` of training; the medians of a
@@ -146,12 +146,12 @@ def load_table(*folders: str | Path, steps: bool = False) -> pandas.DataFrame:
         `median_compute_seconds`, `median_compression_seconds` and `median_waiting_seconds`; `moved_bytes`, the bytes
         that a rank sent, as a ring moves them; `interface_bytes`, the same as counted by the host's network interface,
         or NaN; `ratio`, the bytes of a plain all-reduce over `moved_bytes`. A run may have gone on after these steps:
-        `all_steps`, `all_seconds` and `last_held_out_loss` are those of its end. `replicas_identical`: whether all
-        ranks ended with the same parameters; `parameters`, their number; `dilation`, seconds here for one second in the
-        table, if compute was stated.
+        `all_steps`, `all_seconds` and `last_held_out_loss` describe its end. `replicas_identical`: True if all ranks
+        ended with the same parameters; `parameters`, their number; `dilation`, seconds here for one second in the
+        table, above or below 1 if compute was stated.
 
-        For each step: the fields of `experiments.runs.StepRecord`; those that are times have a name with their unit,
-        such as `waiting_seconds`.
+        For each step: the fields of `experiments.runs.StepRecord`; names of times end with their unit, as in
+        `waiting_seconds`.
 
     Raises:
         ValueError: A folder has no results, or a file in it is damaged.
@@ -215,6 +215,6 @@ def _outcome(result: RunResult) -> dict[str, object]:
 
 
 def remove_partial(out: Path) -> None:
-    """Remove what a process that was killed while it wrote a result left behind."""
+    """Remove incomplete results, which a process left if it was killed while writing them."""
     for path in (out / RESULTS).glob(f"*{PARTIAL}"):
         path.unlink()

@@ -1,4 +1,4 @@
-"""Making the runs of a command: what is in its folder stays, what is missing is made, and all of it is reported."""
+"""The runs of a command: finished ones stay in its folder, missing ones are made, and all are reported."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ class Sweep:
     runs: tuple[RunSettings, ...]
     out: Path
     overwrite: bool = False  # results of an earlier command in that folder
-    baseline: str | None = None  # the hook that the others are compared with; None: all-reduce, or else the first
+    baseline: str | None = None  # the hook with which others are compared; None: all-reduce, or else the first
     target_loss: float | None = None  # training loss to reach; None: derived from the baseline's runs
     command: str = "commhooks sweep"  # the command that reproduces the report
-    report: bool = True  # whether the page and its pictures are written
-    quiet: bool = False  # whether nothing is shown while the runs go
-    go_on: int = 1  # times its steps that a run takes at most, to have the baseline's time or its target
+    report: bool = True  # True: the page and its pictures are written
+    quiet: bool = False  # True: nothing is shown during the runs
+    go_on: int = 1  # a run takes up to this many times its steps, to use the baseline's time or reach the target
 
     def __post_init__(self) -> None:
         check_presentation(self.baseline, self.target_loss, [settings.hook for settings in self.runs])
         if not isinstance(self.go_on, int) or self.go_on < 1:
             raise ValueError(
-                "go_on: expected a whole number of at least 1, as many times its steps as a run takes at most (got "
+                "go_on: expected a whole number of at least 1: a run takes up to this many times its steps (got "
                 f"{self.go_on!r}); with 1 every run ends after its steps"
             )
 
     def going_on(self, known: Iterable[RunSettings]) -> GoingOn | None:
-        """Return what the runs go on to; the baseline may be a hook that was run earlier."""
+        """Return the goals of runs that continue after their steps; the baseline may be a hook that was run earlier."""
         if self.go_on == 1:
             return None
         hooks = [settings.hook for settings in (*self.runs, *known)]
@@ -84,7 +84,7 @@ def check_presentation(baseline: str | None, target_loss: float | None, hooks: S
 
 
 def make(sweep: Sweep, console: Console) -> Made:
-    """Make the unfinished runs, report them, and return all that were asked for (under torchrun on rank 0).
+    """Make the unfinished runs, and report and return all requested ones (under torchrun on rank 0).
 
     Raises:
         ValueError: The folder cannot be used, another process uses it, or its results belong to another task; or a
@@ -111,7 +111,7 @@ def make(sweep: Sweep, console: Console) -> Made:
 
 
 def _make_missing(sweep: Sweep, console: Console) -> Made:
-    """Make the runs that have no result; return those and the earlier ones, in the order of the request."""
+    """Make the runs that have no result; return their results and the earlier ones, in the order of the request."""
     done = finished(sweep.out, sweep.runs, sources_of(sweep.runs))
     known = {result.settings: result for result in read_readable(sweep.out)[0]} if sweep.go_on > 1 else {}
     missing = [settings for settings in sweep.runs if settings not in done]
@@ -142,7 +142,7 @@ def _make_missing(sweep: Sweep, console: Console) -> Made:
 
 
 def _report(sweep: Sweep, made: Made, console: Console) -> None:
-    """Print the tables of the runs that were asked for, and write the report of all that the folder holds."""
+    """Print the tables of the requested runs, and write the report of all runs in the folder."""
     asked, failures = list(made.results.values()), read_failures([sweep.out])
     console.print()
     for note in notes_about(asked):
@@ -228,7 +228,7 @@ def notes_about(results: Sequence[RunResult]) -> list[str]:
 
 
 def _busy(results: Sequence[RunResult]) -> str | None:
-    """Return a warning if other programs left the ranks too little of the cores; None if not, or if nobody knows."""
+    """Return a warning if other programs left the ranks too little of the cores; None if not, or if that is unknown."""
     taken: dict[int, float] = {}  # by the number of cores
     for result in results:
         cores, others = int(result.machine["cores"]), float(result.machine.get("used_by_others", 0.0))

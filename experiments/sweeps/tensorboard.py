@@ -1,4 +1,4 @@
-"""TensorBoard logs of runs, written while they go: curves over steps, training time and bytes sent."""
+"""TensorBoard logs of runs, written during training: curves over steps, training time and bytes sent."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class LiveLogs:
 class RunLog:
     """The log of one run, open for writing.
 
-    Wall times are those of the training. Because runs take turns, TensorBoard's "relative" axis counts the other runs'
-    steps too: a run's own time, and what it sent, are the steps of `loss_by_training_ms` and `loss_by_kB_sent`.
+    Wall times are the training's. Because runs take turns, TensorBoard's "relative" axis counts the other runs' steps
+    too: a run's own time and sent bytes are the steps of `loss_by_training_ms` and `loss_by_kB_sent`.
     """
 
     def __init__(self, settings: RunSettings, folder: Path) -> None:
@@ -128,7 +128,7 @@ class RunLog:
         self._against_costs("train", record.loss)
 
     def evaluated(self, evaluation: EvaluationRecord, probe: ProbeRecord | None) -> None:
-        """Log an evaluation after the last step logged, what its probe measured, and the run's totals so far."""
+        """Log an evaluation after the last logged step, the errors that its probe measured, and the totals so far."""
         values = {
             "loss/held_out": evaluation.loss,
             **{f"{name}/held_out": value for name, value in evaluation.metrics.items()},
@@ -143,7 +143,7 @@ class RunLog:
         self._against_costs("held_out", evaluation.loss)
 
     def end(self, status: str | None) -> None:
-        """Write how the run ended, a name of TensorBoard's statuses, and close the log; None: it was interrupted."""
+        """Write the run's status by TensorBoard's name (None: interrupted, so none is written), and close the log."""
         if status is not None:
             ended = SessionEndInfo(status=Status.Value(status), end_time_secs=self._ended)
             metadata = create_summary_metadata(HParamsPluginData(session_end_info=ended))
@@ -176,7 +176,7 @@ def _probed(probe: ProbeRecord) -> dict[str, float]:
 def _settings_of(settings: RunSettings) -> dict[str, bool | int | float | str]:
     """Return the columns of TensorBoard's hyperparameters page.
 
-    It sorts them by name and at first shows five: hence "with" before what runs seldom differ in.
+    It sorts them by name and at first shows five: hence "with" before settings in which runs seldom differ.
     """
     return {
         "task": settings.task.label,

@@ -18,7 +18,7 @@ from .plan import check_number, check_runs, combinations, in_turn
 
 EXAMPLE = """\
 # A sweep for `commhooks sweep FILE.yaml`. Every setting takes a value, or a list of values; all combinations are run.
-# A value with a comma must be quoted inside [ ]. Runs whose result is in the folder already are not run again.
+# A value with a comma must be quoted inside [ ]. Runs with a result in the folder are not run again.
 
 out: runs/example            # folder of the results; without it: runs/<name of this file>
 
@@ -27,14 +27,14 @@ hook:                        # the others are compared with all-reduce, or else 
   - all-reduce
   - fp16
   - powersgd:rank=2,start_after=5
-link: [100Mbit/s, 1Gbit/s]   # what connects the ranks; "100Mbit/s,latency=1ms" has latency too
+link: [100Mbit/s, 1Gbit/s]   # between the ranks; "100Mbit/s,latency=1ms" has latency too
 seeds: 2                     # 0 and 1; or seed: [0, 7]
 ranks: 2
 steps: 30                    # without it: each task's own number
 
 # Other settings, with their defaults:
 # optimizer: sgd:lr=0.1,momentum=0.9   # without it: the task's own
-# compute: 200ms             # what a step's compute takes on your processor; or 0.5x of what it takes here
+# compute: 200ms             # the time of a step's compute on your processor; or 0.5x of its time here
 # ddp: core                  # or torch; or sharded, for FSDP2
 # bucket_cap_mb: 10          # without it: 1 for the first bucket, 25 for the others
 # evaluate_every: 20
@@ -75,7 +75,7 @@ class SweepFile:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A key's value, and where it stands."""
+    """A key's value, and the line of the key."""
 
     value: Any
     line: int  # from 1
@@ -117,7 +117,7 @@ def _sweep_of(top: dict[str, _Entry], path: Path) -> SweepFile:
 
 
 def _entries(top: dict[str, _Entry]) -> Iterator[Mapping[str, _Entry]]:
-    """Yield the settings of the file, or those of each entry of `runs` with the file's as defaults."""
+    """Yield the settings of the file, or of each entry of `runs` with the file's settings as defaults."""
     listed = top.pop("runs", None)
     if listed is None:
         yield top
@@ -173,7 +173,7 @@ def _listed(name: str, value: Any) -> list[Any]:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Return a value as `RunSettings` has it; raise ValueError if it cannot be one."""
+    """Return a value in the form of `RunSettings`; raise ValueError if it cannot be one."""
     if isinstance(value, str) and name in {"task", "hook", "optimizer", "link"} and _CUT_OFF.fullmatch(value):
         raise ValueError(
             f"{name} {value!r} has settings but no name: inside [ ] and {{ }} a comma separates values, so put quotes "
