@@ -20,11 +20,11 @@ RANKS, ELEMENTS = 4, 1 << 17
 
 
 def printed() -> dict[str, float]:
-    """Return the last column of the guide's table of codes, by compressor."""
+    """Return the last column of the guide's table of errors, by compressor."""
     rows = re.findall(r"^\| (`.+) \|$", GUIDE.read_text(encoding="utf-8"), re.M)
     found: dict[str, float] = {}
     for cells in (row.split(" | ") for row in rows):
-        if len(cells) == 8:
+        if len(cells) == 4:
             specs = re.findall(r"`([^`]+)`", cells[0])
             found |= dict(zip(specs, map(float, cells[-1].split(", ")), strict=True))
     return found
