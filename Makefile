@@ -94,7 +94,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict # with --quiet it would overlook warnings
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict

@@ -1,4 +1,4 @@
-"""The built site: its search finds guide pages first, and its glossary is a list of terms.
+"""The built site: its search finds guide pages first, and its links and pictures lead somewhere.
 
 The site is built without the pages of the reference, whose docstrings take most of the time. The search is the theme's
 own script, run in QuickJS.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 import quickjs
@@ -93,6 +96,37 @@ def test_pages_of_the_guide_are_found_before_decisions_and_reproductions(query: 
     others = [n for n, folder in enumerate(folders) if folder in ("decisions", "reproductions")]
     assert others
     assert folders.index("guide") < others[0]
+
+
+class Links(HTMLParser):
+    """What a page points to, and the places in it that can be pointed to."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.places: set[str] = set()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.places |= {name for key in ("id", "name") if (name := found.get(key))}
+        self.targets += [target for key in ("href", "src") if (target := found.get(key))]
+
+
+def test_every_link_and_picture_of_the_site_leads_somewhere(site: Path) -> None:
+    pages = {page: Links(page) for page in site.rglob("*.html") if page.name != "404.html"}
+    broken = []
+    for page, links in pages.items():
+        for target in links.targets:
+            url = urlsplit(target)
+            if url.scheme or url.netloc:
+                continue
+            there = (page.parent / unquote(url.path)).resolve() if url.path else page
+            # names of the reference have no places without mkdocstrings
+            known = there not in pages or there.parent.name == "reference" or url.fragment in {"", *pages[there].places}
+            if not (there.exists() and known):
+                broken.append(f"{page.relative_to(site)}: {target}")
+    assert broken == []
 
 
 def test_every_entry_of_the_glossary_is_a_term_with_one_description_in_alphabetical_order() -> None:

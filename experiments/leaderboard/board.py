@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from ..sweeps.output import Contents, prepare_folder
 from ..tasks import load_task
 from ..training.lockstep import SCORES, Trained
 from .board_plots import PICTURES, score_against_bytes, score_against_compute
-from .contenders import LeftOut
+from .contenders import Contender, LeftOut
 from .grace import Comparison
 from .standing_rows import (
     GRACE_HEADINGS,
@@ -31,9 +32,17 @@ from .standing_rows import (
     score_in_words,
     standing_row,
 )
-from .standings import Run, Standing
+from .standings import Run, Standing, recommended
 
 PAGE, RUNS, STANDINGS, GRACE, TABLES = "leaderboard.html", "runs.csv", "standings.csv", "grace.csv", "tables.md"
+SORTED, END = '<div class="sorted" markdown>', "</div>"
+"""What surrounds a table of the documentation that its readers can sort."""
+_SHOWN, _FOLDED = (0, 1, 2, 6, 4, 8), (0, 3, 5, 7)  # columns of a task's table, and of the one below it that is folded
+_ADVICE = (
+    "On every task even the worse end of their interval is no worse than the plain all-reduce with another seed, and "
+    "no other such compressor sends fewer bytes for as little compute. Below they have a tick (✓); bold names are on "
+    "the Pareto front. Click a heading to sort by it."
+)
 _RUN_FIELDS = ["task", "compressor", "error_feedback", "seed", *(field.name for field in dataclasses.fields(Trained))]
 _GRACE_FIELDS = ["method", "ours", "without", "with", "difference", "low", "high", "verdict"]
 _STANDING_FIELDS = [
@@ -187,21 +196,53 @@ def _markdown(results: Results, folder: str) -> str:
     """Return the tables and pictures of the documentation's page, which contain all its measurements."""
     facts = "; ".join(f"{name}: {fact}" for name, fact in _facts().items())
     page: list[Block] = [f"`{results.command}`: {results.workers} workers, {results.seeds} seeds. {facts}."]
+    advised = recommended(results.standings)
+    page += ["### Try these first", _ADVICE, _advice(results, advised)]
     for task, steps in results.steps.items():
         rows, description = results.of(task), _description(task, results.size)
-        cells = map(standing_row, rows)
+        cells = [standing_row(row) for row in rows]
+        names = [_marked(row, advised) for row in rows]
+        titles = headings(task)
         page += [
             f"### {task}",
             f"{description}; {steps} steps.",
             "\n".join(f"![{task}: {picture}]({folder}/{task}.{picture}.png)" for picture in PICTURES),
             f"Pareto front, from few bytes to many: {front_in_words(rows, code=True)}.",
-            Table("", headings(task), [[f"`{label}`", *others] for label, *others in cells]),
+            SORTED,
+            Table("", [titles[n] for n in _SHOWN], _columns(names, cells, _SHOWN)),
+            END,
+            f'??? note "{task}: residual, vNMSE and bytes moved"',
+            textwrap.indent(
+                markdown([Table("", [titles[n] for n in _FOLDED], _columns(names, cells, _FOLDED))]), "    "
+            ),
         ]
     if results.grace:
         page += ["### Error feedback, beside GRACE", Table("", GRACE_HEADINGS, list(map(grace_row, results.grace)))]
     if results.left_out:
         page += ["### Left out", "\n".join(f"- `{one.label}`: {one.reason}" for one in results.left_out)]
     return markdown(page)
+
+
+def _marked(row: Standing, advised: Sequence[Contender]) -> str:
+    """Return a contender's name in Markdown: bold on the front, with a tick if it is recommended."""
+    name = f"`{row.contender.label}`"
+    return (f"**{name}**" if row.on_front else name) + (" ✓" if row.contender in advised else "")
+
+
+def _columns(names: Sequence[str], cells: Sequence[Sequence[str]], shown: Sequence[int]) -> list[list[str]]:
+    return [[name, *(row[n] for n in shown[1:])] for name, row in zip(names, cells, strict=True)]
+
+
+def _advice(results: Results, advised: Sequence[Contender]) -> Table:
+    """Return the table of what to try first: how much smaller on each task, the differences from dense, and compute."""
+    columns = ["compressor"]
+    for task in results.steps:
+        columns += [f"{task}: smaller than dense", f"{task}: against dense, {SCORES[task].unit}"]
+    rows = []
+    for contender in advised:
+        found = [standing_row(row) for row in results.standings if row.contender == contender]
+        rows.append([f"`{contender.label}`", *(cell for row in found for cell in (row[6], row[2])), found[0][8]])
+    return Table("", [*columns, "compute, copies"], rows)
 
 
 def _write_csv(path: Path, fields: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

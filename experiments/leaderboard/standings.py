@@ -63,6 +63,36 @@ def standings(runs: Sequence[Run], computes: dict[Contender, Spread]) -> list[St
     return found
 
 
+def recommended(rows: Sequence[Standing]) -> list[Contender]:
+    """Return the contenders to try first, from few bytes to many.
+
+    On every task even the worse end of their interval is no worse than dense with another seed, and no other such
+    contender sends fewer bytes for as little compute. Bytes are those of the task on which a contender saves least.
+    """
+    by_contender: dict[Contender, list[Standing]] = {}
+    for row in rows:
+        by_contender.setdefault(row.contender, []).append(row)
+    dense = {row.task: row for row in rows if row.contender.spec.name == DENSE}
+    costs = {
+        contender: (-min(row.ratio for row in own), own[0].compute.median)
+        for contender, own in by_contender.items()
+        if own[0].compute is not None and own[0].ratio > 1 and all(_is_safe(row, dense[row.task]) for row in own)
+    }
+    front = [
+        contender
+        for contender, cost in costs.items()
+        if not any(other != cost and other[0] <= cost[0] and other[1] <= cost[1] for other in costs.values())
+    ]
+    return sorted(front, key=costs.__getitem__)
+
+
+def _is_safe(row: Standing, dense: Standing) -> bool:
+    if row.difference is None or not math.isfinite(row.difference.mean):
+        return False
+    worst = -row.difference.low if SCORES[row.task].higher_is_better else row.difference.high
+    return worst <= dense.highest - dense.lowest
+
+
 def is_better(one: float, other: float, score: Score) -> bool:
     """Return whether one score is better than the other; a number is better than NaN."""
     if math.isnan(other):

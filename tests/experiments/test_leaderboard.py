@@ -16,7 +16,7 @@ from commhooks.compressors import COMPRESSORS
 from commhooks.planning.accuracy import Accuracy
 from experiments.commands.cli import app
 from experiments.leaderboard.accuracy import accuracy_of
-from experiments.leaderboard.board import Results, RunsFile, prepare_board, print_board, write_board
+from experiments.leaderboard.board import SORTED, Results, RunsFile, prepare_board, print_board, write_board
 from experiments.leaderboard.contenders import LeftOut
 from experiments.leaderboard.grace import compare_with_grace
 from experiments.report import heartbeat
@@ -166,7 +166,13 @@ def test_the_documentation_gets_tables_and_the_pictures_that_they_show(folder: P
     assert sorted(pictures) == sorted(path.name for path in (folder / "docs" / "leaderboard").glob("*.png"))
     assert len(pictures) == 4
     widths = {line.count("|") for line in text.splitlines() if line.startswith("| ")}
-    assert widths == {10, 6}  # nine columns of a task's table, five of GRACE's
+    assert widths == {7, 6}  # six columns of a task's table and of the recommendations, five of GRACE's
+    folded = {line.count("|") for line in text.splitlines() if line.startswith("    | ")}
+    assert folded == {5}
+    assert text.count(SORTED) == 2
+    advised = text.split("### ")[1]
+    assert "| `fp16` | 2.00× |" in advised and "`sign`" not in advised, "it costs 7 points"
+    assert "| **`fp16`** ✓ | 97.0 %" in text and "| **`sign + EF`** | 96.5 %" in text
     assert "| top-k 1 % | 84.8 → 91.0 | top-k:ratio=0.01 | +14.00 (+14.00 to +14.00) | agree |" in text
 
 
