@@ -258,6 +258,7 @@ class RunResult:
     versions: Mapping[str, str]
     machine: Mapping[str, str | int | float]
     goal: Goal | None = None  # None: the run ended after the steps asked for
+    commit: str | None = None  # of the checkout that made it; None: an installed package, or not known
 
     @property
     def asked_steps(self) -> tuple[StepRecord, ...]:

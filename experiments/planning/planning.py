@@ -21,7 +21,7 @@ from commhooks.units import three_digits
 from ..launch import Send, WorldError
 from ..links.link import LinkSettings, format_rate
 from ..report.table import plain_table
-from ..report.words import percent, quartiles_in_words, seconds_in_words
+from ..report.words import percent, range_of_seconds, seconds_in_words
 from ..results.summary import Spread
 from .probing import Asked as ProbeAsked
 from .probing import probe_link
@@ -231,7 +231,7 @@ def validation_table(found: Planned) -> Table:
         table.add_row(
             label,
             f"{1e3 * predicted[label]:.1f}",
-            f"{1e3 * spread.median:.1f} ({quartiles_in_words(spread)})",
+            f"{1e3 * spread.median:.1f} ({range_of_seconds(spread.median, spread.low, spread.high)})",
             f"{100 * error:+.1f} %",
         )
     return table

@@ -34,6 +34,12 @@ def against_bytes(setting: Setting, drawn: Mapping[str, Look]) -> bytes:
         return _progress(setting, drawn, "bytes", label, lambda run: [step.moved_bytes for step in run.steps])
 
 
+def against_steps(setting: Setting, drawn: Mapping[str, Look]) -> bytes:
+    """Return a PNG: loss and accuracy over steps, those of going on too."""
+    with matplotlib.rc_context(style(LIGHT)):
+        return _progress(setting, drawn, "steps", "step", lambda run: [1.0] * len(run.steps))
+
+
 def against_time(setting: Setting, drawn: Mapping[str, Look]) -> bytes:
     """Return a PNG: loss and accuracy over training time."""
     with matplotlib.rc_context(style(LIGHT)):
@@ -61,6 +67,7 @@ def fidelity(setting: Setting, drawn: Mapping[str, Look]) -> bytes | None:
                 found = [[probe.residual or 0.0 for probe in run.probes] for run in runs]
                 _probes(every[1], found, runs, look)
         every[0].set_yscale("log")
+        every[0].axhline(1, color=LIGHT.ink, linewidth=0.8, linestyle=(0, (4, 3)))  # as far off as a mean of zero
         every[0].yaxis.set_major_formatter(FuncFormatter(error_label))
         every[0].set_xlabel("step")
         for axes in every:
@@ -92,17 +99,22 @@ def _probes(axes: Axes, values: Sequence[Sequence[float]], runs: Sequence[RunRes
 
 
 def _progress(setting: Setting, drawn: Mapping[str, Look], against: str, x_label: str, measure: Measure) -> bytes:
-    """Draw the training loss and the held-out loss, and below them the accuracy if the task has one."""
-    rows = 1 + (ACCURACY in setting.metrics)
+    """Draw the training loss and the held-out loss, and below them, or beside, the accuracy if the task has one."""
+    rows, wide = 1 + (ACCURACY in setting.metrics), against == "bytes"
     what = "Loss and accuracy" if rows == 2 else "Loss"
-    figure, every = canvases(f"{what} against {against}", x_label, 6.4, 2.4 + 2.6 * rows, rows=rows)
+    width, height = (9.6, 4.2) if wide else (6.4, 2.4 + 2.6 * rows)
+    down, across = (1, rows) if wide else (rows, 1)
+    figure, every = canvases(f"{what} against {against}", x_label, width, height, rows=down, columns=across)
     for one in setting.outcomes:
         _losses(every[0], one, drawn[one.hook], measure)
         if rows == 2:
             _accuracies(every[1], one, drawn[one.hook], measure)
-    if against == "time" and setting.baseline is not None:
+    ends = {"steps": float(setting.settings.steps)}
+    if setting.baseline is not None:
+        ends["time"] = setting.baseline.seconds.mean
+    if against in ends:  # what lies beyond is going on
         for axes in every:
-            axes.axvline(setting.baseline.seconds.mean, color=LIGHT.ink, linewidth=0.8, linestyle=(0, (1, 2)))
+            axes.axvline(ends[against], color=LIGHT.ink, linewidth=0.8, linestyle=(0, (1, 2)))
     every[0].set_ylabel("loss (line: training,\ndots: held out)")
     _target(every[0], setting.target)
     _loss_limits(every[0], setting)
@@ -110,14 +122,19 @@ def _progress(setting: Setting, drawn: Mapping[str, Look], against: str, x_label
         every[1].set_ylabel("held-out accuracy")
         every[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value).replace(".0 ", " ")))
     first = [measure(run)[0] for one in setting.outcomes for run in one.results.values()]
-    if x_label.endswith(_LOGARITHMIC) and min(first) > 0:
-        every[-1].set_xscale("log")
-        logarithmic_ticks(every[-1].xaxis, *every[-1].get_xlim())
-    else:
-        every[-1].set_xlim(left=0)
-    units = EngFormatter(unit="B") if against == "bytes" else FuncFormatter(lambda value, _: f"{value:g} s")
-    every[-1].xaxis.set_major_formatter(units)
-    legend(figure, every[0])
+    units = {"bytes": EngFormatter(unit="B"), "time": FuncFormatter(lambda value, _: f"{value:g} s")}
+    for axes in every if wide else every[-1:]:
+        axes.set_xlabel(x_label)
+        if x_label.endswith(_LOGARITHMIC) and min(first) > 0:
+            axes.set_xscale("log")
+            logarithmic_ticks(axes.xaxis, *axes.get_xlim())
+        else:
+            axes.set_xlim(left=0)
+        if against in units:
+            axes.xaxis.set_major_formatter(units[against])
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    legend(figure, every[0], width=width)
     return png(figure)
 
 

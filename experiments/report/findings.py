@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from commhooks.units import bytes_in_words, counted, three_digits
 
 from ..results.intervals import LEAST_SEEDS, Estimate
-from ..results.outcomes import USUAL_BASELINE, Outcome, Setting
+from ..results.outcomes import MATTERS, SHOWN, USUAL_BASELINE, Outcome, Setting
 from ..results.summary import SMOOTHING_STEPS
-from ..results.verdicts import Judgement, Verdict, judgements
+from ..results.verdicts import Difference, Judgement, Verdict, judgements, losses_of
 from ..runs import RunSettings
 from .words import (
     link_in_words,
@@ -20,6 +20,7 @@ from .words import (
     seconds_in_words,
     signed,
     spread_of,
+    with_bounds,
 )
 
 _KINDS = {Verdict.PAYS: "Also pay", Verdict.OPEN: "Not settled", Verdict.COSTS: "Do not pay"}
@@ -40,6 +41,8 @@ def finding(setting: Setting) -> str:
     if best is not None:
         said.append(_at_equal_steps(setting, first, best))
     said += _of_others(setting, judged, best)
+    if best is not None:
+        said.append(margin_in_words(setting))
     if not math.isfinite(setting.target):
         said.append(no_target(setting))
     if setting.settings.steps < 2 * SMOOTHING_STEPS:
@@ -54,6 +57,14 @@ def finding(setting: Setting) -> str:
             else "Two seeds: both values are shown; from three on there are intervals."
         )
     return " ".join(said)
+
+
+def margin_in_words(setting: Setting) -> str:
+    """Return from where on a difference of losses matters in a setting with a baseline."""
+    why = f"{100 * MATTERS:g} % of what the training loss of {setting.outcomes[0].hook} fell"
+    if setting.margin == SHOWN:
+        return f"A difference of losses matters above {SHOWN:g}, half of the last digit shown."
+    return f"A difference of losses matters above {setting.margin:.3f}, {why}."
 
 
 def no_target(setting: Setting) -> str:
@@ -110,7 +121,7 @@ def lead(settings: Sequence[Setting]) -> list[str]:
     if any(one.settings.link.schedule for one in settings):
         said.append(
             "Where the rate of a link changes during a run, hooks see its phases at different steps: compare whole "
-            "runs, or the time to the target, rather than median steps. Runs on hosts with such a link do not take "
+            "runs, or the time to the target, rather than steps. Runs on hosts with such a link do not take "
             "turns."
         )
     return said
@@ -169,6 +180,8 @@ def _verdict(setting: Setting, first: Outcome, judged: Mapping[str, Judgement], 
         why = f"it ended before it had {first.hook}'s time or reached the target, {_more_steps(best)}"
     elif judgement.same_time is None:
         why = f"{first.hook} diverged"
+    elif losses_of(setting, best.hook).same_time is Difference.SAME:
+        why = "after the same time its loss differs by less than matters, and it was not surely sooner at the target"
     else:
         why = "the difference is too small to be sure of, so it needs more steps or seeds"
     question = "Whether compression pays here" if dense else f"Whether a hook beats {first.hook} here"
@@ -201,7 +214,7 @@ def _to_target(setting: Setting, first: Outcome, best: Outcome) -> str:
         never = f"{'it' if other is best else other.hook} did not in up to {counted(steps, 'step')}"
         return f"{'It' if one is best else one.hook} reached {loss} {how}, after {after}; {never}."
     ours, baselines = (
-        seconds_in_words(statistics.fmean(one.seconds_to_target.by_seed[seed] for seed in faster.by_seed))
+        seconds_in_words(statistics.geometric_mean(one.seconds_to_target.by_seed[seed] for seed in faster.by_seed))
         for one in (best, first)
     )
     few = f" with the {counted(faster.seeds, 'seed')} in which both did" if faster.seeds < len(setting.seeds) else ""
@@ -217,19 +230,20 @@ def _after_the_same_time(setting: Setting, first: Outcome, best: Outcome) -> str
     seconds, ours, theirs = (
         statistics.fmean(values) for values in zip(*((m.seconds, m.ours, m.baselines) for m in moments), strict=True)
     )
-    found, then = versus.same_time, versus.held_out_then
+    found, then, losses = versus.same_time, versus.held_out_then, losses_of(setting, best.hook)
     said = (
         f"After the same {seconds_in_words(seconds)} its training loss was {ours:.3f}, that of {first.hook} "
-        f"{theirs:.3f}{_with_spread(found)}"
+        f"{theirs:.3f}{_with_spread(found)}{_MATTERING[losses.same_time]}"
     )
-    return f"{said}; held-out, {_differs(then)}." if then.seeds == versus.seeds else f"{said}."
+    return f"{said}; held-out, {_differs(then, losses.held_out_then)}." if losses.held_out_then else f"{said}."
 
 
 def _at_equal_steps(setting: Setting, first: Outcome, best: Outcome) -> str:
     """Return what the steps of the hook cost and brought, as many as the baseline's."""
     versus = setting.versus[best.hook]
     moved, all_moved = (bytes_in_words(one.moved_bytes.mean) for one in (best, first))
-    held_out = f"; held-out, {_differs(versus.loss)}" if versus.loss.seeds else ""
+    difference = losses_of(setting, best.hook).equal_steps
+    held_out = f"; held-out, {_differs(versus.loss, difference)}" if difference else ""
     return (
         f"At equal steps ({setting.settings.steps:,}) a rank moved {moved} instead of {all_moved}, and a step was "
         f"{_faster(versus.step)}{held_out}."
@@ -255,16 +269,23 @@ def _of_others(setting: Setting, judged: Mapping[str, Judgement], best: Outcome 
     return said
 
 
-def _differs(change: Estimate) -> str:
-    """Return how a loss differs from the baseline's, and what could have been missed."""
+_MATTERING = {
+    Difference.LOWER: ", which matters",
+    Difference.HIGHER: ", which matters",
+    Difference.SAME: ", which does not matter",
+    Difference.OPEN: "; whether that matters is not settled",
+    None: "",
+}
+
+
+def _differs(change: Estimate, difference: Difference | None) -> str:
+    """Return how a loss differs from the baseline's, and whether that matters."""
     if all(float(f"{value:.3f}") == 0 for value in change.by_seed.values()):
         return "its loss is the same"
-    if change.sign == 0 and change.interval is not None:
-        missed = max(map(abs, change.ends))
-        return f"no difference seen (one of up to {missed:.3f} could have been missed)"
     if change.sign == 0:
-        return f"its loss differs by {spread_of(change, signed)}"
-    return f"its loss is {'higher' if change.mean > 0 else 'lower'} by {abs(change.mean):.3f}{_with_spread(change)}"
+        return f"its loss differs by {with_bounds(change, signed)}{_MATTERING[difference]}"
+    side = "higher" if change.mean > 0 else "lower"
+    return f"its loss is {side} by {abs(change.mean):.3f}{_with_spread(change)}{_MATTERING[difference]}"
 
 
 def _with_spread(difference: Estimate) -> str:

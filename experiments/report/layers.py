@@ -82,6 +82,7 @@ def layer_picture(setting: Setting, drawn: Mapping[str, Look]) -> bytes | None:
         logarithmic_ticks(left.xaxis, *left.get_xlim())
         left.set_xlabel("times smaller in messages (logarithmic)")
         right.set_xscale("log")
+        right.axvline(1, color=LIGHT.ink, linewidth=0.8, linestyle=(0, (4, 3)))  # as far off as a mean of zero
         right.xaxis.set_major_formatter(FuncFormatter(error_label))
         right.set_xlabel("error of the mean / norm of the mean (logarithmic)")
         left.set_yticks(range(len(names)), names)

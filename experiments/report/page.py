@@ -5,13 +5,16 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+import commhooks
+
 from ..launch import reason_of
-from ..results.outcomes import Setting
+from ..results.outcomes import MATTERS, Setting
 from ..results.summary import SMOOTHING_STEPS
 from ..runs import SHARDED, RunResult, RunSettings
 from .findings import dilation, finding, lead, names_of
@@ -20,17 +23,31 @@ from .plots import DARK, LIGHT
 from .rows import cost_grid, outcome_grid, overview_grid, time_grid
 from .words import link_in_words, listed, pieces, rate_in_words
 
-PICTURES = ("step-time", "bytes", "time", "gradients", "layers", "rate", "ranks")
+PICTURES = ("time", "steps", "bytes", "step-time", "gradients", "layers", "rate", "ranks")
 _CAPTIONS = {
-    "step-time": "where a step's time goes",
-    "bytes": "loss against bytes",
     "time": "loss against time",
+    "steps": "loss against steps",
+    "bytes": "loss against bytes",
+    "step-time": "where a step's time goes",
     "gradients": "error and residual over steps",
     "layers": "compression and error by layer",
     "rate": "step speed-up against the rate of the link",
     "ranks": "step speed-up against the number of ranks",
 }
-_WIDE = {"step-time", "gradients", "layers"}
+_WIDE = {"bytes", "step-time", "gradients", "layers"}
+ABOVE_ONE = (
+    "An error of 1 (dashed) is as far from the true mean as a mean of zero would be, and above 1 the hook's mean is "
+    "further off than that. A hook that keeps a residual sends later what is missing now, so it may train well all the "
+    "same."
+)
+_HOOK = (
+    "A communication hook is the function with which data-parallel training averages gradients over the ranks, in "
+    "place of its own all-reduce; one that compresses sends fewer bytes, and the mean that it returns is not exact."
+)
+_DOCUMENTATION = (
+    "the guide's page “Reading a comparison”: docs/guide/comparison.md in the source code, which 'make docs' builds as "
+    "site/guide/comparison.html; otherwise in 'commhooks compare --help', and at the end of this page"
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,11 @@ class Picture:
     def caption(self) -> str:
         """What it shows, for those who cannot see it."""
         return _CAPTIONS[self.kind]
+
+    @property
+    def note(self) -> str:
+        """What a reader must know of it; mostly nothing."""
+        return ABOVE_ONE if self.kind in {"gradients", "layers"} else ""
 
     @property
     def wide(self) -> bool:
@@ -78,6 +100,7 @@ def page(
     *,
     target_rule: str,
     command: str,
+    written: datetime,
     notes: Sequence[str],
     failures: Mapping[RunSettings, str],
     folders: Sequence[str] = (),
@@ -90,6 +113,7 @@ def page(
         across: Pictures across settings.
         target_rule: How the target loss was chosen.
         command: How to get the report again.
+        written: When this is.
         notes: Warnings, for the top of the page.
         failures: The traceback of each run that failed.
         folders: Where the results are, as named in the command; none: beside the page.
@@ -101,7 +125,9 @@ def page(
     return template("report.html.j2").render(
         name="compare",
         title=f"{hooks} hooks, side by side" if hooks > 1 else "one hook",
-        lead=lead(settings) if settings else [],
+        lead=[_HOOK, *lead(settings)] if settings else [_HOOK],
+        about=_about(results, command, written),
+        above_one=ABOVE_ONE,
         notes=[*notes, *_mixed(results)],
         failures=_failed(failures),
         findings=[(name, finding(setting)) for name, setting in zip(names, settings, strict=True)],
@@ -123,6 +149,7 @@ def page(
         emulated=any(one.settings.link.kind == "emulated" for one in settings),
         interface=any(outcome.overhead.seeds for one in settings for outcome in one.outcomes),
         smoothing=SMOOTHING_STEPS,
+        matters=f"{100 * MATTERS:g} %",
         target_rule=target_rule,
         facts=_facts(settings, results),
         command=command,
@@ -173,11 +200,42 @@ def _failed(failures: Mapping[RunSettings, str]) -> list[tuple[str, str]]:
     ]
 
 
+def _about(results: Sequence[RunResult], command: str, written: datetime) -> list[tuple[str, str]]:
+    """Return when, with which code and by which command this was made, and where it is explained."""
+    code = _each(code_of(run) for run in results) or f"commhooks {commhooks.__version__}"
+    ended = [step.ended for run in results for step in run.steps]
+    measured = [("measured", period_in_words(min(ended), max(ended)))] if ended else []
+    return [
+        *measured,
+        ("written", f"{written.astimezone(UTC):%Y-%m-%d, %H:%M} UTC"),
+        ("code", code),
+        ("command", command),
+        ("explained in", _DOCUMENTATION),
+    ]
+
+
+def code_of(run: RunResult) -> str:
+    """Return the version of commhooks that made a run, and the commit if it was a checkout."""
+    version = f"commhooks {run.versions.get('commhooks', 'of an unknown version')}"
+    return version if run.commit is None else f"{version}, commit {run.commit}"
+
+
+def period_in_words(begin: float, end: float) -> str:
+    """Return two Unix times as '2026-11-26, 09:51 to 09:55 UTC'."""
+    first, last = (datetime.fromtimestamp(seconds, UTC) for seconds in (begin, end))
+    if f"{first:%Y-%m-%d %H:%M}" == f"{last:%Y-%m-%d %H:%M}":
+        return f"{first:%Y-%m-%d, %H:%M} UTC"
+    same_day = first.date() == last.date()
+    return f"{first:%Y-%m-%d, %H:%M} to {last:{'%H:%M' if same_day else '%Y-%m-%d, %H:%M'}} UTC"
+
+
 def _mixed(results: Sequence[RunResult]) -> list[str]:
     """Return warnings about runs that are not of one kind."""
     said = []
     if len({tuple(sorted(run.versions.items())) for run in results}) > 1:
         said.append("These runs were made with different versions of the packages (see the end of the page).")
+    if len({run.commit for run in results}) > 1:
+        said.append("These runs were made with different commits of commhooks.")
     kinds = {(run.machine.get("processor"), run.machine.get("cores"), run.machine.get("system")) for run in results}
     if len(kinds) > 1:
         said.append("These runs were made on different machines: times of different settings cannot be compared.")

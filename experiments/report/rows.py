@@ -12,12 +12,12 @@ from commhooks.units import bytes_in_words, counted, three_digits
 
 from ..results.intervals import LEAST_SEEDS, Estimate
 from ..results.outcomes import ACCURACY, PARTS, Outcome, Setting, Versus
-from ..results.verdicts import Judgement, judgements
-from .findings import no_target
+from ..results.verdicts import Difference, Judgement, judgements, losses_of
+from .findings import margin_in_words, no_target
 from .words import (
     NEVER,
     percent,
-    quartiles_in_words,
+    range_of_seconds,
     seconds_in_words,
     signed,
     spread_of,
@@ -75,6 +75,8 @@ def time_grid(setting: Setting) -> Grid:
     aim = f"Target: training loss {setting.target:.3f}." if math.isfinite(setting.target) else no_target(setting)
     if len({value for value in setting.targets.values() if math.isfinite(value)}) > 1:
         aim = f"Target: training loss {setting.target:.3f}, the mean of each seed's own."
+    if setting.versus:
+        aim += f" {margin_in_words(setting)}"
     return Grid("After the same time" if setting.versus else "To the target", tuple(headings), rows, aim)
 
 
@@ -95,7 +97,7 @@ def outcome_grid(setting: Setting) -> Grid:
 def cost_grid(setting: Setting) -> Grid:
     """Return what the steps asked for cost with each hook: bytes, and where the time of a step went."""
     headings = [Heading("hook"), Heading("moved", "per rank"), Heading("ratio")]
-    headings.append(Heading("step", "median" if len(setting.seeds) > 1 else "median, quartiles"))
+    headings.append(Heading("step", "IQM" if len(setting.seeds) > 1 else "IQM, quartiles"))
     headings += [Heading(part, part=part) for part in PARTS]
     if setting.versus:
         headings.append(Heading("speed-up", "step"))
@@ -153,8 +155,9 @@ def _time_row(
         moments = versus.moments.values()
         yield Cell(seconds_in_words(statistics.fmean(each.seconds for each in moments)) if moments else NEVER)
         yield Cell(f"{statistics.fmean(each.ours for each in moments):.3f}" if moments else NEVER)
-        yield _change(versus.same_time, signed)
-        yield _change(versus.held_out_then, signed)
+        losses = losses_of(setting, one.hook)
+        yield _loss_change(versus.same_time, losses.same_time)
+        yield _loss_change(versus.held_out_then, losses.held_out_then)
     yield Cell(f"{statistics.fmean(len(result.steps) for result in one.results.values()):,.0f}")
     yield Cell(f"{len(one.reached)} of {len(one.results)}")
     reached = bool(one.reached)
@@ -171,7 +174,8 @@ def _outcome_row(one: Outcome, setting: Setting, metrics: Sequence[str]) -> Iter
     yield _name(one, setting, versus)
     yield _estimate(one.held_out_loss, "{:.3f}".format)
     if setting.versus:
-        yield Cell("") if versus is None else _change(versus.loss, signed)
+        change = None if versus is None else losses_of(setting, one.hook).equal_steps
+        yield Cell("") if versus is None else _loss_change(versus.loss, change)
     if ACCURACY in setting.metrics:
         cell = _estimate(one.metric(ACCURACY), percent, lowest=0, highest=1)
         points = versus.accuracy if versus is not None else None
@@ -199,14 +203,14 @@ def _cost_row(one: Outcome, setting: Setting, fastest: bool, *, interface: bool)
     peak = (f"peak {bytes_in_words(one.peak_bytes.mean)} a step",) if one.peak_bytes.seeds else ()
     yield Cell(bytes_in_words(one.moved_bytes.mean), peak)
     yield Cell(times(one.ratio))
-    spread = quartiles_in_words(one.step_spread)
+    spread = range_of_seconds(one.step.mean, one.step_spread.low, one.step_spread.high)
     yield (
         _seconds(one.step, best=fastest)
         if len(setting.seeds) > 1
         else Cell(seconds_in_words(one.step.mean), (spread,), best=fastest)
     )
     for part in PARTS:
-        yield Cell(seconds_in_words(one.typical[part].mean))
+        yield Cell(seconds_in_words(one.parts[part]))
     if setting.versus:
         yield Cell("") if versus is None else _speed_up(versus.step)
     yield _seconds(one.seconds)
@@ -247,9 +251,13 @@ def _estimate(
     return Cell(form(estimate.mean), tuple(filter(None, [within.replace(unit, "")])))
 
 
-def _change(estimate: Estimate, form: Callable[[float], str]) -> Cell:
-    cell = _estimate(estimate, form)
-    return Cell(cell.main, tuple(filter(None, (*cell.small, _verdict(estimate)))))
+def _loss_change(estimate: Estimate, difference: Difference | None) -> Cell:
+    """Return a difference of losses with its interval, and whether it matters."""
+    cell = _estimate(estimate, signed)
+    if difference is None:
+        return cell
+    said = "matters" if difference.matters else "does not matter" if difference is Difference.SAME else "not settled"
+    return Cell(cell.main, (*cell.small, said))
 
 
 def _verdict(estimate: Estimate) -> str:
@@ -259,7 +267,8 @@ def _verdict(estimate: Estimate) -> str:
 
 
 def _speed_up(estimate: Estimate) -> Cell:
-    return _change(estimate, times)
+    cell = _estimate(estimate, times)
+    return Cell(cell.main, tuple(filter(None, (*cell.small, _verdict(estimate)))))
 
 
 def _seconds(estimate: Estimate, *, best: bool = False) -> Cell:
@@ -279,13 +288,12 @@ def _least(setting: Setting, measure: Callable[[Outcome], Estimate]) -> str | No
 
 
 def _caption(setting: Setting) -> str:
+    step = "IQM: interquartile mean, that of the middle half of a run's steps; its parts add up to it."
     if len(setting.seeds) == 1:
-        return "One seed: no intervals."
+        return f"{step} One seed: no intervals."
     versus = " Comparisons are paired by seed." if setting.versus else ""
-    parts = f"{versus} Bytes, steps, and the parts of a step: means."
     if len(setting.seeds) < LEAST_SEEDS:
-        return f"Means over two seeds, with both values; from three seeds on there are intervals.{parts}"
-    return (
-        f"Means over {len(setting.seeds)} seeds with 95 % intervals (Student's t; of speed-ups, on their logarithms)."
-        f"{parts}"
-    )
+        over = "Means over two seeds, with both values; from three seeds on there are intervals."
+    else:
+        over = f"Means over {len(setting.seeds)} seeds with 95 % intervals (Student's t)."
+    return f"{step} {over}{versus} Of times and speed-ups, means are geometric, and intervals those of logarithms."

@@ -22,19 +22,14 @@ def seconds_in_words(seconds: float | None) -> str:
     return NEVER if seconds is None else units.seconds_in_words(seconds)
 
 
-def quartiles_in_words(spread: Spread) -> str:
-    """Return the quartiles in the unit used for the median: '95.0 to 104'."""
-    return _seconds_range(spread.median, spread.low, spread.high)
-
-
 def spread_in_words(spread: Spread) -> str:
     """Return the median with its quartiles: '98.1 ms (95.0 to 104)'."""
-    return f"{seconds_in_words(spread.median)} ({quartiles_in_words(spread)})"
+    return f"{seconds_in_words(spread.median)} ({range_of_seconds(spread.median, spread.low, spread.high)})"
 
 
 def interval_of_seconds(interval: Interval) -> str:
     """Return the interval in the unit used for the mean: '95.0 to 104'."""
-    return _seconds_range(interval.mean, max(0.0, interval.low), interval.high)
+    return range_of_seconds(interval.mean, max(0.0, interval.low), interval.high)
 
 
 def spread_of_seconds(found: Estimate) -> str:
@@ -133,6 +128,7 @@ def rate_in_words(link: LinkSettings) -> str:
     return text.replace("=", " ").replace(",", ", ")
 
 
-def _seconds_range(middle: float, low: float, high: float) -> str:
+def range_of_seconds(middle: float, low: float, high: float) -> str:
+    """Return 'low to high' in the unit used for the value between them: '95.0 to 104'."""
     scale = 1.0 if middle >= 1 else 1e3
     return f"{three_digits(low * scale)} to {three_digits(high * scale)}"

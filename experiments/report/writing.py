@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,7 +15,7 @@ from ..results.summary import TARGET_RULE
 from ..runs import RunResult, RunSettings
 from .across import series_of, speed_ups
 from .bars import step_time
-from .curves import against_bytes, against_time, fidelity
+from .curves import against_bytes, against_steps, against_time, fidelity
 from .findings import names_of
 from .layers import layer_picture
 from .page import Picture, page
@@ -76,6 +77,7 @@ def write(
         across,
         target_rule=rule,
         command=command,
+        written=datetime.now(UTC),
         notes=notes,
         failures=failures,
         folders=folders,
@@ -88,9 +90,10 @@ def write(
 
 def _pictures(name: str, setting: Setting, drawn: Mapping[str, Look]) -> Iterator[Picture]:
     """Draw all pictures of a setting."""
-    yield Picture(name, "step-time", step_time(setting))
-    yield Picture(name, "bytes", against_bytes(setting, drawn))
     yield Picture(name, "time", against_time(setting, drawn))
+    yield Picture(name, "steps", against_steps(setting, drawn))
+    yield Picture(name, "bytes", against_bytes(setting, drawn))
+    yield Picture(name, "step-time", step_time(setting))
     gradients, layers = fidelity(setting, drawn), layer_picture(setting, drawn)
     if gradients is not None:
         yield Picture(name, "gradients", gradients)

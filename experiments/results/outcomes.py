@@ -17,6 +17,7 @@ from .summary import (
     Spread,
     Typical,
     curve_of,
+    fall_of,
     smoothed_losses,
     steps_to,
     target_loss,
@@ -28,6 +29,8 @@ from .summary import (
 USUAL_BASELINE = "all-reduce"
 ACCURACY = "accuracy"
 PARTS = ("compute", "compression", "waiting")
+MATTERS = 0.01  # of what the baseline's training loss falls in the steps asked for
+SHOWN = 0.0005  # half of the last digit that is shown of a loss
 
 
 class Outcome:
@@ -81,14 +84,14 @@ class Outcome:
         return self._each(lambda steps: float(curve_of([step.loss for step in steps])[-1]))
 
     @cached_property
+    def typical(self) -> Mapping[int, Typical]:
+        """Each seed's typical step, from those not probed; of DiLoCo, from the mean steps of its rounds."""
+        return {seed: Typical.of(typical_steps(result)) for seed, result in self.results.items()}
+
+    @cached_property
     def step(self) -> Estimate:
-        """Seconds of each seed's median step, without the probed ones; of DiLoCo, of the mean step of a round."""
-        return Estimate.of(
-            {
-                seed: statistics.median(step.seconds for step in typical_steps(result))
-                for seed, result in self.results.items()
-            }
-        )
+        """Seconds of a typical step: the only figure of a step's time that tables, bars and speed-ups use."""
+        return Estimate.of_times({seed: one.seconds for seed, one in self.typical.items()})
 
     @cached_property
     def step_spread(self) -> Spread:
@@ -96,17 +99,15 @@ class Outcome:
         return Spread.of([step.seconds for one in self.results.values() for step in typical_steps(one)])
 
     @cached_property
-    def typical(self) -> Mapping[str, Estimate]:
-        """Seconds of the typical step and of its parts: the parts add up."""
-        found = {seed: Typical.of(typical_steps(result)) for seed, result in self.results.items()}
-        return {
-            name: Estimate.of({seed: getattr(one, name) for seed, one in found.items()}) for name in (*PARTS, "seconds")
-        }
+    def parts(self) -> Mapping[str, float]:
+        """Seconds of each part of a typical step, by its mean share over seeds: the parts add up to `step`."""
+        shares = {part: [getattr(one, part) / one.seconds for one in self.typical.values()] for part in PARTS}
+        return {part: self.step.mean * statistics.fmean(own) for part, own in shares.items()}
 
     @cached_property
     def seconds(self) -> Estimate:
         """Training time of the whole run, warm-up included."""
-        return self._each(total_seconds)
+        return Estimate.of_times({seed: total_seconds(one.asked_steps) for seed, one in self.results.items()})
 
     @cached_property
     def moved_bytes(self) -> Estimate:
@@ -142,7 +143,8 @@ class Outcome:
     @cached_property
     def seconds_to_target(self) -> Estimate:
         """Training time until the target is reached, over the seeds that did."""
-        return Estimate.of({seed: total_seconds(self.results[seed].steps[:n]) for seed, n in self.reached.items()})
+        found = {seed: total_seconds(self.results[seed].steps[:n]) for seed, n in self.reached.items()}
+        return Estimate.of_times(found)
 
     @cached_property
     def bytes_to_target(self) -> Estimate:
@@ -195,7 +197,7 @@ class Versus:
     held_out_then: Estimate  # the same for the held-out loss, over the seeds in which ours had all of that time
     loss: Estimate  # held-out loss after the steps asked for, ours - the baseline's
     accuracy: Estimate  # the same for the accuracy; without seeds if the task reports none
-    step: Estimate  # the baseline's median step over ours: above 1 is faster
+    step: Estimate  # the baseline's typical step over ours: above 1 is faster
     run: Estimate  # the same for the whole run
     to_target: Estimate  # the same for the time to the target, over the seeds in which both reached it
     seeds: int  # that both have
@@ -243,6 +245,16 @@ class Setting:
     def target(self) -> float:
         """The target, mean over the seeds that have one; NaN if none has."""
         return Estimate.of(self.targets).mean
+
+    @cached_property
+    def margin(self) -> float:
+        """The difference of two losses above which it matters: MATTERS of what the baseline's training loss fell.
+
+        At least half of the last digit that is shown of a loss; that alone if the baseline's did not fall.
+        """
+        runs = self.baseline.results if self.baseline is not None else {}
+        fall = Estimate.of({seed: fall_of(one.asked_steps) for seed, one in runs.items()}).mean
+        return MATTERS * fall if MATTERS * fall > SHOWN else SHOWN  # NaN, of runs that diverged, is not above it
 
     @property
     def is_silent(self) -> bool:

@@ -44,7 +44,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Typical:
-    """The mean of the middle half of the steps, by duration: robust like a median, and its parts add up."""
+    """The interquartile mean of the steps: that of the middle half by duration, so that the parts add up."""
 
     compute: float
     compression: float
@@ -126,6 +126,12 @@ def averaged_in_curve(steps: int) -> npt.NDArray[np.float64]:
 
 def _window(steps: int) -> npt.NDArray[np.float64]:
     return np.ones(2 * min(CURVE_STEPS // 2, (steps - 1) // 2) + 1)
+
+
+def fall_of(steps: Sequence[StepRecord]) -> float:
+    """Return by how much the loss fell, from that of the first step to the mean of the last SMOOTHING_STEPS."""
+    losses = smoothed_losses(steps)
+    return losses[0] - losses[-1]
 
 
 def target_loss(runs: Sequence[Sequence[StepRecord]]) -> float:

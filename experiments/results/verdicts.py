@@ -1,8 +1,8 @@
-"""Whether a hook pays: what its runs say beside the baseline's, after the same time first."""
+"""Whether a hook pays, and whether its loss differs by what matters: its runs beside the baseline's, seed by seed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -10,9 +10,35 @@ from .intervals import LEAST_SEEDS, Estimate
 from .outcomes import Outcome, Setting
 from .summary import total_seconds
 
-# With fewer seeds than an interval needs, what counts as a difference within each:
-_SURE = 1.96  # standard errors of a point of the curves of training losses
-_SHOWN = 0.0005  # half of the last digit that is shown of a loss
+_SURE = 1.96  # standard errors of a point of the curves of training losses, to either side of a single seed's
+
+
+class Difference(Enum):
+    """What the difference of two losses, ours - the baseline's, means beside the setting's margin."""
+
+    LOWER = "lower by more than the margin"
+    HIGHER = "higher by more than the margin"
+    SAME = "within the margin"
+    OPEN = "not settled"
+
+    @property
+    def matters(self) -> bool:
+        """Whether the difference is surely larger than the margin."""
+        return self in {Difference.LOWER, Difference.HIGHER}
+
+    @property
+    def vote(self) -> int:
+        """1 for the hook, -1 against it, 0 for neither."""
+        return (self is Difference.LOWER) - (self is Difference.HIGHER)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """How a hook's losses differ from the baseline's; None: not compared."""
+
+    same_time: Difference | None  # training loss after the same time
+    held_out_then: Difference | None  # held-out loss then
+    equal_steps: Difference | None  # held-out loss after the steps asked for
 
 
 class Verdict(Enum):
@@ -26,7 +52,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """What each comparison with the baseline says: 1 for the hook, -1 against it, 0 no difference, None not known."""
+    """What each comparison with the baseline says: 1 for the hook, -1 against it, 0 for neither, None not known."""
 
     target: int | None  # which of the two reached it sooner
     same_time: int | None  # whose training loss was lower after the same time
@@ -62,15 +88,49 @@ def judgements(setting: Setting) -> Mapping[str, Judgement]:
     )
 
 
-def _judge(one: Outcome, first: Outcome, setting: Setting) -> Judgement:
-    versus = setting.versus[one.hook]
+def losses_of(setting: Setting, hook: str) -> Losses:
+    """Return how the losses of a hook other than the baseline differ from the baseline's."""
+    versus, margin = setting.versus[hook], setting.margin
     noise = {seed: _SURE * moment.noise for seed, moment in versus.moments.items()}
     everywhere = versus.held_out_then.seeds == versus.seeds
-    same_time = _lower(versus.same_time, noise)
+    return Losses(
+        same_time=weighed(versus.same_time, margin, noise),
+        held_out_then=weighed(versus.held_out_then, margin) if everywhere else None,
+        equal_steps=weighed(versus.loss, margin),
+    )
+
+
+_NONE: Mapping[int, float] = {}
+
+
+def weighed(difference: Estimate, margin: float, noise: Mapping[int, float] = _NONE) -> Difference | None:
+    """Return what a difference of losses means beside the margin; None without seeds.
+
+    It matters if all of its 95 % interval lies beyond the margin, and does not if all of it lies within. With fewer
+    seeds than an interval needs, each of them must say so, give or take its noise.
+    """
+    if not difference.seeds:
+        return None
+    ranges = [difference.ends]
+    if difference.interval is None:
+        ranges = [
+            (value - noise.get(seed, 0.0), value + noise.get(seed, 0.0)) for seed, value in difference.by_seed.items()
+        ]
+    if all(low > margin for low, _ in ranges):
+        return Difference.HIGHER
+    if all(high < -margin for _, high in ranges):
+        return Difference.LOWER
+    within = all(-margin <= low and high <= margin for low, high in ranges)
+    return Difference.SAME if within else Difference.OPEN
+
+
+def _judge(one: Outcome, first: Outcome, setting: Setting) -> Judgement:
+    versus, losses = setting.versus[one.hook], losses_of(setting, one.hook)
+    same_time, held_out = (None if each is None else each.vote for each in (losses.same_time, losses.held_out_then))
     return Judgement(
         target=_sooner(one, first, versus.to_target, same_time),
         same_time=same_time,
-        held_out=_lower(versus.held_out_then, dict.fromkeys(noise, 0.0)) if everywhere else None,
+        held_out=held_out,
         ended_early=any(not moment.whole and seed not in one.reached for seed, moment in versus.moments.items()),
         diverged=bool(one.diverged),
     )
@@ -87,30 +147,13 @@ def _sooner(one: Outcome, first: Outcome, speed_up: Estimate, same_time: int | N
     for seed in shared:
         if seed in ours and seed in theirs:  # a target is reached at the end of a step
             step = max(one.step.by_seed[seed], first.step.by_seed[seed])
-            said.append(_side(theirs[seed] - ours[seed], step))
+            ahead = theirs[seed] - ours[seed]
+            said.append((ahead > step) - (ahead < -step))
         elif seed in theirs:  # it had at least as long, or ended before that
             said.append(-1 if total_seconds(one.results[seed].steps) >= theirs[seed] else 0)
         elif seed in ours:
             said.append(1 if total_seconds(first.results[seed].asked_steps) >= ours[seed] else 0)
     if len(said) == speed_up.seeds >= LEAST_SEEDS:
         return speed_up.sign
-    found = _unanimous(said)
+    found = None if not said else said[0] if len({*said}) == 1 else 0  # 0: the seeds differ
     return found if found is None or same_time or len(shared) >= LEAST_SEEDS else 0
-
-
-def _lower(difference: Estimate, unsure: Mapping[int, float]) -> int | None:
-    """Return 1 if the difference of two losses is below zero, beyond what differs between seeds or is noise in each."""
-    if difference.seeds >= LEAST_SEEDS:
-        sign = difference.sign
-        return None if sign is None else -sign
-    return _unanimous([-_side(value, max(unsure[seed], _SHOWN)) for seed, value in difference.by_seed.items()])
-
-
-def _side(value: float, unsure: float) -> int:
-    """Return 1 or -1 for a value above or below zero by more than this, otherwise 0."""
-    return (value > unsure) - (value < -unsure)
-
-
-def _unanimous(said: Collection[int]) -> int | None:
-    """Return what all seeds say; 0 if they differ, None without any."""
-    return None if not said else next(iter(said)) if len({*said}) == 1 else 0

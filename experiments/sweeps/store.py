@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commhooks.checkpoints.disk import named
 
-from ..results.summary import smoothed_losses, total_bytes, total_seconds, typical_steps
+from ..results.summary import Typical, smoothed_losses, total_bytes, total_seconds, typical_steps
 from ..runs import PARTIAL, RunResult, RunSettings
 from ..tasks.loading import source_of
 
@@ -141,10 +140,10 @@ def load_table(*folders: str | Path, steps: bool = False) -> pandas.DataFrame:
         task's, this machine's or the DDP's own were used.
 
         Then, for each run, about the steps asked for: `held_out_loss` and other metrics after the last of them
-        (`held_out_accuracy`, 0 to 1); `train_loss`, the mean of the last ten; `seconds` of training; the medians of a
-        step that was not probed (of a round's mean step, with DiLoCo), `median_step_seconds`, and of its parts,
-        `median_compute_seconds`, `median_compression_seconds` and `median_waiting_seconds`; `moved_bytes`, the bytes
-        that a rank sent, as a ring moves them; `interface_bytes`, the same as counted by the host's network interface,
+        (`held_out_accuracy`, 0 to 1); `train_loss`, the mean of the last ten; `seconds` of training; `step_seconds`,
+        the interquartile mean of the steps that were not probed (with DiLoCo, of the mean steps of its rounds), and its
+        parts, `compute_seconds`, `compression_seconds` and `waiting_seconds`; `moved_bytes`, the bytes that a rank
+        sent, as a ring moves them; `interface_bytes`, the same as counted by the host's network interface,
         or NaN; `ratio`, the bytes of a plain all-reduce over `moved_bytes`. A run may have gone on after these steps:
         `all_steps`, `all_seconds` and `last_held_out_loss` describe its end. `replicas_identical`: True if all ranks
         ended with the same parameters; `parameters`, their number; `dilation`, seconds here for one second in the
@@ -191,17 +190,15 @@ def _plain(value: object) -> object:
 
 
 def _outcome(result: RunResult) -> dict[str, object]:
-    steps, last, typical = result.asked_steps, result.evaluation, typical_steps(result)
+    steps, last, typical = result.asked_steps, result.evaluation, Typical.of(typical_steps(result))
     moved, counted = total_bytes(steps), [step.interface_bytes for step in steps]
     return {
         "held_out_loss": last.loss,
         **{f"held_out_{name}": value for name, value in last.metrics.items()},
         "train_loss": smoothed_losses(steps)[-1],
         "seconds": total_seconds(steps),
-        "median_step_seconds": statistics.median(step.seconds for step in typical),
-        "median_compute_seconds": statistics.median(step.compute for step in typical),
-        "median_compression_seconds": statistics.median(step.compression for step in typical),
-        "median_waiting_seconds": statistics.median(step.waiting for step in typical),
+        "step_seconds": typical.seconds,
+        **{f"{part}_seconds": seconds for part, seconds in vars(typical).items()},
         "moved_bytes": moved,
         "interface_bytes": None if None in counted else sum(number or 0 for number in counted),
         "ratio": sum(step.dense_bytes for step in steps) / moved if moved else math.inf,

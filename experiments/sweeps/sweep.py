@@ -11,20 +11,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from commhooks.units import counted, unknown
+from commhooks.units import unknown
 
 from ..cluster import ClusterError
 from ..launch import WorldError, check_real, reason_of, torchrun_world
 from ..report.table import print_tables
-from ..report.words import listed
 from ..report.writing import write
 from ..results.goals import GoingOn
-from ..results.outcomes import chosen_baseline, took_turns
-from ..runs import RunResult, RunSettings
+from ..results.outcomes import chosen_baseline
+from ..runs import RunSettings
 from ..specs import Spec
 from .execute import Made, execute, goes_on_from
 from .live import Live, listeners
 from .lock import claimed
+from .notes import notes_about
 from .output import COMPARISON, PLOTS, prepare_folder
 from .plan import crowded
 from .store import (
@@ -40,8 +40,6 @@ from .store import (
     write_failure,
 )
 from .tensorboard import LiveLogs
-
-_ENOUGH = 0.9  # of a core for each rank; with less, a report says that the machine was busy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,45 +201,6 @@ def report_again(
             folders=[] if beside else [str(folder) for folder in folders],
         )
     _say(console, f"\nreport       {path}")
-
-
-def notes_about(results: Sequence[RunResult]) -> list[str]:
-    """Return warnings about the circumstances under which these runs were made."""
-    busy = _busy(results)
-    by_cores: dict[int, list[RunSettings]] = {}
-    for result in results:
-        by_cores.setdefault(int(result.machine["cores"]), []).append(result.settings)
-    warnings = [crowded(runs, available) for available, runs in by_cores.items()]
-    notes = [warning for warning in (busy, *warnings) if warning is not None]
-    scenes: dict[RunSettings, list[RunResult]] = {}
-    for result in results:
-        scenes.setdefault(result.settings.scene, []).append(result)
-    for scene in scenes.values():
-        first, *others = scene
-        apart = [result.settings.hook.label for result in others if not took_turns(first, result)]
-        if apart:
-            notes.append(
-                f"{', '.join(apart)} ({first.settings.label.replace(first.settings.hook.label + ' · ', '')}) ran at "
-                f"another time than {first.settings.hook.label}: the load on the machine may have been different"
-            )
-    return notes
-
-
-def _busy(results: Sequence[RunResult]) -> str | None:
-    """Return a warning if other programs left the ranks too little of the cores; None if not, or if that is unknown."""
-    taken: dict[int, float] = {}  # by the number of cores
-    for result in results:
-        cores, others = int(result.machine["cores"]), float(result.machine.get("used_by_others", 0.0))
-        if cores - others < _ENOUGH * min(result.settings.ranks, cores):
-            taken[cores] = max(others, taken.get(cores, 0.0))
-    if not taken:
-        return None
-    used = listed([f"{others:.1f} of {counted(cores, 'core')}" for cores, others in taken.items()])
-    return (
-        f"The machine was busy: while ranks trained, other programs used up to {used}. Compute took longer than on an "
-        "idle machine, so that compression looks less useful than it is. Hooks that took turns were slowed alike; for "
-        "figures to rely on, run this again on an idle machine."
-    )
 
 
 def _print_ending(sweep: Sweep, made: Made, console: Console) -> None:

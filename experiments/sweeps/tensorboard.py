@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from types import TracebackType
 
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -16,14 +15,14 @@ from torch.utils.tensorboard.summary import hparams
 from torch.utils.tensorboard.writer import FileWriter
 
 from ..results.rates import bytes_per_second, link_use
-from ..results.summary import unprobed
+from ..results.summary import Typical, unprobed
 from ..runs import EvaluationRecord, ProbeRecord, RunSettings, StepRecord
 from ..training.worker import Evaluated, RunDone, StepDone
 from .execute import RunFailed
 
 _FLUSH_SECONDS = 2.0
 _LAYERS = 16  # the largest have curves of their own
-_TOTALS = ("loss_held_out", "accuracy_held_out", "MB_sent_by_a_rank", "median_ms_per_step")
+_TOTALS = ("loss_held_out", "accuracy_held_out", "MB_sent_by_a_rank", "ms_per_step")
 """The columns of the hyperparameters page: TensorBoard takes them from one of the runs, so all runs name the same."""
 
 
@@ -133,7 +132,7 @@ class RunLog:
             "loss/held_out": evaluation.loss,
             **{f"{name}/held_out": value for name, value in evaluation.metrics.items()},
             "total/MB_sent_by_a_rank": self._sent / 1e6,
-            "total/median_ms_per_step": 1e3 * median(step.seconds for step in unprobed(self._steps)),
+            "total/ms_per_step": 1e3 * Typical.of(unprobed(self._steps)).seconds,
         }
         found = {"loss": evaluation.loss} | dict(evaluation.metrics)
         values |= {f"total/{name}_held_out": value for name, value in found.items()}

@@ -19,6 +19,7 @@ from torch import nn
 
 from commhooks.errors import CheckpointError
 
+from ..commit import commit_of_code
 from ..launch import Send, silent
 from ..links.link import LinkSettings
 from ..machine import OtherPrograms, machine, versions
@@ -390,6 +391,7 @@ class _Run:
             versions=versions(),
             machine=machine() | ({} if used_by_others is None else {"used_by_others": round(used_by_others, 2)}),
             goal=self.goal,
+            commit=commit_of_code() if self.rank == 0 else None,  # whose result is kept
         )
 
     def close(self) -> None:

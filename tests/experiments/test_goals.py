@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,8 +26,9 @@ from experiments.runs import Goal, RunResult, RunSettings, StepRecord
 from experiments.specs import Spec
 from experiments.sweeps import execute
 from experiments.sweeps.live import Live
+from experiments.sweeps.notes import notes_about
 from experiments.sweeps.store import table_of
-from experiments.sweeps.sweep import Sweep, notes_about, report_again
+from experiments.sweeps.sweep import Sweep, report_again
 from experiments.training.worker import RunDone, StepDone, Work, train_all
 from tests.experiments.synthetic import result, results
 
@@ -238,6 +240,19 @@ def test_the_terminal_shows_the_steps_beyond_those_asked_for_and_no_time_left() 
     assert "40/40+7" in said and "time left not known yet" in said
 
 
+def test_steps_that_scatter_under_every_hook_are_said_and_those_of_one_hook_are_not() -> None:
+    def scattered(hook: str, link: str = "100Mbit/s") -> RunResult:
+        one = result(hook, link=link)
+        slow = (dataclasses.replace(step, seconds=step.seconds * (1 + step.step % 2)) for step in one.steps)
+        return dataclasses.replace(one, steps=tuple(slow))
+
+    assert notes_about([result(), scattered("fp16")]) == []
+    (note,) = notes_about([scattered("all-reduce"), scattered("fp16")])
+    assert re.search(r"even of gpt · (all-reduce|fp16) · seed 0, .* the middle half took \d+ to \d+ ms\.", note)
+    varying = "100Mbit/s+10Mbit/s@3000s"
+    assert notes_about([scattered("all-reduce", varying), scattered("fp16", varying)]) == []
+
+
 def test_a_busy_machine_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def on(cores: int, others: float | None, ranks: int = 2) -> RunResult:
         one = result(ranks=ranks)
@@ -246,6 +261,11 @@ def test_a_busy_machine_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixt
 
     for run in (on(2, None), on(2, 0.1), on(16, 8.0), on(4, 1.9)):
         assert notes_about([run]) == []
+    uncounted = on(2, None)
+    loads = (3.1, 3.9, 9.0)  # of which the ranks and the process that started them are three
+    loaded = [dataclasses.replace(uncounted, machine={**uncounted.machine, "load": load}) for load in loads]
+    assert [len(notes_about([run])) for run in loaded] == [0, 1, 1]
+    assert "other programs used up to 2.0 of 2 cores." in notes_about(loaded)[0]
     (note,) = notes_about([on(2, 0.3), on(2, 1.4), on(16, 14.5)])
     assert note.startswith(
         "The machine was busy: while ranks trained, other programs used up to 1.4 of 2 cores and 14.5 of 16 cores."

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from commhooks.units import bytes_in_words
 from experiments.links.link import LinkSettings
+from experiments.report import bars
 from experiments.report.across import series_of
 from experiments.report.layers import layer_grid, layers_of
+from experiments.report.page import ABOVE_ONE, page, period_in_words
 from experiments.report.plots import LIGHT, looks
-from experiments.report.rows import NO_DIFFERENCE, cost_grid, time_grid
+from experiments.report.rows import cost_grid, time_grid
 from experiments.report.table import print_tables
 from experiments.report.words import (
     interval_of_seconds,
@@ -31,10 +35,11 @@ from experiments.report.words import (
 from experiments.report.writing import write
 from experiments.results.intervals import Interval
 from experiments.results.outcomes import settings_of
-from experiments.runs import RunSettings
+from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from tests.experiments.synthetic import diverged, result, results
 
+ROOT = Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
 FAILED = RunSettings(task=Spec("gpt"), hook=Spec("torch.powersgd"), steps=40)
 HOOK_OF_A_PERSON = "top-k:ratio=0.01,note=<b>"
@@ -78,17 +83,17 @@ class Links(HTMLParser):
 
 def test_the_page_needs_nothing_but_itself(folder: Path) -> None:
     text = (folder / "report.html").read_text()
-    page = Links()
-    page.feed(text)
-    assert len(page.fetched) == 2 * 5 + 1  # pictures of each setting, and one across them
-    assert all(link.startswith("data:image/png;base64,") for link in page.fetched)
+    found = Links()
+    found.feed(text)
+    assert len(found.fetched) == 2 * 6 + 1  # pictures of each setting, and one across them
+    assert all(link.startswith("data:image/png;base64,") for link in found.fetched)
     assert not re.search(r"url\(|@import|<script", text)
 
 
 def test_warnings_come_first_then_failures_then_findings(folder: Path) -> None:
-    page = Links()
-    page.feed((folder / "report.html").read_text())
-    words = page.words
+    found = Links()
+    found.feed((folder / "report.html").read_text())
+    words = found.words
     places = [
         words.index(text)
         for text in ("4 ranks share 2 cores", "RuntimeError: <gloo> closed", "times as fast", "Across settings")
@@ -107,15 +112,72 @@ def test_the_page_defines_its_terms_and_says_how_to_get_it_again(folder: Path) -
         "Student&#39;s t",
         "2 of 2 diverged",
         "2 of 3 seeds",
-        NO_DIFFERENCE,
+        "not settled",
+        "A difference of losses matters above 0.026",
         "commhooks compare &lt;x&gt;",
         "note=&#39;&lt;b&gt;&#39;",
     ):
         assert words in text
 
 
+def top_of(runs: list[RunResult]) -> str:
+    """Return the words of a page without pictures, up to its first table."""
+    text = page(
+        settings_of(runs),
+        [[]],
+        [],
+        target_rule="",
+        command="commhooks compare --x y",
+        written=datetime(2027, 1, 16, 9, 5, tzinfo=UTC),
+        notes=[],
+        failures={},
+    )
+    found = Links()
+    found.feed(text)
+    words = " ".join(found.words.split())
+    return words[: words.index("After the same time")]
+
+
+def test_the_top_says_when_with_what_and_how_it_was_made_and_where_it_is_explained() -> None:
+    made = {"commit": "0123456789ab", "versions": {"commhooks": "9.8.7"}}
+    runs = [dataclasses.replace(one, **made) for one in results(tasks=("gpt",))]  # type: ignore[arg-type]  # "object"
+    said = top_of(runs)
+    for words in (
+        "A communication hook is the function",
+        "measured 2027-01-15, 08:00 UTC written 2027-01-16, 09:05 UTC",
+        "code commhooks 9.8.7, commit 0123456789ab command commhooks compare --x y",
+        "docs/guide/comparison.md",
+    ):
+        assert words in said
+    assert "different commits" not in said
+    installed = dataclasses.replace(runs[0], commit=None)
+    mixed = top_of([installed, *runs[1:]])
+    assert "code commhooks 9.8.7; commhooks 9.8.7, commit 0123456789ab" in mixed and "different commits" in mixed
+    assert (ROOT / "docs" / "guide" / "comparison.md").read_text().startswith("# Reading a comparison")
+
+
+def test_a_period_names_the_second_day_only_if_there_is_one() -> None:
+    noon = 1_800_014_400.0  # Unix time
+    said = [period_in_words(noon, noon + seconds) for seconds in (0, 3600, 86_400)]
+    assert said == [
+        "2027-01-15, 12:00 UTC", "2027-01-15, 12:00 to 13:00 UTC", "2027-01-15, 12:00 to 2027-01-16, 12:00 UTC",
+    ]  # fmt: skip
+
+
+def test_wherever_errors_are_shown_the_page_says_what_one_above_1_means(folder: Path) -> None:
+    found = Links()
+    found.feed((folder / "report.html").read_text())
+    assert found.words.count(ABOVE_ONE) == 2 * (1 + 1 + 1) + 1  # of each setting three, and the terms
+
+
+def test_curves_over_time_come_first_then_over_steps(folder: Path) -> None:
+    text, kinds = (folder / "report.html").read_text(), ("against time", "against steps", "against bytes")
+    places = [text.index(f'alt="100-Mbit-s: loss {kind}') for kind in kinds]
+    assert places == sorted(places)
+
+
 def test_the_pictures_are_files_too(folder: Path) -> None:
-    kinds = {"step-time", "bytes", "time", "gradients", "layers"}
+    kinds = {"step-time", "bytes", "time", "steps", "gradients", "layers"}
     names = {path.name for path in (folder / "plots").iterdir()}
     assert names == {f"{link}.{kind}.png" for link in ("100-Mbit-s", "1-Gbit-s") for kind in kinds} | {
         "series-1.rate.png"
@@ -139,7 +201,7 @@ def test_the_terminal_has_the_same_numbers_and_a_finding_and_they_fit(width: int
     assert text.count("speed-up") == 3  # a column of two tables, and a caption
     rows = [line for line in text.splitlines() if line.startswith(" all-reduce ")]
     assert len(rows) == tables  # where one table has no room, each of several has the names
-    for cell in ("3 of 3", "8.00 MB", "20.0×", "52.0 ms / 10.0 ms / ", "no difference", "95 % interval"):
+    for cell in ("3 of 3", "8.00 MB", "20.0×", "52.0 ms / 10.0 ms / ", "does not matter", "95 % interval"):
         assert cell in text
 
 
@@ -153,9 +215,31 @@ def test_with_one_seed_the_table_shows_the_quartiles_of_the_steps_and_says_why()
     (one,) = settings_of(results(tasks=("gpt",)))
     grid = cost_grid(one)
     (step,) = (n for n, heading in enumerate(grid.headings) if heading.text == "step")
-    assert grid.headings[step].small == "median, quartiles"
+    assert grid.headings[step].small == "IQM, quartiles"
     assert grid.rows[0][step].small == ("380 to 384",)
-    assert grid.caption == "One seed: no intervals."
+    assert grid.caption.startswith("IQM: interquartile mean") and grid.caption.endswith("One seed: no intervals.")
+
+
+@pytest.mark.parametrize("seeds", [(0,), SEEDS])
+def test_bars_and_table_show_the_same_times_and_speed_ups(
+    seeds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(bars, "png", drawn.append)
+    (one,) = settings_of(results(tasks=("gpt",), seeds=seeds))
+    bars.step_time(one)
+    (axes,) = drawn[0].axes
+    grid = cost_grid(one)
+    step, speed_up = (
+        next(n for n, heading in enumerate(grid.headings) if (heading.text, heading.small) == found)
+        for found in (("step", "IQM" if len(seeds) > 1 else "IQM, quartiles"), ("speed-up", "step"))
+    )
+    shown = [f"{row[step].main}   {row[speed_up].main} as fast" for row in grid.rows]
+    shown[0] = grid.rows[0][step].main
+    assert [text.get_text().strip() for text in axes.texts] == shown
+    boxes = [bar.get_path().get_extents(bar.get_patch_transform()) for bar in axes.patches]
+    ends = [max(box.x1 for box in boxes if box.y0 < row < box.y1) for row in range(3)]
+    assert ends == pytest.approx([1e3 * outcome.step.mean for outcome in one.outcomes])
 
 
 def test_the_best_time_is_never_that_of_a_hook_that_missed_the_target_once() -> None:

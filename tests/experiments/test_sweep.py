@@ -31,9 +31,10 @@ from experiments.specs import Spec
 from experiments.sweeps import sweep
 from experiments.sweeps.execute import Listener, Made
 from experiments.sweeps.forecast import Forecast, forecast
+from experiments.sweeps.notes import notes_about
 from experiments.sweeps.presets import PRESETS, preset
 from experiments.sweeps.store import finished, load_table, read_failures, table_of, write_failure
-from experiments.sweeps.sweep import Sweep, make, notes_about
+from experiments.sweeps.sweep import Sweep, make
 from experiments.sweeps.yaml_file import EXAMPLE, read_sweep
 from experiments.tasks import load_task
 from tests.experiments.synthetic import result, results, with_slow_probes
@@ -252,15 +253,17 @@ def test_folders_load_into_one_table(tmp_path: Path) -> None:
     assert kinds == {"ranks": "i", "seed": "i", "steps": "i", "seconds": "f", "replicas_identical": "b"}
     assert table["bucket_cap_mb"].isna().all() and table["interface_bytes"].dtype.kind == "f"
     assert pandas.api.types.is_string_dtype(table["optimizer"]) and table["optimizer"].isna().all()
-    assert table["seconds"].min() > 20 * 9 and table["median_step_seconds"].max() < 1  # probed steps are not typical
+    assert table["seconds"].min() > 20 * 9 and table["step_seconds"].max() < 1  # probed steps are not typical
     row, steps = table_of([result()]).iloc[0], result().steps
+    middle = sorted(steps, key=lambda step: step.seconds)[10:30]
     for part in ("compute", "compression", "waiting"):
-        assert row[f"median_{part}_seconds"] == statistics.median(getattr(step, part) for step in steps)
+        assert row[f"{part}_seconds"] == pytest.approx(statistics.fmean(getattr(step, part) for step in middle))
+    assert row["compute_seconds"] + row["compression_seconds"] + row["waiting_seconds"] == row["step_seconds"]
     assert row["train_loss"] == pytest.approx(statistics.fmean(step.loss for step in steps[-10:]))
     first, *others = steps
     partly = dataclasses.replace(result(), steps=(dataclasses.replace(first, interface_bytes=1), *others))
     assert table_of([partly])["interface_bytes"].isna().all()  # a sum of some would not be that of the run
-    parts = [table[f"median_{part}_seconds"] for part in ("compute", "compression", "waiting")]
+    parts = [table[f"{part}_seconds"] for part in ("compute", "compression", "waiting")]
     assert max(part.max() for part in parts) < 1
     means = table[table["task"] == "gpt"].groupby("hook")["ratio"].mean()
     assert means["powersgd:rank=4"] == pytest.approx(20)

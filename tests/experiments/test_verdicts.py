@@ -17,9 +17,10 @@ from scipy.special import stdtrit
 
 from experiments.report.findings import finding, lead
 from experiments.report.rows import time_grid
+from experiments.results.intervals import Estimate
 from experiments.results.moments import Moment
 from experiments.results.outcomes import Setting, settings_of
-from experiments.results.verdicts import Judgement, Verdict, judgements
+from experiments.results.verdicts import Difference, Judgement, Verdict, judgements, weighed
 from experiments.runs import Goal, RunResult
 from tests.experiments.synthetic import diverged, result
 
@@ -70,7 +71,9 @@ def test_a_hook_that_is_far_ahead_after_the_same_time_is_not_said_not_to_pay_for
     found = setting(made("all-reduce", dense, 1.0), made("sign", fast, 1 / 4.39, held_out=(1.0, 0.5)), target=0.65)
     said = finding(found)
     assert "does not pay" not in said
-    assert re.search(r"After the same 9\.11 s its training loss was 0\.680, that of all-reduce 2\.\d+\.", said)
+    assert re.search(
+        r"After the same 9\.11 s its training loss was 0\.680, that of all-reduce 2\.\d+, which matters", said
+    )
     assert verdict(found) is Verdict.OPEN and "so it must be run again with a larger --go-on" in said
 
 
@@ -248,6 +251,50 @@ def test_three_seeds_decide_beyond_what_differs_between_them() -> None:
     assert "95 % interval" in finding(seeded((0.5, 0.6, 0.55)))
 
 
+SURELY = {
+    "a difference that is sure, and rounds to 0.000": ((2e-4, 2.1e-4, 1.9e-4), Difference.SAME),
+    "sure, and half of the margin": ((0.049, 0.050, 0.051), Difference.SAME),
+    "sure, and twice the margin": ((0.199, 0.200, 0.201), Difference.HIGHER),
+    "lower, and sure": ((-0.199, -0.200, -0.201), Difference.LOWER),
+    "surely not zero, perhaps below the margin": ((0.09, 0.11, 0.13), Difference.OPEN),
+    "anything": ((-0.5, 0.0, 0.5), Difference.OPEN),
+    "two seeds, both above": ((0.15, 0.3), Difference.HIGHER),
+    "two seeds, one above": ((0.05, 0.3), Difference.OPEN),
+    "two seeds, both within": ((0.05, -0.05), Difference.SAME),
+    "one seed": ((-0.2,), Difference.LOWER),
+    "none": ((), None),
+}
+
+
+@pytest.mark.parametrize("what", SURELY)
+def test_a_difference_of_losses_matters_if_all_of_its_interval_lies_beyond_the_margin(what: str) -> None:
+    values, expected = SURELY[what]
+    assert weighed(Estimate.of(dict(enumerate(values))), 0.1) is expected
+
+
+def test_the_noise_of_one_run_widens_what_one_seed_says() -> None:
+    one = Estimate.of({0: 0.2})
+    said = [weighed(one, 0.1, {0: noise}) for noise in (0.05, 0.15, math.inf)]
+    assert said == [Difference.HIGHER, Difference.OPEN, Difference.OPEN]
+    near = [weighed(Estimate.of({0: 0.02}), 0.1, {0: noise}) for noise in (0.05, 0.15)]
+    assert near == [Difference.SAME, Difference.OPEN]
+
+
+def test_a_hook_that_is_surely_but_hardly_worse_is_not_said_not_to_pay() -> None:
+    """Each seed's loss is 0.001 higher after the same time; the baseline's fell by more than 2."""
+    dense = falling(1.0)
+    runs = [
+        made(hook, [loss + off for loss in dense], 1.0, seed=seed, held_out=(1.0, 0.5 + off))
+        for seed in SEEDS
+        for hook, off in (("all-reduce", 0.0), ("sign", 0.001 + 1e-5 * seed))
+    ]
+    found = setting(*runs)
+    assert found.versus["sign"].same_time.sign == 1, "a difference that an interval tells from zero"
+    assert verdict(found) is not Verdict.COSTS
+    assert "after the same time its loss differs by less than matters" in finding(found)
+    assert time_grid(found).rows[1][3].small[-1] == "does not matter"
+
+
 def test_no_verdict_is_given_against_any_comparison() -> None:
     for votes in product((1, 0, -1, None), repeat=3):
         found = Judgement(target=votes[0], same_time=votes[1], held_out=votes[2]).verdict
@@ -298,9 +345,9 @@ def test_no_sentence_contradicts_the_curves(
     if seeds > 2:
         scatter = (statistics.stdev(differences) + 2 * bend) * float(stdtrit(seeds - 1, 0.975)) / math.sqrt(seeds)
     low, high = (end(differences) if seeds < 3 else statistics.fmean(differences) for end in (min, max))
-    if high + bend + scatter < -0.001:
+    if high + bend + scatter < -found.margin - 0.001:
         assert "does not pay" not in said and "Do not pay" not in said
-    if low - bend - scatter > 0.001:
+    if low - bend - scatter > found.margin + 0.001:
         assert "pays here. " not in said
     shown = re.search(r"its training loss was ([\d.]+\d), that of all-reduce ([\d.]+\d)", said)
     assert shown is not None
