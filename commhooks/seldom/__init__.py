@@ -1,1 +1,1 @@
-"""Training with seldom communication: ranks train by themselves, and average every so many steps how far they went."""
+"""Training with infrequent communication: ranks train alone, and average their progress once every few steps."""

@@ -32,18 +32,18 @@ class ModelAverager(averagers.ModelAverager):
     """Averages the ranks' models every `every` steps, after `warmup_steps` without averaging.
 
     `torch.distributed.optim.PostLocalSGDOptimizer(optimizer, averager)` calls it after each step; with a plain
-    optimizer, and with a gradient scaler, call `average_parameters` yourself. What is averaged and compressed is how
-    far each rank went since the last average: of weights themselves a compressor would keep next to nothing. The first
-    average, of step `warmup_steps` counted from 0, is of the models themselves and uncompressed. Buffers are averaged
-    too, as in `DiLoCo`, whose arguments the others are; `optimizer` is the local one. On construction all ranks take
-    rank 0's model.
+    optimizer, and with a gradient scaler, call `average_parameters` yourself. It averages and compresses each rank's
+    progress since the last average: compressing the weights themselves would lose almost all of that. The first
+    average, at step `warmup_steps` counted from 0, is an uncompressed one of the models themselves. Buffers are
+    averaged too, as in `DiLoCo`. `optimizer` is the local one; `DiLoCo` describes the other arguments. On construction
+    all ranks take rank 0's model.
 
-    It is saved like `DiLoCo`, with `save_checkpoint(hooks=averager)`: the optimizer's state_dict has its step alone.
-    Raises `SettingsError` on every rank for what cannot work.
+    It is saved like `DiLoCo`, with `save_checkpoint(hooks=averager)`: the optimizer's state_dict holds only the
+    averager's step. Raises `SettingsError` on every rank if settings cannot work.
     """
 
     keeps_own_model = True
-    """Between averages every rank has a model of its own, and always an optimizer state of its own."""
+    """Each rank has its own model between averages, and its own optimizer state always."""
 
     def __init__(
         self,
@@ -81,7 +81,8 @@ class ModelAverager(averagers.ModelAverager):
         """Count a step, and average the model if it is time; every rank must call it equally often.
 
         `params` are the trained parameters of the model, or an optimizer's groups of them; whether they have a gradient
-        does not matter. Raises `CompressorError` on every rank for others, or none, and what an exchange failed of.
+        does not matter. Raises `CompressorError` on every rank for other parameters or none, and the error of an
+        exchange that failed.
         """
         self._check(params)
         if self.step > self.warmup_steps:
@@ -109,7 +110,7 @@ class ModelAverager(averagers.ModelAverager):
             )
 
     def statistics(self) -> DiLoCoStatistics:
-        """Return this rank's counts; steps and rounds are those since the first average."""
+        """Return this rank's counts; steps and rounds are counted from the first average on."""
         return self._diloco.statistics()
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,7 +138,7 @@ class ModelAverager(averagers.ModelAverager):
         return self._diloco.differences(snapshot, rules)
 
     def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
-        """Restore what `state_dict` returned; see `DiLoCo.load_state_dict`."""
+        """Restore a `state_dict`; see `DiLoCo.load_state_dict`."""
         loaded = read_groups(state)
         if isinstance(loaded, Snapshots) and (faults := self.differences(loaded, LoadRules(**rules))):
             state = refuse(f"rank {self.rank_and_world_size[0]}: the checkpoint does not fit", faults)

@@ -1,4 +1,4 @@
-"""What DiLoCo counts."""
+"""DiLoCo's statistics."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from commhooks.units import bytes_in_words, counted
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiLoCoStatistics:
-    """Counts of one rank since construction; bytes are those sent per rank."""
+    """Counts of one rank since construction; bytes are bytes sent per rank."""
 
     steps: int
-    """Calls of `DiLoCo.step`, those before a resume included."""
+    """Calls of `DiLoCo.step`, including those before a resume."""
     rounds: int
     """Exchanges of a fragment whose means were used or dropped."""
     dropped_rounds: int
-    """Those of them whose mean was not finite: the fragment went back to its outer copy."""
+    """Rounds dropped because the mean was not finite: the fragment went back to its outer copy."""
     cleared: int
-    """How often the inner optimizer's state of a parameter was not finite on this rank, and was cleared."""
+    """The number of times that a parameter's state in the inner optimizer was not finite on this rank, and was
+    cleared."""
     bytes_per_step: float
-    """Bytes sent since construction, those of buffers included, over the steps since then."""
+    """Bytes sent since construction, buffers included, divided by the steps since then."""
     peak_bytes_per_step: float
-    """Bytes of the largest exchange, over the steps for which it may be under way: the delay, or 1."""
+    """Bytes of the largest exchange, divided by the steps that it may take: the delay, or 1."""
     traffic: Statistics
-    """The counts of all exchanges together, those of buffers included."""
+    """The total over all exchanges, buffers included."""
 
     def __str__(self) -> str:
         """Return a short table."""

@@ -1,4 +1,4 @@
-"""Which parameters are sent together: fragments of a model."""
+"""Fragments of a model: sets of parameters that are sent together."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import Tensor
 from commhooks.errors import SettingsError
 
 Arrangement = Literal["strided", "sequential", "even"]
-"""How fragments are made: layer i goes to fragment i modulo their number; or layers are cut into runs of about equal
-size; or parameters are dealt out, so that sizes are about equal."""
+"""The ways of making fragments: layer i goes to fragment i modulo their number; or layers are cut into runs of about
+equal size; or parameters are dealt out, so that sizes are about equal."""
 
 
 def cut(
     named: Mapping[str, Tensor], fragments: int | Sequence[str | Sequence[str]], arrangement: Arrangement
 ) -> list[list[str]]:
-    """Return the names of each fragment's parameters; raise `SettingsError` for what cannot be done with these.
+    """Return the names of each fragment's parameters; raise `SettingsError` if these cannot be cut as asked.
 
-    A number cuts between layers, which are the modules that the first number in a name counts ("blocks.3"), or the
-    module of a parameter that has none in its name; if there are fewer of those, between parameters. Otherwise each
-    fragment is given by shell patterns for names, of which every parameter must match those of one fragment.
+    A number cuts between layers, which are the modules numbered by the first number in a name ("blocks.3"), or the
+    module of a parameter without one; if there are fewer layers than fragments, it cuts between parameters. Otherwise
+    each fragment is given by shell patterns; every parameter's name must match exactly one fragment's.
 
     "even" deals out parameters, the largest first, each to the fragment that has the fewest elements so far. Fragments
-    of few layers differ by up to a layer; these differ by at most one parameter.
+    cut between layers differ by up to a layer, these by at most one parameter.
     """
     if arrangement not in get_args(Arrangement):
         options = ", ".join(get_args(Arrangement))
@@ -67,7 +67,7 @@ def _even(sizes: Mapping[str, int], count: int) -> list[list[str]]:
 
 
 def _runs(layers: Sequence[list[str]], sizes: Sequence[int], count: int) -> list[list[str]]:
-    """Divide layers into runs; each ends where it comes closest to its share of what is left."""
+    """Divide layers into runs; each ends as close as possible to its share of the remaining size."""
     runs: list[list[str]] = []
     begin = 0
     for number in range(count):

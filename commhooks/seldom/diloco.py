@@ -1,4 +1,4 @@
-"""DiLoCo: every so many steps, ranks average how far each went, and an outer optimizer takes a step with the mean.
+"""DiLoCo: once every `every` steps, ranks average their progress, and an outer optimizer steps with the mean.
 
 Sources: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1;
 Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, for fragments, delay and mixing.
@@ -48,35 +48,35 @@ _INSIDE = "within outer_parameters(): the parameters are the outer copies, and t
 class DiLoCo:
     """Training in which ranks communicate every `every` steps: call `step` after each step of the optimizer.
 
-    Each rank trains its own model with its own `optimizer`. When a fragment's turn comes, its ranks average how far
-    each went from the fragment's outer copy, compressed by `compressor`. The optimizer that `outer` made of the outer
-    copies then takes a step with that mean as the gradient, and the ranks go on from there.
+    Each rank trains its own model with its own `optimizer`. At a fragment's turn, the ranks average their differences
+    from its outer copy, compressed by `compressor`. The optimizer that `outer` made then steps the outer copy with that
+    mean as gradient, and the ranks continue from there.
 
-    - `model` is a plain module, or a DistributedDataParallel or FSDP2's shards inside a site while DiLoCo averages
-      between sites, over the ranks with one shard. On construction all take rank 0's parameters and buffers. Frozen
-      parameters are left out. Floating-point buffers are averaged uncompressed at the last fragment's turn, and others
-      are rank 0's.
+    - `model` is a plain module or, inside a site, a DistributedDataParallel or FSDP2's shards; DiLoCo then averages
+      over the sites' ranks with the same shard. All ranks begin with rank 0's parameters and buffers. Frozen parameters
+      are left out. At the last fragment's turn, floating-point buffers are averaged uncompressed, others copied from
+      rank 0.
     - `optimizer` trains all parameters of the model that require a gradient, and no others. Learning-rate schedules,
-      also of `outer_optimizer`, are the caller's.
-    - `fragments` is how many parts are sent one after another in each round, or shell patterns for the names of each
-      part. A number deals layers to parts in turn; arrangement="sequential" cuts runs, and "even" deals parameters.
-    - `delay`: the mean is used so many steps after it was sent, so that training hides the exchange.
+      including that of `outer_optimizer`, are left to the caller.
+    - `fragments` is the number of parts sent one after another in each round, or shell patterns for each part's
+      parameters. A number deals layers to parts in turn; arrangement="sequential" cuts runs, "even" deals parameters.
+    - `delay`: the number of steps between sending a fragment and using its mean, in which training continues.
     - `mixing`: parameters become mixing·(their value then) + (1 - mixing)·(outer copy). 0: they become the outer copy.
-    - `on_host`: outer copies, what is sent, and residuals are in the host's memory.
-    - `weighted`: ranks count by `weight`, which is 1 until you set it, such as to the tokens that a rank has trained on
-      since its last exchange; one without any, of weight 0, counts as if it were not there.
-    - `process_group`, `hook_timeout`, `wrap_communicator` and `residuals` are those of `attach`. With a `line` of
-      `lockstep_lines`, workers of one process, whose models begin equal, meet in `step_in_lockstep`.
+    - `on_host`: outer copies, messages and residuals are kept in the host's memory.
+    - `weighted`: ranks count by `weight`, which is 1 until you set it, for example to the tokens that a rank has
+      trained on since its last exchange; weight 0 leaves a rank out of the mean.
+    - `process_group`, `hook_timeout`, `wrap_communicator` and `residuals`: see `attach`. With a `line` of
+      `lockstep_lines`, workers of one process, whose models must begin equal, exchange in `step_in_lockstep`.
 
-    Memory, in bytes for each fp32 parameter: 4 for the outer copy and 4 for what is sent, those of the outer optimizer
-    (SGD with momentum: 4), and those of the compressor (a residual: 4, and 4/W for what it serves in two hops).
-    Fragments whose exchanges never overlap share the memory of what is sent.
+    Memory, in bytes for each fp32 parameter: 4 for the outer copy, 4 for the message, the outer optimizer's state (SGD
+    with momentum: 4), and the compressor's state (a residual: 4; the server error of two hops: 4/W). Fragments whose
+    exchanges never overlap share the memory of their messages.
 
-    Raises `SettingsError` on every rank for what cannot work, and if ranks differ in settings or parameters.
+    Raises `SettingsError` on every rank if settings cannot work, or if ranks differ in settings or parameters.
     """
 
     keeps_own_model = True
-    """Between rounds every rank has a model of its own, and always an optimizer state of its own."""
+    """Each rank has its own model between rounds, and its own optimizer state always."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class DiLoCo:
         """The process group whose ranks average together; None for workers of one process."""
         self.schedule = beginning.schedule
         self.steps = 0
-        """How often `step` was called, in the run that was resumed too."""
+        """The number of calls of `step`, including those before a resume."""
         self._calls = 0
         self._model = bare(model)
         share_from_rank_0(everything_kept(self._model), group)
@@ -135,7 +135,7 @@ class DiLoCo:
             )
         self._is_weighted = weighted
         self.weight = 1.0
-        """This rank's weight in the means of what is sent from now on, if DiLoCo is weighted. It is not saved."""
+        """This rank's weight in the exchanges that begin from now on, if DiLoCo is weighted. It is not saved."""
         self._make_exchangers(beginning.compressor, line, residuals)
         self._inner = Inner(beginning.optimizer, self.exchangers.fail)
         self._rounds = self._dropped = 0
@@ -159,10 +159,10 @@ class DiLoCo:
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Count a step of the optimizer, send what is to be sent after it, and take the means that are due.
+        """Count a step of the optimizer, begin the exchanges whose turn it is, and use the means that are due.
 
-        Every rank must call it equally often: once after each step, also after one that a gradient scaler left out, and
-        not for each part of a step whose gradients are accumulated. Raises what an exchange failed of, naming round,
+        Every rank must call it equally often: once after each step, including steps that a gradient scaler skips; with
+        gradient accumulation, once per optimizer step. Raises the error of an exchange that failed, naming round,
         fragment and rank, and `CompressorError` on every rank if the optimizer took two steps, or if parameters were
         frozen or added.
         """
@@ -174,15 +174,15 @@ class DiLoCo:
         self._end_step()
 
     def pass_over(self) -> None:
-        """Let a step of the optimizer not count: before training with seldom communication begins."""
+        """Leave a step of the optimizer uncounted, as before training with infrequent communication begins."""
         self._inner.count()
 
     @torch.no_grad()
     def begin_at_mean(self) -> None:
         """Set the parameters and outer copies to the mean of the ranks' parameters, uncompressed; every rank calls it.
 
-        For models that trained in another way since construction. A rank does not count if one of its parameters is
-        not finite. Raises `CompressorError` if that is so on every rank, and for workers of one process.
+        Use it if the models were trained in another way since construction. Ranks with a parameter that is not finite
+        are left out. Raises `CompressorError` if none is left, or for workers of one process.
         """
         if self.process_group is None:
             raise CompressorError("DiLoCo.begin_at_mean: workers of one process have no process group.")
@@ -219,7 +219,7 @@ class DiLoCo:
             self._buffers.apply(self._buffers.take())
 
     def _finish(self, fragment: Fragment) -> None:
-        """Use a fragment's mean, or if it is not finite, which it is on all ranks or none, drop it."""
+        """Use a fragment's mean, or drop it if it is not finite; all ranks decide alike."""
         means = fragment.take()
         self._rounds += 1
         if self._shards.all_agree(bool(all_finite(means.values()))):
@@ -242,7 +242,7 @@ class DiLoCo:
         )
 
     def _check_parameters(self) -> None:
-        """Fail on all ranks if other parameters are trained than at construction."""
+        """Fail on all ranks if the trained parameters are not those of construction."""
         now = trained(self._model)
         changed = sorted(now.keys() ^ self._named.keys())
         if changed:
@@ -317,11 +317,11 @@ class DiLoCo:
 
     @contextlib.contextmanager
     def outer_parameters(self) -> Iterator[None]:
-        """Give the model the outer copies, as they are once all that is under way is used; then its own values again.
+        """Give the model the outer copies, with all means under way applied; restore its own values on exit.
 
-        For evaluation. Parameters are the same on every rank then, but buffers stay this rank's own. Training goes on
-        as if it had not happened; `step`, saving and loading raise an error in between. It takes the memory of another
-        copy of the parameters, and while something is under way, of those fragments' outer optimizer's state.
+        Use it for evaluation: parameters are then the same on every rank, but buffers are this rank's own. `step`,
+        saving and loading raise an error inside; afterwards training continues unchanged. It takes the memory of
+        another copy of the parameters and, while fragments are under way, of their outer state.
         """
         if self._is_at_outer:  # within another evaluation
             yield
@@ -354,10 +354,10 @@ class DiLoCo:
     # --- saving and loading -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain data, once what is under way has come, which is saved with the step that awaits it.
+        """Return the state as plain data; wait for the means under way, which are saved with the steps that await them.
 
-        It holds outer copies, the outer optimizer, and the compressor's state, of which this rank's own is only in its
-        own state_dict. The model and the optimizer differ by rank, and are saved beside it, on every rank:
+        It holds the outer copies, the outer optimizer, and the compressor's state; per-rank state is only in that
+        rank's state_dict. The model and the optimizer differ by rank, so save them with it on every rank, as
         `save_checkpoint` does. Call it on every rank after the same `step`. Raises `CheckpointError` if the optimizer
         took a step that was not counted, or after an exchange that failed.
         """
@@ -383,7 +383,7 @@ class DiLoCo:
         return self.exchangers.snapshot(shared)
 
     def model_state(self) -> dict[str, Any]:
-        """Return the model's state_dict with outer copies for parameters: what all ranks share of their models."""
+        """Return the model's state_dict with outer copies in place of the trained parameters, which all ranks share."""
         of_parameter = {self._named[name]: outer for one in self._fragments for name, outer in one.outer.items()}
         state = dict(self._model.state_dict())
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
@@ -400,9 +400,9 @@ class DiLoCo:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
-        """Restore what `state_dict` returned, on every rank, each of which loads its model and optimizer beside it.
+        """Restore a `state_dict`; call it on every rank, which must also load its own model and optimizer.
 
-        `settings="change"` also allows another `every`, `delay` or `mixing`. Otherwise as `Attachment.load_state_dict`.
+        `settings="change"` also allows another `every`, `delay` or `mixing`. See `Attachment.load_state_dict`.
         """
         allowed, loaded = LoadRules(**rules), read_groups(state)
         if self._is_at_outer:

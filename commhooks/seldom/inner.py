@@ -20,13 +20,13 @@ from commhooks.tensors import all_finite, local
 class Inner:
     """The optimizer that trains this rank's parameters, and a check that its steps are counted.
 
-    `fail` is called, and must raise, before a step that comes without the last one having been counted.
+    `fail` is called, and must raise, before a step if the last one was not counted.
     """
 
     def __init__(self, optimizer: Optimizer, fail: Callable[[str], Any]) -> None:
         self.optimizer = optimizer
         self.cleared = 0
-        """Parameters whose state was not finite and has been cleared, each time."""
+        """The number of times that a parameter's state was not finite and was cleared."""
         self._uncounted = 0
         self._fail = fail
         own = weakref.ref(self)  # the optimizer must not keep this, and through it all exchanges, alive
@@ -35,15 +35,15 @@ class Inner:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether it has taken a step that was not counted yet."""
+        """True if the optimizer has taken a step that was not counted yet."""
         return self._uncounted > 0
 
     def count(self) -> None:
-        """Count a step; the optimizer may have left it out, as a gradient scaler makes it do."""
+        """Count a step, even if a gradient scaler skipped it."""
         self._uncounted = 0
 
     def clear(self, parameters: Iterable[Tensor]) -> None:
-        """Clear the state of parameters for which it is not finite: from an inf on, moments would stay NaN."""
+        """Clear the state of parameters if it is not finite: after an inf, moments would remain NaN."""
         for parameter in parameters:
             kept: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
             tensors = [local(value) for value in kept.values() if isinstance(value, Tensor)]

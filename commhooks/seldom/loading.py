@@ -1,4 +1,4 @@
-"""Whether a saved state of DiLoCo fits one: everything is checked before anything is loaded."""
+"""Comparison of a saved state with a DiLoCo: everything is checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from commhooks.seldom.starting import Schedule
 from commhooks.state.snapshot import LoadRules
 
 SHARED = {"step", "rounds", "dropped_rounds", "schedule", "due", "outer", "outer_optimizer", "outer_optimizer_class"}
-"""What the state of DiLoCo holds beside that of its exchangers."""
+"""Keys of DiLoCo's state, in addition to its exchangers' state."""
 
 
 def misfits(
     shared: Mapping[str, Any], schedule: Schedule, parts: Sequence[Part], optimizer: Optimizer, rules: LoadRules
 ) -> list[str]:
-    """List every difference between what was saved and this run that would cause an error on loading."""
+    """List every difference between a saved state and this run that would cause an error on loading."""
     if lost := SHARED - shared.keys():
         return [f"DiLoCo's state has no {', '.join(sorted(lost))}"]
     try:

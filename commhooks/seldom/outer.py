@@ -1,4 +1,4 @@
-"""The outer optimizer: it trains the outer copies, with the means of what the ranks send as their gradients."""
+"""The outer optimizer: it trains the outer copies, with the means over ranks as their gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commhooks.communicators.beginning import agree
 from commhooks.errors import SettingsError
 
 Outer = Callable[[list[Tensor]], Optimizer]
-"""Makes the outer optimizer of the tensors that it is to train."""
+"""A function that returns the outer optimizer of the given tensors."""
 
 
 def nesterov(parameters: list[Tensor]) -> Optimizer:
@@ -24,7 +24,7 @@ def nesterov(parameters: list[Tensor]) -> Optimizer:
 def made_of(outer: Outer, copies: list[Tensor], group: dist.ProcessGroup | None) -> Optimizer:
     """Return the optimizer that `outer` makes of the outer copies; raise `SettingsError` on every rank if it cannot.
 
-    Also if it is not one of these tensors, or if ranks differ in its class or options.
+    Raise it also if that is not an optimizer of exactly these tensors, or if ranks differ in its class or options.
     """
     made: object = None
     refusal = ""

@@ -1,6 +1,6 @@
-"""What is exchanged when its turn comes: fragments of the parameters, and the model's buffers.
+"""The parts that are exchanged in turn: fragments of the parameters, and the model's buffers.
 
-Shapes are those of the parameters and buffers. What is sent is in at least fp32, on the device on which it is kept.
+Tensors have the parameters' and buffers' shapes. They are sent in at least fp32, from the device that keeps them.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ from commhooks.hooks.exchanger import Averaging, Exchanger
 from commhooks.tensors import all_finite, bytes_of, cloned, computing_dtype, local
 
 _COUNT = "ranks with finite buffers"
-"""The name under which ranks count those of them whose buffers are finite."""
+"""The name of the count of ranks whose buffers are finite."""
 
 
 Before = tuple[dict[str, Tensor], dict[Tensor, Any], list[dict[str, Any]]]
-"""Outer copies, by name, the outer optimizer's state of each, and what its groups hold, such as counters."""
+"""The outer copies by name, the outer optimizer's state of each, and its groups' values, such as counters."""
 
 
 class Part(ABC):
-    """What is sent at one turn of each round, and received `delay` steps later."""
+    """A part that is sent at one turn of each round, and whose means are used `delay` steps later."""
 
     exchanger: Exchanger
     like: Mapping[str, Tensor]
-    """Tensors of the names, shapes and dtypes that are sent, where they are sent from."""
+    """Tensors with the names, shapes, dtypes and devices of those that are sent."""
 
     def __init__(self, turn: int) -> None:
         self.turn = turn
         """Its step within a round, from 1 on: the means are due at that step of every round."""
         self.due: int | None = None
-        """The step at which the means of what is under way are due; None if nothing is."""
+        """The step at which the means under way are due; None if there are none."""
         self._averaging: Averaging | None = None
         self._loaded: Mapping[str, Tensor] | None = None
 
     @abstractmethod
     def write(self, room: Mapping[str, Tensor]) -> None:
-        """Write what is sent."""
+        """Write the tensors to send into the exchanger's room."""
 
     def is_turn(self, step: int, every: int) -> bool:
-        """Return whether the means of an exchange that begins now are due at a step; not if one is under way."""
+        """Return whether no exchange is under way, and one that begins now would be due at this step."""
         return self.due is None and (step - self.turn) % every == 0
 
     def begin(self, due: int, weight: float | None = None) -> None:
-        """Start averaging this rank's part, with a weight if the exchanger has them; the means are due at a step."""
+        """Start averaging this part, with a weight if the exchanger is weighted; its means are due at step `due`."""
         self.write(self.exchanger.room)
         self._averaging, self.due = self.exchanger.begin(weight=weight), due
 
     def means(self) -> Mapping[str, Tensor]:
-        """Wait for the means of what is under way, and return them by name; raise what it failed of."""
+        """Wait for the means under way, and return them by name; raise the error if the exchange failed."""
         if self._loaded is not None:
             return self._loaded
         assert self._averaging is not None, "nothing is under way"
         return self._averaging.means
 
     def take(self) -> Mapping[str, Tensor]:
-        """Wait for the means, and let the next exchange come; they stay until its `begin`."""
+        """Wait for the means, return them, and allow the next exchange; they stay valid until its `begin`."""
         means = self.means()
         self.due = None
         self._averaging = self._loaded = None
@@ -71,7 +71,7 @@ class Part(ABC):
         return {} if self.due is None else {"at": self.due, "mean": dict(self.means())}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Continue from a `state`."""
         self._averaging = self._loaded = None
         self.due = state.get("at")
         if self.due is not None:
@@ -81,9 +81,9 @@ class Part(ABC):
 class Fragment(Part):
     """Some of the parameters, with their outer copies, which all ranks share.
 
-    `named` are the model's parameters, of which what this rank keeps is exchanged. The outer copies are in at least
-    fp32; `on_host`: in the host's memory, pinned if the parameters are not there, and each is copied to the parameters'
-    device and back by itself.
+    `named` are the fragment's parameters; of sharded ones, this rank's shards are exchanged. The outer copies are in at
+    least fp32. `on_host` keeps them in the host's memory, pinned if the parameters are on another device; each is
+    copied to that device and back separately.
     """
 
     def __init__(self, named: Mapping[str, Tensor], turn: int, *, on_host: bool) -> None:
@@ -97,14 +97,14 @@ class Fragment(Part):
             outer.copy_(local(self.named[name]))
 
     def write(self, room: Mapping[str, Tensor]) -> None:
-        """Write how far each parameter went from the outer copy, rounded as the parameter was when it began there."""
+        """Write each parameter's difference from its outer copy, which is first rounded to the parameter's dtype."""
         for name, parameter in self.named.items():
             outer, went = self.outer[name], room[name].copy_(local(parameter))
             begun = outer if parameter.dtype == outer.dtype else outer.to(parameter.dtype).to(outer.dtype)
             torch.sub(begun, went, out=went)
 
     def apply(self, means: Mapping[str, Tensor], optimizer: Optimizer) -> None:
-        """Let the outer optimizer take a step with the means as this fragment's gradients; the others have none."""
+        """Take a step of the outer optimizer with the means as this fragment's gradients; other fragments have none."""
         for name, outer in self.outer.items():
             outer.grad = means[name]
         optimizer.step()
@@ -112,7 +112,7 @@ class Fragment(Part):
             outer.grad = None
 
     def foresee(self, optimizer: Optimizer) -> Before:
-        """Take the outer step of what is under way ahead of its turn; return what `go_back` needs to undo it."""
+        """Take the outer step of the means under way early; return the values with which `go_back` undoes it."""
         copies = {name: outer.clone() for name, outer in self.outer.items()}
         kept = {outer: optimizer.state[outer] for outer in self.outer.values() if outer in optimizer.state}
         groups = [
@@ -126,7 +126,7 @@ class Fragment(Part):
         return before
 
     def go_back(self, optimizer: Optimizer, before: Before) -> None:
-        """Undo `foresee`, of several fragments that of the last one first: they share what the groups count."""
+        """Undo `foresee`; begin with the last fragment of several, since they share the groups' counters."""
         copies, states, groups = before
         for group, counts in zip(optimizer.param_groups, groups, strict=True):
             group.update(counts | {"params": group["params"]})
@@ -153,10 +153,10 @@ class Fragment(Part):
 
 
 class Buffers(Part):
-    """The model's buffers: the mean of floating-point ones over the ranks on which they are finite, rank 0's others.
+    """The model's buffers: floating-point ones are averaged where they are finite, others copied from rank 0.
 
-    Floating-point buffers, complex ones included, are sent in at least fp32, and others byte by byte: a sum to which
-    one rank alone adds is exact for bytes, but not for large integers.
+    Floating-point buffers, complex ones included, are sent in at least fp32. Others are sent byte by byte, each byte as
+    fp32: the sum of rank 0's and the other ranks' zeros is then exact, as it would not be for large integers.
     """
 
     def __init__(self, named: Mapping[str, Tensor], turn: int) -> None:
@@ -181,7 +181,7 @@ class Buffers(Part):
         room[_COUNT].fill_(float(is_finite))
 
     def apply(self, means: Mapping[str, Tensor]) -> None:
-        """Set the buffers; if they are finite on no rank, floating-point ones stay."""
+        """Set the buffers; leave floating-point ones as they are if they are finite on no rank."""
         _, ranks = self.exchanger.rank_and_world_size
         counted = round(float(means[_COUNT]) * ranks)
         for name, buffer in self.named.items():
@@ -198,7 +198,7 @@ def _is_averaged(buffer: Tensor) -> bool:
 
 
 def _as_sent(buffer: Tensor) -> Tensor:
-    """Return what is sent of a buffer: pairs of real numbers of a complex one, and bytes of integers, as fp32."""
+    """Return a buffer in the form that is sent: complex numbers as pairs of real ones, integers as bytes in fp32."""
     if not _is_averaged(buffer):
         return bytes_of(buffer).to(torch.float32)
     real = torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer

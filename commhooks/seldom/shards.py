@@ -1,4 +1,4 @@
-"""The shards of a model: each rank of a site keeps some, and averages them with those that keep the same elsewhere."""
+"""The shards of a model: each rank of a site keeps some, and averages them with their keepers at other sites."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from commhooks.unwrapping import reshard
 
 
 def shaped_like(parameter: Tensor, own: Tensor) -> Tensor:
-    """Return a tensor of a parameter's dtype and device that holds `own`; a DTensor, with it as shard, if that is one.
+    """Return `own` in a parameter's dtype and device; as the shard of a DTensor if the parameter is one.
 
-    May be `own` itself.
+    The result may be `own` itself.
     """
     if not hasattr(parameter, "to_local"):
         return own.to(parameter.device, parameter.dtype)
@@ -33,7 +33,7 @@ class Shards:
         self._meshes = list(dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")))
 
     def places(self) -> Sequence[str]:
-        """Return which part of the model this rank keeps, in words: ranks that average keep the same."""
+        """Return, in words, the part of the model that this rank keeps; ranks that average must keep the same part."""
         return [f"shard {mesh.get_coordinate()} of {tuple(mesh.mesh.shape)}" for mesh in self._meshes]
 
     def ranks(self) -> set[int]:
@@ -41,7 +41,7 @@ class Shards:
         return {rank for mesh in self._meshes for rank in mesh.mesh.flatten().tolist()}
 
     def all_agree(self, yes: bool) -> bool:
-        """Return whether all ranks that keep a part of this model say yes; each of them must call it."""
+        """Return whether `yes` is true on all ranks that keep a part of this model; each of them must call it."""
         told = torch.tensor(float(yes))
         for mesh in self._meshes:
             for dimension in range(mesh.ndim):
@@ -50,6 +50,6 @@ class Shards:
         return bool(told)
 
     def reshard(self) -> None:
-        """Let modules that FSDP2 has gathered go back to their shards, which are about to change."""
+        """Return modules that FSDP2 has gathered to their shards, before the shards change."""
         if self._meshes:
             reshard(self._model)

@@ -1,4 +1,4 @@
-"""How DiLoCo begins: its settings are checked, and described for the other ranks."""
+"""Checks of DiLoCo's settings, and their description for the other ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from commhooks.unwrapping import bare, is_ddp, is_sharded, kept_buffers, plain_n
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """When what is exchanged; the fields are arguments of `DiLoCo`."""
+    """The schedule of exchanges; its fields are arguments of `DiLoCo`."""
 
     every: int
     delay: int
     mixing: float
     fragments: tuple[tuple[str, ...], ...]
-    """The names of the parameters of each."""
+    """The names of each fragment's parameters."""
 
     @property
     def turns(self) -> list[int]:
@@ -47,7 +47,7 @@ class Schedule:
 
     @property
     def overlaps(self) -> bool:
-        """Whether an exchange of one fragment may begin before that of another one has ended."""
+        """True if one fragment's exchange may begin before another's has ended."""
         own = self.turns
         gaps = [later - earlier for earlier, later in zip(own, [*own[1:], own[0] + self.every], strict=True)]
         return len(own) > 1 and self.delay >= min(gaps)
@@ -55,7 +55,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """What DiLoCo was given, checked on this rank."""
+    """DiLoCo's arguments, checked on this rank."""
 
     schedule: Schedule
     named: Mapping[str, Tensor]
@@ -81,7 +81,7 @@ class Beginning:
         hook_timeout: float | None,
         group: dist.ProcessGroup | None,
     ) -> Beginning:
-        """Raise `CommHooksError` for what cannot work on this rank."""
+        """Return the checked arguments; raise `CommHooksError` if they cannot work on this rank."""
         check_run_settings("DiLoCo", "fused", hook_timeout)
         if not isinstance(every, int) or every < 1:
             raise SettingsError(f"DiLoCo(every={every!r}): every must be an int of at least 1.")
@@ -133,7 +133,7 @@ def trained(module: Module) -> dict[str, Tensor]:
 
 
 def group_of_ranks(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the process group, or the default one; raise `AttachError` for one whose ranks come and go."""
+    """Return the process group, or the default one; raise `AttachError` for one whose ranks may change."""
     group = group_or_default(process_group)
     name_and_store(group)
     return group
@@ -143,8 +143,8 @@ def group_of_ranks(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup
 def average_over(parameters: Sequence[Tensor], group: dist.ProcessGroup, shards: Shards) -> bool:
     """Overwrite parameters with their means, uncompressed and in at least fp32, over the ranks where all are finite.
 
-    Of a sharded model, its shards on all ranks must be. Returns whether there is such a rank; otherwise nothing is
-    changed.
+    For a sharded model, the shards on all ranks that hold it must be finite. Returns False, changing nothing, if they
+    are finite on no rank.
     """
     shards.reshard()
     owned = list(map(local, parameters))
@@ -185,7 +185,7 @@ def _check_model(model: Module, group: dist.ProcessGroup | None) -> None:
 
 
 def _check_trains(optimizer: Optimizer, named: Mapping[str, Tensor]) -> None:
-    """Raise `SettingsError` unless the optimizer trains all of these parameters, and none beside them."""
+    """Raise `SettingsError` unless the optimizer trains all of these parameters and no others."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     left_out = [name for name, parameter in named.items() if not any(parameter is one for one in held)]
     if left_out:
