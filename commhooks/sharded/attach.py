@@ -40,12 +40,12 @@ class ShardedUnit(Handle):
 
     @property
     def steps(self) -> int:
-        """How many reduce-scatters have begun."""
+        """The number of reduce-scatters begun."""
         return self._engine.step
 
     @property
     def is_attached(self) -> bool:
-        """Whether the module's gradients go through this compressor."""
+        """True while the module's gradients go through this compressor."""
         return self._unit.is_there and self._unit.reduce_scatter() is self._runs
 
     def _made_engine(self) -> Engine:
@@ -56,7 +56,7 @@ class ShardedUnit(Handle):
         return candidate, refusal or _cannot_scatter(candidate)
 
     def plug_in(self) -> None:
-        """Let the module call this."""
+        """Register the compressor as the module's reduce-scatter."""
         self._unit.module.set_custom_reduce_scatter(self._runs)  # type: ignore[arg-type]  # it has the methods of FSDP2's class
         self._is_plugged_in = True
         self._unit.send_unused()  # a step's size must not differ
@@ -80,7 +80,7 @@ class ShardedAttachment(ModulesAttachment[ShardedUnit]):
     ) -> None:
         self._handles = units
         self.gathers = Gathers(gathers)
-        """What is sent of the weights, with `gather=`, by the same names and those of frozen modules."""
+        """The gathers of weights, with `gather=`, by module name; frozen modules have one too."""
         self._line = line
         self._memory = memory
         self._watches = []
@@ -91,21 +91,21 @@ class ShardedAttachment(ModulesAttachment[ShardedUnit]):
 
     @property
     def is_attached(self) -> bool:
-        """Whether the model's gradients go through this compressor: until `detach`, or until the model is gone."""
+        """True while the model's gradients go through this compressor: until `detach`, or until the model is gone."""
         return all(unit.is_attached for unit in self.values()) and all(g.is_attached for g in self.gathers.values())
 
     def statistics(self) -> Statistics:
-        """Return this rank's totals over all modules and `gathers`; its steps are those of the module with the most."""
+        """Return this rank's totals over all modules and `gathers`; its steps are the most of any module."""
         reduced = super().statistics()
         return dataclasses.replace(total([reduced, self.gathers.statistics()]), steps=reduced.steps)
 
     def memory_report(self) -> MemoryReport:
-        """Return how many bytes are used, and for what; `gradients` are the largest module's input and output."""
+        """Return the bytes in use, by purpose; `gradients` are the largest module's input and output."""
         report = added((unit.memory_report() for unit in self.values()), self._memory.bytes())
         return dataclasses.replace(report, working=report.working + self.gathers.working_bytes())
 
     def detach(self) -> None:
-        """Give the modules FSDP2's own reduce-scatter and all-gather back. A second call does nothing.
+        """Restore FSDP2's own reduce-scatter and all-gather in the modules. A second call does nothing.
 
         Every rank must detach between the same two steps.
         """
@@ -129,23 +129,25 @@ def attach_sharded(
     residuals: ResidualStorage = "fp32",
     wrap_communicator: WrapCommunicator | None = None,
 ) -> ShardedAttachment:
-    """Average the gradients of a model that FSDP2 shards with `compressor`, which each rank gets its shard of.
+    """Average the gradients of a model that FSDP2 shards, with `compressor`; each rank gets its shard of the mean.
 
-    `model` is what `torch.distributed.fsdp.fully_shard` was called with, on it or on modules in it: each such module
-    with parameters of its own is attached. Call it on every rank, between the same two backward passes, and before or
-    after the first forward pass. A string is passed to `make_compressor`; all-reduce, casts, top-k, random-k and codes
-    of blocks (int8, int4, sign and others) can return a shard of the mean. A cast sends 16 bits and adds them up in the
-    gradients' dtype: with `MixedPrecisionPolicy(reduce_dtype=torch.float32)` in fp32.
+    `model` is a module to which, or to modules in which, `torch.distributed.fsdp.fully_shard` was applied; each such
+    module with parameters of its own gets the compressor. Call it on every rank, between the same two backward passes,
+    and before or after the first forward pass. A string is passed to `make_compressor`; all-reduce, casts, top-k,
+    random-k and codes of blocks (int8, int4, sign and others) can return a shard of the mean. A cast sends 16 bits and
+    adds them up in the gradients' dtype: with `MixedPrecisionPolicy(reduce_dtype=torch.float32)` in fp32.
 
-    - `gather`: how the parameters travel that FSDP2 gathers in forward and backward passes: as codes of blocks, "int8",
-      "fp8", "int4:block=64" or a `Codec`; or in a dtype, "bf16" or `torch.float16`. All ranks compute with what the
-      codes represent, and the optimizer trains shards that keep all digits. Elements beyond the last whole block of a
-      parameter's shard travel as they are. "fp32" only counts bytes and names a rank that fails. None: FSDP2 gathers.
-    - `hook_timeout`, `scaler`, `residuals` and `wrap_communicator` are those of `attach`. A rank encodes the gradient
-      of the *whole* parameter, since it sends to every rank that keeps a part, so a residual has that size on every
-      rank, not that of a shard: `residuals="bf16"` or "host" makes it smaller, and `error_feedback=False` in the
-      compressor leaves it out.
-    - Parameters without a gradient in a backward pass send zeros, as with `set_reduce_scatter_unused_params(True)`.
+    - `gather`: the form in which parameters are gathered for forward and backward passes: as codes of blocks, "int8",
+      "fp8", "int4:block=64" or a `Codec`; or in a dtype, "bf16" or `torch.float16`. All ranks compute with the values
+      that the codes represent, while the optimizer trains the shards at full precision. Elements beyond the last whole
+      block of a parameter's shard are sent uncoded. "fp32" only counts bytes and names a rank that fails. None: FSDP2's
+      own all-gather.
+    - `hook_timeout`, `scaler`, `residuals` and `wrap_communicator`: see `attach`. Each rank sends its gradient of the
+      *whole* parameter, a shard to each rank, so on every rank the residual has the whole parameter's size:
+      `residuals="bf16"` halves it, "host" moves it to the host's memory, and `error_feedback=False` in the compressor
+      leaves it out.
+    - Zeros are sent for parameters without a gradient in a backward pass, as with
+      `set_reduce_scatter_unused_params(True)`.
 
     Raises `AttachError` if nothing in the model is sharded, if it is attached already, or if ranks disagree;
     `SettingsError` for a compressor that cannot return shards, for FSDP2's own replication (HSDP), and for settings

@@ -1,4 +1,4 @@
-"""What attachments to a model's FSDP modules have in common: they are handles on one line, and watch optimizers."""
+"""The common base of attachments to a model's FSDP modules: handles on one line that watch optimizers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class ModulesAttachment(Grouped[One]):
     _line: ProcessGroupLine
     _watches: list[Watch]
     _seam: str
-    """What of FSDP2 runs the compressor."""
+    """The part of FSDP2 that runs the compressor, in words for errors."""
 
     @property
     @abstractmethod
     def is_attached(self) -> bool:
-        """Whether the model's gradients go through this compressor: until `detach`, or until the model is gone."""
+        """True while the model's gradients go through this compressor: until `detach`, or until the model is gone."""
 
     @abstractmethod
     def detach(self) -> None:
-        """Give the modules back what FSDP2 runs by itself. A second call does nothing.
+        """Restore FSDP2's own communication in the modules. A second call does nothing.
 
         Every rank must detach between the same two steps.
         """
@@ -43,14 +43,15 @@ class ModulesAttachment(Grouped[One]):
 
     @property
     def steps(self) -> int:
-        """The number of rounds since attaching, of the module with the most.
+        """The number of rounds since attaching, the most of any module.
 
-        One for each backward pass that synchronises, and for each call in it of a module that is called several times.
+        A backward pass that synchronises has one round, or one for each call of a module that is called several times
+        in it.
         """
         return max(one._made_engine().step for one in self.values())
 
     def statistics(self) -> Statistics:
-        """Return this rank's totals over all modules; its steps are those of the module with the most."""
+        """Return this rank's totals over all modules; its steps are the most of any module."""
         of_modules = [one.statistics() for one in self.values()]
         return dataclasses.replace(total(of_modules), steps=max(one.steps for one in of_modules))
 
@@ -67,7 +68,7 @@ class ModulesAttachment(Grouped[One]):
     def watch(self, *optimizers: object) -> None:
         """Raise `HookDidNotRunError` whenever one of these takes a step on gradients that bypassed the compressor.
 
-        Pass the optimizers of the model, or what a framework wraps around them. See `Attachment.watch`. With one rank
+        Pass the optimizers of the model, or a framework's wrappers around them. See `Attachment.watch`. With one rank,
         nothing is watched.
         """
         if self._line.world_size == 1:

@@ -1,11 +1,11 @@
-"""What PyTorch's FSDP2 keeps to itself: the modules that communicate, their parameters and process groups.
+"""Private facts of PyTorch's FSDP2: the modules that communicate, their parameters and process groups.
 
 FSDP2 lets others run its collectives (`set_custom_reduce_scatter`, `set_custom_all_gather`, `set_all_reduce_hook`), but
-does not say what is in them. That is known from attributes whose names begin with an underscore, all of which are
-looked up in this file. A version of PyTorch that has others is refused, naming what is missing.
+does not describe their content. Attributes whose names begin with an underscore do, and this file alone looks them up.
+If a version of PyTorch lacks one of them, an error names it.
 
 FSDP2 runs a reduce-scatter for each module that has parameters of its own, in every backward pass that synchronises.
-Its input is a matrix of one row for each rank: what that rank keeps of every parameter in turn, a part of the first
+Its input is a matrix with one row for each rank: the rank's shard of every parameter in turn, a range of the first
 dimension, padded with zeros to the same size on every rank. An all-gather's output is the same matrix, of parameters.
 """
 
@@ -27,25 +27,26 @@ from commhooks.tensors import local
 from commhooks.unwrapping import is_ddp, plain_name, unwrapped
 
 _sending_unused: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
-"""By what FSDP2 keeps of a unit: how many attachments want zeros sent, and whether they were before."""
+"""By FSDP2's parameter group: the number of attachments that need zeros sent, and whether they were sent before."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """A parameter of which each rank keeps a shard."""
+    """A parameter that is sharded over the ranks."""
 
     name: str
     """Its name in the model."""
     shard: torch.nn.Parameter
-    """What this rank keeps: a DTensor, which the optimizer trains."""
+    """This rank's shard: a DTensor, which the optimizer trains."""
     shape: torch.Size
-    """Of the whole parameter."""
+    """The shape of the whole parameter."""
     device: torch.device
-    """Where gradients are reduced: not that of the shard if it is offloaded, or without memory yet (meta)."""
+    """The device on which gradients are reduced. The shard's differs if it is offloaded, or has no memory yet
+    (meta)."""
     reduced_in: torch.dtype
-    """What gradients are reduced in."""
+    """The dtype in which gradients are reduced."""
     chunk: int
-    """How many elements of it a row of the reduce-scatter's input has, the same for every rank."""
+    """The number of its elements in a row of the reduce-scatter's input, padding included; the same for every rank."""
 
     def like(self) -> Tensor:
         """Return a tensor of the whole parameter's shape and dtype, without memory."""
@@ -53,19 +54,19 @@ class ShardedParameter:
 
     @property
     def own_shape(self) -> torch.Size:
-        """The shape of what this rank keeps, which may be empty."""
+        """The shape of this rank's shard, which may be empty."""
         return local(self.shard).shape
 
 
 def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of which only this is known."""
+    """Return a tensor of this shape, dtype and device, without memory."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 def has_hooks(shard: Tensor) -> bool:
-    """Return whether something runs as soon as a parameter has its gradient."""
+    """Return whether a parameter has hooks that run as soon as its gradient is accumulated."""
     return bool(getattr(shard, "_post_accumulate_grad_hooks", None))
 
 
@@ -94,7 +95,7 @@ class Unit:
 
     @property
     def is_there(self) -> bool:
-        """Whether the module still exists."""
+        """True while the module exists."""
         return self._module() is not None
 
     @property
@@ -109,19 +110,19 @@ class Unit:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """The number of the shards that this rank keeps, and how many ranks have one."""
+        """The number of this rank's shards, from 0 on, and the number of ranks that have shards."""
         return self.process_group.rank(), self.process_group.size()
 
     @property
     def is_replicated(self) -> bool:
-        """Whether FSDP2 itself averages over replicas: shards (HSDP), or whole gradients (`replicate`)."""
+        """True if FSDP2 itself averages over replicas: shards (HSDP), or whole gradients (`replicate`)."""
         return bool(_held(self._group, "_is_hsdp")) or hasattr(
             _held(self._group, "mesh_info"), "replicate_process_group"
         )
 
     @property
     def divide_factor(self) -> float | None:
-        """What sums are divided by; None: the number of ranks."""
+        """The divisor of sums; None: the number of ranks."""
         factor: float | None = _held(self._group, "gradient_divide_factor")
         return factor
 
@@ -129,7 +130,7 @@ class Unit:
         """Return the parameters that are trained, or all of them, in the order in which they are sent.
 
         Raises:
-            SettingsError: A parameter is sharded along another dimension than the first.
+            SettingsError: A parameter is sharded along a dimension other than the first.
 
         """
         found = []
@@ -155,54 +156,54 @@ class Unit:
         return found
 
     def shards(self) -> list[torch.nn.Parameter]:
-        """Return what this rank keeps of the parameters that are trained, in the same order."""
+        """Return this rank's shards of the trained parameters, in the order of `parameters`."""
         held = (_held(one, "sharded_param") for one in _held(self._group, "fsdp_params"))
         return [shard for shard in held if shard.requires_grad]
 
     def trained(self) -> list[bool]:
-        """Return of each parameter whether it is trained."""
+        """Return, for each parameter, whether it is trained."""
         return [_held(one, "sharded_param").requires_grad for one in _held(self._group, "fsdp_params")]
 
     def fingerprint(self, *, frozen: bool = False) -> str:
-        """Return the text that must be the same on every rank, of the parameters that are trained or of all."""
+        """Return the text that must be the same on every rank, about the trained parameters or, with `frozen`, all."""
         found = self.parameters(frozen=frozen)
         return "\n".join(f"parameter {p.name}: shape {tuple(p.shape)}, {p.shard.dtype}" for p in found)
 
     def reduce_scatter(self) -> Any:
-        """Return what runs the reduce-scatter now."""
+        """Return the object that runs the reduce-scatter."""
         return _held(self._group, "_reduce_scatter_comm")
 
     def all_gather(self) -> Any:
-        """Return what runs the all-gather now."""
+        """Return the object that runs the all-gather."""
         return _held(self._group, "_all_gather_comm")
 
     def all_reduce_hook(self) -> Any:
-        """Return what runs after the reduce-scatter; None: nothing."""
+        """Return the hook that runs after the reduce-scatter; None if there is none."""
         return _held(self._group, "_all_reduce_hook")
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None] | None) -> None:
-        """Run this after the reduce-scatter; None: nothing."""
+        """Set the hook to run after the reduce-scatter; None removes it."""
         self.module.set_all_reduce_hook(hook)  # type: ignore[arg-type]  # PyTorch's default is None
 
     @property
     def wants_replicas(self) -> bool:
-        """Whether gradients are to be averaged over replicas: False after `set_requires_all_reduce(False)`."""
+        """False after `set_requires_all_reduce(False)`: gradients are then not averaged over replicas."""
         return bool(_held(self._group, "all_reduce_grads"))
 
     @property
     def is_in_backward_pass(self) -> bool:
-        """Whether FSDP2 has work left to do at the end of the current backward pass."""
+        """True while FSDP2 has work left to do at the end of the current backward pass."""
         context = _held(self.module._get_fsdp_state(), "_state_ctx")
         return bool(_held(context, "post_backward_final_callback_queued"))
 
     def send_unused(self) -> None:
-        """Let zeros be sent for parameters without a gradient, until `end_sending_unused` was called as often."""
+        """Send zeros for parameters without a gradient, until `end_sending_unused` has been called equally often."""
         times, before = _sending_unused.get(self._group, (0, _held(self._group, "reduce_scatter_unused_params")))
         _sending_unused[self._group] = times + 1, before
         self.module.set_reduce_scatter_unused_params(True, recurse=False)
 
     def end_sending_unused(self) -> None:
-        """Undo one `send_unused`; the last one restores what was set before the first."""
+        """Undo one `send_unused`; the last one restores the setting from before the first."""
         times, before = _sending_unused.pop(self._group)
         if times > 1:
             _sending_unused[self._group] = times - 1, before
@@ -213,12 +214,12 @@ class Unit:
 def units_of(caller: str, model: Module, *, frozen: bool = False) -> list[Unit]:
     """Return the FSDP modules of a model that have trained parameters, in the order of `model.named_modules()`.
 
-    With `frozen`, also those whose parameters are all frozen. Of modules sharded together, with `fully_shard([one,
-    other])`, the first one stands for all. Names are those without `torch.compile` and activation checkpointing, so
+    With `frozen`, also those whose parameters are all frozen. Modules sharded together, with `fully_shard([one,
+    other])`, count as one, under the first one's name. Names leave out `torch.compile` and activation checkpointing, so
     that a checkpoint loads with and without them.
 
     Raises:
-        AttachError: There is none, this is no module, or a backward pass is under way.
+        AttachError: There are none, `model` is no module, or a backward pass is under way.
         SettingsError: FSDP2 averages over replicas itself, or modules are sharded over different ranks.
 
     """
@@ -255,7 +256,7 @@ def units_of(caller: str, model: Module, *, frozen: bool = False) -> list[Unit]:
 
 
 def group_of(model: object) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that have the shards of the first FSDP module, if any, whatever else is wrong."""
+    """Return the group of the ranks that have the first FSDP module's shards, or None if there is none."""
     modules = model.modules() if isinstance(model, Module) else ()
     sharded = (module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule))
     held = (group for state in sharded for group in _held(state, "_fsdp_param_groups"))
@@ -263,12 +264,12 @@ def group_of(model: object) -> dist.ProcessGroup | None:
 
 
 def is_default(communication: object) -> bool:
-    """Return whether what runs a collective is PyTorch's own."""
+    """Return whether the object that runs a collective is PyTorch's own."""
     return type(communication).__module__.startswith("torch.")
 
 
 def _held(owner: Any, name: str) -> Any:
-    """Return what FSDP2 keeps under a name; raise `AttachError` if this version of PyTorch does not have it."""
+    """Return a private attribute of FSDP2; raise `AttachError` if this version of PyTorch does not have it."""
     try:
         return getattr(owner, name)
     except AttributeError:

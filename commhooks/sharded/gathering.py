@@ -1,7 +1,7 @@
-"""What runs in place of FSDP2's all-gather: each rank sends its shards as codes, and decodes those of all ranks.
+"""A replacement for FSDP2's all-gather: each rank sends its shards as codes, and decodes all ranks' codes.
 
-A rank decodes its own shards too, so all ranks compute with the same weights: those that the codes represent. The
-optimizer trains the shards themselves, which keep all their digits.
+A rank decodes its own shards too, so all ranks compute with the same weights, the ones that the codes represent. The
+optimizer trains the shards themselves, at full precision.
 
 Legend: W ranks; a row of n elements, this rank's chunk of every parameter; B blocks of b elements in it.
 """
@@ -41,17 +41,17 @@ from commhooks.tensors import computing_dtype
 from commhooks.wrappers.error_feedback import ErrorFeedback
 
 Code = Codec | torch.dtype
-"""How weights travel: as codes of blocks, or in a dtype."""
+"""The form in which weights are sent: as codes of blocks, or in a dtype."""
 
 
 def code_of(gather: Code | str) -> Code:
-    """Return how weights travel, by name or not: "int8", "int4:block=64", "bf16", "fp32".
+    """Return the codec or dtype for weights; `gather` may name it: "int8", "int4:block=64", "bf16", "fp32".
 
-    Codes that may round to the nearest do so, unless they are told otherwise.
+    Named codes that can round to the nearest do so unless `stochastic` is given.
 
     Raises:
-        SettingsError: There is no such code, or it suits gradients only; or it draws random numbers, or hides what is
-            not finite.
+        SettingsError: There is no such code, or it suits gradients only, or draws random numbers, or does not show
+            values that are not finite.
 
     """
     code: object = DTYPES.get(gather, gather) if isinstance(gather, str) else gather
@@ -85,7 +85,7 @@ def code_of(gather: Code | str) -> Code:
 
 
 def _within(compressor: object) -> object:
-    """Return what a compressor sends: the codec of two hops, the dtype of a cast, or itself."""
+    """Return the codec of two hops, the dtype of a cast, or any other compressor itself; error feedback is removed."""
     if isinstance(compressor, ErrorFeedback):
         compressor = compressor.inner
     if isinstance(compressor, TwoHop):
@@ -94,17 +94,17 @@ def _within(compressor: object) -> object:
 
 
 class Run(NamedTuple):
-    """Neighbouring elements of a row, and where they are in what is sent of it."""
+    """Neighbouring elements of a row, and their place in the message."""
 
     first: int
     """The number of the first element in the row."""
     elements: int
     sent: int
-    """The number of the first one among all blocks' elements, or among those of the rest."""
+    """The number of the first element among the elements of all blocks, or of the rest."""
 
 
 class Cut:
-    """The division of a row into whole blocks, each of one parameter's elements, and a rest, which is sent as it is."""
+    """The division of a row into whole blocks, each of one parameter's elements, and a rest, which is sent uncoded."""
 
     def __init__(self, block: int, names: Sequence[str], chunks: Sequence[int]) -> None:
         coded = [chunk - chunk % block for chunk in chunks]
@@ -114,7 +114,7 @@ class Cut:
         self.blocks = sum(coded) // block
         """B."""
         self.rest = sum(left)
-        """How many elements are in no block."""
+        """The number of elements that are in no block."""
         self.of_blocks = Layout(tuple(names), tuple(coded))
         self.of_rest = Layout(tuple(names), tuple(left))
         self.coded: list[Run] = []
@@ -128,7 +128,7 @@ class Cut:
             first, of_blocks, of_rest = first + whole + others, of_blocks + whole, of_rest + others
 
     def pieces(self, at_once: int, rank: int, device: torch.device) -> Iterator[tuple[slice, Places]]:
-        """Yield the elements of some blocks at a time, and their places in what a rank has sent."""
+        """Yield slices of at most `at_once` blocks' elements, with the blocks' places in a rank's message."""
         for run in self.coded:
             begin, end = run.sent // self.block, (run.sent + run.elements) // self.block
             for block in range(begin, end, at_once):
@@ -185,11 +185,11 @@ def gather_codes(codec: Codec, cut: Cut, bucket: BucketView, ranks: int) -> Exch
 
 
 class Gather:
-    """What FSDP2 calls for one module, in place of its own all-gather, and what it has sent."""
+    """The all-gather that FSDP2 calls for one module in place of its own, with its statistics."""
 
     def __init__(self, unit: Unit, code: Code, line: ProcessGroupLine, pool: Pool) -> None:
         self.code = code
-        """How the module's weights travel."""
+        """The codec or dtype of the module's weights."""
         self._unit, self._line, self._pool = unit, line, pool
         self._before = unit.all_gather()
         held = unit.parameters(frozen=True)
@@ -209,11 +209,11 @@ class Gather:
         self._lane.opened.result()
 
     def plug_in(self) -> None:
-        """Let the module call this."""
+        """Register this as the module's all-gather."""
         self._unit.module.set_custom_all_gather(self)  # type: ignore[arg-type]  # it has the methods of FSDP2's class
 
     def detach(self) -> None:
-        """Give the module FSDP2's own all-gather back."""
+        """Restore the module's previous all-gather, and close the lane."""
         if self.is_attached:
             self._unit.module.set_custom_all_gather(self._before)
         self.stop()
@@ -227,7 +227,7 @@ class Gather:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the module's weights are gathered by this."""
+        """True while this gathers the module's weights."""
         return self._unit.is_there and self._unit.all_gather() is self
 
     def statistics(self) -> Statistics:
@@ -252,9 +252,10 @@ class Gather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Write every rank's row, as the codes represent it; it is there when the stream gets to it.
+        """Write every rank's row, as the codes represent it, in the order of the current stream.
 
-        Other ranks than those of the shards gather weights that are decoded already, and do so as without this.
+        If another group gathers (`reshard_after_forward` is a number), weights are decoded already, so the previous
+        all-gather runs.
         """
         if group is not self._unit.process_group:  # reshard_after_forward=number
             return self._before(output_tensor, input_tensor, group, async_op)
@@ -296,7 +297,7 @@ class Gather:
 
 
 class Gathers(Mapping[str, Gather]):
-    """The gathers of a model's FSDP modules, by their names: none, if its weights are gathered as without them."""
+    """The gathers of a model's FSDP modules, by module name; empty if FSDP2's own all-gather is used."""
 
     def __init__(self, gathers: Mapping[str, Gather]) -> None:
         self._of_modules = gathers
@@ -313,7 +314,7 @@ class Gathers(Mapping[str, Gather]):
         return len(self._of_modules)
 
     def __str__(self) -> str:
-        """Return how weights travel, and what was sent of them."""
+        """Return a summary: the codes of the weights, and the statistics."""
         codes = dict.fromkeys(str(gather.code) for gather in self.values())
         return f"gathers: {', '.join(codes)}\n" + str(self.statistics()).replace("gradients", "weights  ", 1)
 
@@ -322,10 +323,10 @@ class Gathers(Mapping[str, Gather]):
         return total(gather.statistics() for gather in self.values())
 
     def working_bytes(self) -> int:
-        """Return how much memory their messages take, which is kept between gathers."""
+        """Return the bytes of memory for messages, which is kept between gathers."""
         memories = [memory.untyped_storage() for gather in self.values() for memory in gather.messages()]
         return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
 
     def by_parameter(self) -> dict[str, ParameterTraffic]:
-        """Return each parameter's share of the totals, by name; frozen ones have theirs too."""
+        """Return each parameter's share of the totals, by name, frozen ones included."""
         return {name: share for gather in self.values() for name, share in gather.by_parameter().items()}

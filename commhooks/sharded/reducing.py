@@ -1,4 +1,4 @@
-"""What runs in place of FSDP2's reduce-scatter: its input is a bucket of shards, and its output this rank's shard."""
+"""A replacement for FSDP2's reduce-scatter: its input is a bucket of shards, and its output this rank's shard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHANGED = "parameters were frozen or unfrozen since attach_sharded; detach, and
 
 
 class Memory:
-    """What the reduce-scatters of a model's modules use one after another: as much as the largest needs."""
+    """Memory that the reduce-scatters of a model's modules use in turn, as large as the largest of them needs."""
 
     def __init__(self) -> None:
         self._of_kind: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
@@ -33,23 +33,23 @@ class Memory:
         return self.take("input", elements, dtype, device)
 
     def read(self, device: torch.device) -> None:
-        """Note that an input is not needed behind what the current stream has queued."""
+        """Record that an input is no longer needed after the work queued so far in the current stream."""
         self._read = mark_of(device)
 
     def take(self, what: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory, 1-D, which the next call may return again: for what one stream does in turn."""
+        """Return memory, 1-D, which the next call for the same purpose returns again; use it within one stream."""
         found = self._of_kind.get((what, dtype, device))
         if found is None or found.numel() < elements:
             found = self._of_kind[what, dtype, device] = torch.empty(elements, dtype=dtype, device=device)
         return found[:elements]
 
     def bytes(self) -> int:
-        """Return how much it is."""
+        """Return the number of bytes held."""
         return sum(memory.untyped_storage().nbytes() for memory in self._of_kind.values())
 
 
 class ReduceScatter:
-    """What FSDP2 calls for one module, in each backward pass that synchronises, in place of its own reduce-scatter."""
+    """The reduce-scatter that FSDP2 calls for one module, in each backward pass that synchronises."""
 
     def __init__(self, unit: Unit, engine: Engine, memory: Memory) -> None:
         parameters = unit.parameters()
@@ -71,7 +71,7 @@ class ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Write the mean of this rank's row, or the sum that `op` asks for; it is there when the stream gets to it."""
+        """Write the mean of this rank's row, or the sum that `op` asks for, in the order of the current stream."""
         ranks, width = self._engine.line.world_size, sum(self._chunks)
         if input_tensor.numel() != ranks * width:
             self._fail(

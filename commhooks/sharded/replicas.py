@@ -1,4 +1,4 @@
-"""Averaging over replicas of a model that FSDP2 shards: `attach_replicas`, and what it attaches to FSDP modules."""
+"""Averaging over replicas of a model that FSDP2 shards: `attach_replicas`, and its hooks on FSDP modules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from commhooks.tensors import local
 from commhooks.unwrapping import everything_kept
 
 Hook = Callable[[Tensor], None]
-"""What FSDP2 calls with a module's reduced gradients: 1-D, each parameter's part padded to the size of the largest."""
+"""A hook that FSDP2 calls with a module's reduced gradients: 1-D, each parameter's shard padded to the largest
+rank's."""
 _CHANGED = "parameters were frozen or unfrozen since attach_replicas; detach, and attach again"
 
 
@@ -60,7 +61,7 @@ class PerModule:
 
 
 class AtTheEnd:
-    """One exchange of all shards' gradients, once FSDP2 has finished a backward pass in which it reduced any."""
+    """An exchange of all shards' gradients, after FSDP2 has finished a backward pass in which it reduced any."""
 
     def __init__(self, units: Sequence[Unit], exchanger: Exchanger) -> None:
         self._units, self._exchanger = units, exchanger
@@ -72,12 +73,12 @@ class AtTheEnd:
         """The last backward pass in which an exchange was queued."""
 
     def hook_of(self, unit: Unit) -> Hook:
-        """Return what FSDP2 calls for a module."""
+        """Return the hook for a module."""
         return functools.partial(self._note, unit)
 
     @_disable_dynamo  # as PerModule
     def _note(self, unit: Unit, reduced: Tensor) -> None:
-        """Note that a module's gradients were reduced, which FSDP2 adds to `.grad` next."""
+        """Record that a module's gradients were reduced; FSDP2 adds them to `.grad` next."""
         used = next((name for name, shard in self._named(unit) if shard.grad is not None), "")
         if unit not in self._reduced or not used:  # a module that runs twice may be reduced twice in a pass
             self._reduced[unit] = used
@@ -87,7 +88,7 @@ class AtTheEnd:
             _queue(self._come_last)
 
     def _come_last(self) -> None:
-        """Queue the exchange behind what FSDP2 has queued for the end of the pass, once for each root."""
+        """Queue the exchange behind FSDP2's own callbacks for the end of the pass, one for each root."""
         _queue(self._exchange)
 
     @_disable_dynamo
@@ -122,8 +123,8 @@ class AtTheEnd:
 class ReplicasAttachment(ModulesAttachment[Exchanger]):
     """A compressor that averages over replicas of shards, as returned by `attach_replicas`.
 
-    Its keys are the names of FSDP modules under "fifo", and one, "all modules", under "fused". Each names the shard
-    that this rank keeps, if there are several, so that a checkpoint of all ranks holds the state of every shard.
+    Its keys are the names of FSDP modules under "fifo", and "all modules" under "fused". If there are several shards,
+    each key names this rank's, so that a checkpoint of all ranks holds the state of every shard.
     """
 
     _seam = "all-reduce hook"
@@ -148,22 +149,22 @@ class ReplicasAttachment(ModulesAttachment[Exchanger]):
 
     @property
     def is_attached(self) -> bool:
-        """Whether the model's gradients go through this compressor: until `detach`, or until the model is gone."""
+        """True while the model's gradients go through this compressor: until `detach`, or until the model is gone."""
         return bool(self._hooks) and all(
             unit.is_there and unit.all_reduce_hook() is hook for unit, hook in self._hooks.items()
         )
 
     def is_own(self, label: str) -> bool:
-        """Return whether this rank loads a group of a checkpoint: not that of another one of the same shards."""
+        """Return whether this rank loads a group of a checkpoint; it skips other shards' groups."""
         number, ranks = self._shard
         return not any(label.endswith(_titled("", other, ranks)) for other in range(ranks) if other != number)
 
     def memory_report(self) -> MemoryReport:
-        """Return how many bytes are used, and for what; `gradients` are the copies that are sent and received."""
+        """Return the bytes in use, by purpose; `gradients` are the copies that are sent and received."""
         return memory_of(self.values())
 
     def detach(self) -> None:
-        """Take the hooks off the modules. A second call does nothing.
+        """Remove the hooks from the modules. A second call does nothing.
 
         Every rank must detach between the same two steps.
         """
@@ -194,13 +195,13 @@ def attach_replicas(
 ) -> ReplicasAttachment:
     """Average the gradients of a model that FSDP2 shards over its replicas, with `compressor`.
 
-    `model` is what `torch.distributed.fsdp.fully_shard` was called with, on it or on modules in it, over a mesh of one
-    dimension, such as the ranks of one site. `process_group` connects the ranks that keep the same shard, one of each
-    site; None: the default group, for meshes of one rank, with which this is plain replication. FSDP2 reduces gradients
-    within a site, and the compressor averages the shards between sites. Call it on every rank, between the same two
-    backward passes, and before or after the first forward pass, once the parameters have memory. A string is passed to
-    `make_compressor`; every compressor is possible. It also goes together with `attach_sharded`, which compresses the
-    reduction within a site.
+    `model` is a module to which, or to modules in which, `torch.distributed.fsdp.fully_shard` was applied, over a mesh
+    of one dimension, such as the ranks of one site. `process_group` connects the ranks that keep the same shard, one in
+    each site; None: the default group, for meshes of one rank, with which this is plain replication. FSDP2 reduces
+    gradients within a site, and the compressor averages the shards between sites. Call it on every rank, between the
+    same two backward passes, and before or after the first forward pass, once the parameters have memory. A string is
+    passed to `make_compressor`; every compressor is possible. It can be combined with `attach_sharded`, which
+    compresses the reduction within a site.
 
     All parameters and buffers are overwritten with those of the group's rank 0, as in a DistributedDataParallel.
 
@@ -209,12 +210,12 @@ def attach_replicas(
       not use get a gradient, of zeros unless another replica used them. "fifo" averages each module's gradients as soon
       as they are reduced, in `MixedPrecisionPolicy`'s `reduce_dtype`, during the rest of the backward pass. All
       replicas must then use the same modules.
-    - `hook_timeout`, `scaler`, `residuals` and `wrap_communicator` are those of `attach`. A residual has the size of
-      this rank's shard.
+    - `hook_timeout`, `scaler`, `residuals` and `wrap_communicator`: see `attach`. A residual has the size of this
+      rank's shard.
 
     Raises `AttachError` if nothing in the model is sharded, if an all-reduce hook is set already, or if ranks disagree,
-    also about which shard they keep; `SettingsError` for FSDP2's own replication (HSDP), for a process group with ranks
-    that keep other shards, and for settings that cannot work.
+    for example about the shard that they keep; `SettingsError` for FSDP2's own replication (HSDP), for a process group
+    with ranks that keep other shards, and for settings that cannot work.
     """
     group = group_or_default(process_group)
     try:
@@ -266,7 +267,7 @@ def attach_replicas(
 
 
 def _check(model: Module, units: Sequence[Unit], group: dist.ProcessGroup, policy: PolicyName) -> None:
-    """Raise `AttachError` or `SettingsError` for what cannot be averaged over this group's ranks."""
+    """Raise `AttachError` or `SettingsError` if the model cannot be averaged over this group's ranks."""
     both = {*dist.get_process_group_ranks(units[0].process_group)} & {*dist.get_process_group_ranks(group)}
     if len(both) > 1:
         raise SettingsError(
@@ -292,7 +293,7 @@ def _check(model: Module, units: Sequence[Unit], group: dist.ProcessGroup, polic
 
 
 def _like(parameter: ShardedParameter, policy: PolicyName) -> Tensor:
-    """Return what is averaged of a parameter: what FSDP2 reduces, or what becomes its gradient."""
+    """Return a tensor like a parameter's averaged gradient: like its `.grad` ("fused"), or as FSDP2 reduces it."""
     kept = local(parameter.shard)
     if policy == "fused":
         return without_memory(kept.shape, kept.dtype, kept.device)
@@ -304,5 +305,5 @@ def _titled(name: str, number: int, ranks: int) -> str:
 
 
 def _queue(callback: Callable[[], None]) -> None:
-    """Run this at the end of the current backward pass, after what was queued before."""
+    """Run a callback at the end of the current backward pass, after those queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
