@@ -25,15 +25,15 @@ _IN_OWN = {"step": int, "buffers": dict, "generators": dict}
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What one rank read from a checkpoint."""
+    """The parts of a checkpoint that one rank read."""
 
     shared: dict[str, Any]
     own: dict[str, Any] | None
     """This rank's own part; None if another number of ranks saved the checkpoint."""
     hooks: Snapshot | Snapshots | None
     of_former_self: dict[str, Any] | None = None
-    """The part of the rank of this number among another number of ranks, if it was read: its optimizer and scaler go
-    on."""
+    """The part of the rank of this number among another number of ranks, if it was read: its optimizer and scaler
+    continue."""
 
     def of(self, run: Run, name: str) -> Any:
         """Return the state of the model, the optimizer or the scaler: this rank's own if ranks have their own."""
@@ -75,7 +75,7 @@ class Contents:
 
 
 def read_contents(path: Path, rank: int, world_size: int, rules: LoadRules) -> Contents:
-    """Read what one of `world_size` ranks needs; raise `CheckpointError` if any of it is damaged."""
+    """Read the parts that one of `world_size` ranks needs; raise `CheckpointError` if any is damaged."""
     manifest = _read_manifest(path)
     shared = _read_file(path / "shared.pt", manifest, _IN_SHARED)
     saved_size = shared["world_size"]  # not the manifest's, which has no checksum
@@ -100,7 +100,7 @@ def read_contents(path: Path, rank: int, world_size: int, rules: LoadRules) -> C
 
 @dataclasses.dataclass(frozen=True)
 class _Manifest:
-    """What the files of a checkpoint must be, by name; checkpoints of earlier versions have neither name nor CRC-32."""
+    """The expected sizes and CRC-32 of a checkpoint's files, and its name; earlier versions have only sizes."""
 
     sizes: dict[str, int]
     save: str | None

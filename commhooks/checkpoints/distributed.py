@@ -43,7 +43,7 @@ def load_distributed(
     residuals, or those of all ranks with world_size="spread". A `key` with dots is a path: "app.hooks" for {"app":
     {"hooks": ...}}.
 
-    `storage_reader` is for checkpoints that are not in a folder.
+    Pass a `storage_reader` for checkpoints that are not in a folder.
 
     Raises `CheckpointError` on every rank, and changes nothing, if any rank cannot read the checkpoint or finds that it
     does not match the run; a `PowerSGDState` that has taken no step informs the other ranks at their first bucket. DCP
@@ -68,7 +68,7 @@ def _read_state(
     hooks: HookState,
     rules: LoadRules,
 ) -> dict[str, Any]:
-    """Return a state_dict with those per-rank parts that this rank needs, also one of several engines."""
+    """Return a state_dict, also of several engines, with the per-rank parts that this rank needs."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     if reader is None:

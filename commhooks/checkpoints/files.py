@@ -4,7 +4,7 @@ A checkpoint is a folder, which all ranks must see under the same path:
 
     <directory>/checkpoint-00007-step-30/
         manifest.json    step, world size, the save's name, and the bytes and the CRC-32 of each file
-        shared.pt        what is the same on every rank, written by rank 0
+        shared.pt        the state that is the same on every rank, written by rank 0
         rank0.pt ...     each rank's own: residuals, buffers, random number generators, and with DiLoCo its model,
                          optimizer and scaler; written in parallel
 
@@ -38,7 +38,7 @@ from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What `load_checkpoint` loaded, and from where."""
+    """The result of `load_checkpoint`: path, step and extra data."""
 
     path: Path
     step: int
@@ -62,11 +62,11 @@ def save_checkpoint(
     - `model` is the DistributedDataParallel; rank 0's parameters are saved, and every rank's buffers that are in its
       state_dict.
     - `optimizer` and `scaler` must have the same state on every rank; rank 0's is saved. The state of a
-      `ZeroRedundancyOptimizer`, of which each rank holds a part, is consolidated on rank 0 first.
-    - `hooks` is what `attach` returned, the hook's `PowerSGDState`, or a `DiLoCo`. With the last, whose ranks have
-      models, optimizers and scalers of their own, every rank's are saved, and `model` may be a plain module.
-    - `extra` is anything else that you want back, as plain data: numbers, strings, tensors, lists and dictionaries.
-    - `keep` is how many of the newest checkpoints to keep in the directory (None: all).
+      `ZeroRedundancyOptimizer`, which is sharded over the ranks, is consolidated on rank 0 first.
+    - `hooks` is the result of `attach`, the hook's `PowerSGDState`, or a `DiLoCo`. With a `DiLoCo`, every rank's own
+      model, optimizer and scaler are saved, and `model` may be a plain module.
+    - `extra` is any other plain data to restore: numbers, strings, tensors, lists and dictionaries.
+    - `keep` is the number of newest checkpoints to keep in the directory (None: all).
     - `flush`: wait until everything is on the disk, so that the checkpoint also survives a crash of the machine.
       Otherwise it survives only a crash of the processes, but saving takes about half the time.
 
@@ -119,7 +119,7 @@ def load_checkpoint(
     allow differences in the hook's state: see `LoadRules`. If the number of ranks is unchanged, every rank also gets
     back its own buffers, and the state of torch's random number generators.
 
-    Raises `CheckpointError` on every rank, and changes nothing, if any rank finds it damaged or not matching the run.
+    Raises `CheckpointError` on every rank, and changes nothing, if on any rank it is damaged or does not match the run.
     """
     allowed = LoadRules(**rules)
     run = Run(model, optimizer, scaler, hooks)

@@ -1,4 +1,4 @@
-"""The directory that holds a run's checkpoints: their names, and how each one appears completely or not at all.
+"""The directory that holds a run's checkpoints: their names, and their atomic appearance.
 
 A checkpoint is written under another name and renamed once complete; before it is removed, it is renamed again. So a
 process that is killed at any moment never leaves a partial checkpoint under a checkpoint's name.

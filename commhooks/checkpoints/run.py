@@ -37,7 +37,7 @@ class HookState(Protocol):
 
     @property
     def keeps_own_model(self) -> bool:
-        """Whether every rank has a model and an optimizer's state of its own: then it is an `OwnModels`."""
+        """True if every rank has its own model and optimizer's state: then it is an `OwnModels`."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class HookState(Protocol):
 
 
 class OwnModels(HookState, Protocol):
-    """What averages the models of ranks now and then."""
+    """A `DiLoCo` or another averager of the ranks' own models."""
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -83,13 +83,13 @@ class Run:
 
     @property
     def model(self) -> Module:
-        """The module within the DDP and all other wrappers, so that its state_dict is that of the bare module."""
+        """The bare module inside the DDP and all other wrappers, whose state_dict is saved."""
         return bare(self.ddp)
 
     def ranks(self) -> Ranks:
-        """Return the ranks of the model's process group, or of those that average their own models.
+        """Return the ranks of the model's process group or, if ranks have their own models, of the averager's.
 
-        Raises `CheckpointError` for a model of which every rank has a shard: rank 0's would be taken for the whole.
+        Raises `CheckpointError` for a sharded model: rank 0's shards would be saved as the whole.
         """
         sharded = next((name for name, one in self.model.named_parameters() if hasattr(one, "to_local")), None)
         if sharded is not None:
@@ -109,16 +109,16 @@ class Run:
     def consolidate_optimizer(self) -> None:
         """Collect on rank 0 the state of an optimizer that is sharded over the ranks; every rank calls this.
 
-        The `state_dict` of PyTorch's ZeroRedundancyOptimizer returns what it collected last, however old that is.
+        The `state_dict` of PyTorch's ZeroRedundancyOptimizer returns the state that it collected last, however old.
         """
         if is_sharded(self.optimizer):
             self.optimizer.consolidate_state_dict(to=0)
 
     def own_part(self, snapshot: Snapshot | Snapshots | None, step: int, save: str) -> dict[str, Any]:
-        """Return what each rank saves separately: its residuals, buffers and random number generators.
+        """Return the state that each rank saves separately: its residuals, buffers and random number generators.
 
-        If ranks average their models only now and then, also its model, and the states of its optimizer and scaler.
-        `save` names the save, so that no file can be taken for that of another one.
+        If ranks have their own models, it includes the states of the rank's model, optimizer and scaler. `save` names
+        the save, so that files of different saves cannot be mixed up.
         """
         generators = {"cpu": torch.get_rng_state(), **generator_states()}
         part: dict[str, Any] = {"format_version": FORMAT_VERSION, "save": save, "step": step, "generators": generators}
@@ -136,7 +136,7 @@ class Run:
     def shared_part(
         self, snapshot: Snapshot | Snapshots | None, step: int, save: str, world_size: int, extra: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return what is the same on every rank; raise `CheckpointError` if it holds anything but plain data."""
+        """Return the state that is the same on every rank; raise `CheckpointError` if it is not plain data."""
         part: dict[str, Any] = {"format_version": FORMAT_VERSION, "save": save, "step": step, "world_size": world_size}
         part["model"] = self.hooks.model_state() if of_own_models(self.hooks) else self.model.state_dict()
         part |= self._saved_beside()
@@ -158,14 +158,14 @@ class ShardedOptimizer(Saved, Protocol):
 
 
 def is_sharded(optimizer: Saved | None) -> TypeGuard[ShardedOptimizer]:
-    """Return whether each rank holds only a part of the optimizer's state."""
+    """Return whether the optimizer's state is sharded over the ranks."""
     return hasattr(optimizer, "consolidate_state_dict")
 
 
 def optimizer_class(optimizer: Saved | None) -> str:
-    """Return the name of the class whose state an optimizer saves: for a sharded one, that of its shards.
+    """Return the name of an optimizer's class; for a sharded one, of the optimizer of its shards.
 
-    A sharded optimizer saves what the same optimizer saves unsharded, so that a run may change between the two.
+    A sharded optimizer saves the same state as an unsharded one, so a run may change between the two.
     """
     return type(optimizer.optim if is_sharded(optimizer) else optimizer).__name__
 

@@ -1,1 +1,1 @@
-"""What compressors remember, by parameter, and how it is saved and restored."""
+"""The state of compressors, by parameter, and its saving and restoring."""

@@ -1,7 +1,7 @@
-"""Checks of the tensors that are about to be loaded, against what this run's compressors keep.
+"""Checks of the tensors to load against the state that this run's compressors keep.
 
-`formats` has checked that the state is well-formed. What does not fit here would be set to zero, start from scratch, or
-spoil every parameter, without a word.
+`formats` has checked that the state is well-formed. Without these checks, a tensor that does not match would silently
+be set to zero, start from scratch, or spoil every parameter.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ def misfits(
     world_size: int,
     rules: LoadRules,
 ) -> list[str]:
-    """List every tensor that would be loaded although it cannot be what a run saved, with what is expected instead.
+    """List every tensor to load that no run can have saved for these parameters, with the expected form.
 
-    `snapshot` is without what the rules drop. `named` are this run's parameters, as far as they are known; `declared`
-    is what each compressor that may be in use keeps for them, and `in_other_formats` what it would keep for a parameter
-    in another memory format. What none of them declares is handed over or waits, and need only be finite.
+    `snapshot` must no longer hold the entries that the rules drop. `named` are this run's parameters that are known;
+    `declared` are the entries that each compressor that may be in use keeps for them, and `in_other_formats` returns
+    those for a parameter in another memory format. Entries that none of them declares are handed over or wait, and need
+    only be finite.
     """
     found = [] if "compressor" in snapshot.settings else ["settings: expected the name of a 'compressor', found none"]
     loaded = list(_loaded(snapshot, named, world_size, rules))
@@ -54,7 +55,7 @@ def misfits(
 def begun_again(
     snapshot: Snapshot, named: Mapping[str, Tensor], declared: Mapping[str, Sequence[Declared]]
 ) -> list[str]:
-    """Name all replicated state of another size than the first compressor keeps: it starts from its first value."""
+    """Name all replicated state whose size differs from the first compressor's: it starts from its first value."""
     found = []
     for name, (entries, *_) in declared.items():
         for entry, tensor in snapshot.replicated.get(name, {}).items():
@@ -68,14 +69,14 @@ class _Part(NamedTuple):
     """A tensor that would be loaded."""
 
     rank: int | None
-    """None: of all ranks."""
+    """The rank that owns it; None: all ranks."""
     name: str
     entry: str
     tensor: Tensor
 
     @property
     def where(self) -> str:
-        """Where it is, in words."""
+        """Its place in the state, in words."""
         owner = "" if self.rank is None else f" of rank {self.rank}"
         return f"parameter {self.name!r}, entry {self.entry!r}{owner}"
 
@@ -86,7 +87,7 @@ def _loaded(
     world_size: int,
     rules: LoadRules,
 ) -> Iterator[_Part]:
-    """Yield what would be loaded, without what the rules reset."""
+    """Yield the tensors that would be loaded, without those that the rules reset."""
     parts: list[tuple[int | None, Entries]] = [(None, snapshot.replicated)]
     if world_size == snapshot.world_size or rules.world_size not in ("refuse", "reset"):
         parts += snapshot.local.items()
@@ -99,7 +100,7 @@ def _loaded(
 
 
 def _fault_of_form(part: _Part, known: Sequence[Entry], parameter: Tensor | None, *, may_change: bool) -> str:
-    """Return what is wrong with a tensor's shape or dtype, given its possible entries; empty if nothing is."""
+    """Return the fault in a tensor's shape or dtype, given its possible entries; empty if there is none."""
     tensor, shape = part.tensor, tuple(part.tensor.shape)
     if part.entry == CHOICE and (tensor.numel() != 1 or _is_number(tensor) or int(tensor) < 0):
         return f"expected one whole number of at least 0, found {tensor.dtype} of shape {shape}: {str(tensor)[:80]}"
@@ -120,14 +121,14 @@ def _fault_of_form(part: _Part, known: Sequence[Entry], parameter: Tensor | None
 
 
 def _fits_one_of(part: _Part, parameter: Tensor, declared: Sequence[Declared]) -> bool:
-    """Return whether a basis has a shape in which one of these is saved."""
+    """Return whether a basis has a shape in which one of these entries is saved."""
     known = [entries[part.entry] for entries in declared if part.entry in entries and entries[part.entry].along]
     shapes = [shape for entry in known for shape in (saved_shape(entry, parameter), entry.shape)]
     return _is_number(part.tensor) and tuple(part.tensor.shape) in shapes
 
 
 def _is_number(tensor: Tensor) -> bool:
-    """Return whether the elements are real or complex numbers, and no integers."""
+    """Return whether the elements are floating-point or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

@@ -1,4 +1,4 @@
-"""Checks of what may be read as a state_dict: its faults, listed one by one, and the format of earlier versions."""
+"""Checks of a state_dict's format: a list of its faults, and the reading of earlier formats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TYPES: dict[str, type] = {
 
 
 def faults_of(state: Mapping[str, Any]) -> list[str]:
-    """List every fault in what should be a state_dict in this version's format."""
+    """List every fault in the format of a state_dict."""
     faults = [
         f"{name}: expected {kind.__name__}, got {kind_of(state.get(name))}"
         for name, kind in TYPES.items()
@@ -42,14 +42,14 @@ def faults_of(state: Mapping[str, Any]) -> list[str]:
 
 
 def entry_of(described: Mapping[str, Any]) -> Entry:
-    """Return the entry of a description; if it is not element-wise, its shape is that of each tensor."""
+    """Return the `Entry` of a description; its shape is None if it is element-wise or in blocks, else empty."""
     settings = dict(described)
     by_element = settings.pop("by_element", not settings.get("block"))
     return Entry(**settings, shape=None if by_element or settings.get("block") else ())
 
 
 def description_of(entry: Entry) -> dict[str, Any]:
-    """Return how an entry behaves as plain data: its kind, and what differs from most entries of that kind."""
+    """Return a description of an entry as plain data: its kind, and the fields that differ from their defaults."""
     described: dict[str, Any] = {"kind": entry.kind}
     if entry.power != 1:
         described["units"] = entry.power
@@ -69,13 +69,13 @@ def kinds_of_format_2(
     of_larger: Mapping[str, Declared],
     settings: Mapping[str, str],
 ) -> Kinds:
-    """Return the kinds of the per-rank entries in a file of format 2, without those that cannot be known.
+    """Return the kinds of the per-rank entries in a file of format 2, without those that cannot be determined.
 
-    `merged` is what the file says about each name of an entry. It is right for one parameter, and for all parameters if
-    they have the same compressor. `declared` is what the compressor that saved the file declares, if it is the one that
-    loads it, and `of_larger` what it declares for larger parameters: earlier versions had a share even where this one
-    finds a parameter too small for codes. Otherwise a tensor's shape shows its blocks, but nothing shows how many ranks
-    held it.
+    `merged` is the file's description of each name of an entry. It is right for one parameter, and for all parameters
+    if they have the same compressor. `declared` are the entries that the compressor which saved the file declares, if
+    it is the one that loads it, and `of_larger` those that it declares for larger parameters: earlier versions had a
+    share even where this one finds a parameter too small for codes. Otherwise a tensor's shape shows its blocks, but
+    nothing shows the number of ranks that held it.
     """
     text = " ".join(settings.values())
     may_differ = "PerParameter" in text and "Hierarchical" in text
@@ -206,7 +206,7 @@ def _is_ddp_core_plan(plan: object) -> bool:
 
 
 def _sizes_of_residual(shape: object) -> tuple[int, ...]:
-    """Return the elements a residual may have: twice as many for complex ones, passed as pairs by PyTorch's DDP."""
+    """Return the possible sizes of a residual: PyTorch's DDP passes complex numbers as pairs, so twice the elements."""
     if not _is_shape(shape):
         return ()
     elements = torch.Size(shape).numel()  # type: ignore[arg-type]  # "object" is not Iterable: just looked at

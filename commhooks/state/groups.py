@@ -1,4 +1,4 @@
-"""The state of several engines on one line, by the label of each, with what belongs to all of them.
+"""The state of several engines on one line, by label, with the state that they share.
 
 format_version  1
 groups          by label: a state as `commhooks.state.snapshot` describes it
@@ -63,11 +63,11 @@ class Snapshots:
         return Snapshots(groups=groups, shared=cloned(self.shared))
 
     def shared_part(self) -> dict[str, Any]:
-        """Return what is the same on every rank, as plain data."""
+        """Return the state that is the same on every rank, as plain data."""
         return self.as_dict() | {"groups": {label: one.shared_part() for label, one in self.groups.items()}}
 
     def own_part(self) -> dict[str, Any]:
-        """Return what belongs to this rank, as plain data."""
+        """Return this rank's own state, as plain data."""
         return {"groups": {label: one.own_part() for label, one in self.groups.items()}}
 
     def digest(self) -> str:
@@ -80,7 +80,7 @@ class Snapshots:
 
 
 def joined(shared: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> Snapshot | Snapshots:
-    """Return what was saved as a `shared_part` and some ranks' `own_part`; raise `CheckpointError` if it is damaged."""
+    """Join a `shared_part` and some ranks' `own_part` into a snapshot; raise `CheckpointError` if they are damaged."""
     if "groups" not in shared:
         local = [one.get("local", {}) for one in own]
         return Snapshot.from_dict({**shared, "local": {rank: held for one in local for rank, held in one.items()}})

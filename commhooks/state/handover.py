@@ -1,11 +1,11 @@
-"""Hands over what is still owed when one compressor takes over from another: in a schedule, by `replace`, or loaded.
+"""Handover of unsent state from one compressor to the next: in a schedule, by `replace`, or after loading.
 
-Two kinds of entries hold what is owed: residuals, and what a rank holds for the blocks that it serves ("share"). If the
-next compressor does not use such an entry, its content is added to the residual that the next compressor does use.
+Two kinds of entries hold unsent state: residuals, and the errors that a rank keeps for the blocks that it serves
+("share"). If the next compressor does not use such an entry, its content is added to the residual that it does use.
 
-A mean is the sum of the ranks' residuals divided by their number, and a share is in units of the mean. So, of W ranks,
-W times a share goes into the residual of the rank that serves the blocks. If the h ranks of a machine hold the share
-together, W/h times the share goes into the residual of each.
+A mean is the sum of the ranks' residuals divided by their number, and a share is in units of the mean. So, with W
+ranks, W times a share is added to the residual of the rank that serves the blocks. If the h ranks of a machine hold the
+share together, W/h times the share is added to the residual of each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from commhooks.state.table import StateTable
 
 
 class _Unsent(NamedTuple):
-    """What will not be sent, of one parameter's entry."""
+    """The content of a parameter's entry that will not be sent."""
 
     entry: str
     units: str
@@ -35,10 +35,10 @@ class _Unsent(NamedTuple):
 
 
 def hand_over(table: StateTable, compressor: Compressor, phase: int, step: int) -> None:
-    """Hand over the content of entries that `compressor` does not use in `step`; warn of what will not be sent.
+    """Hand over the content of entries that `compressor` does not use in `step`; warn if some will not be sent.
 
-    Call it between two steps, if the compressor or its phase, of which `phase` is the first step, has changed, or state
-    was loaded.
+    Call it between two steps, after the compressor or its phase has changed or state was loaded. `phase` is the first
+    step of the phase.
     """
     # What waits for its parameter's name is looked at later.
     table.in_phase = None if table.is_waiting else (compressor, phase)
@@ -57,7 +57,7 @@ def hand_over(table: StateTable, compressor: Compressor, phase: int, step: int) 
 
 
 def _hand_over(table: StateTable, slot: Slot, compressor: Compressor, step: int) -> list[_Unsent]:
-    """Hand over the content of one parameter's entries; return what will not be sent."""
+    """Hand over the content of one parameter's entries; return the content that will not be sent."""
     state, place = slot.remembered, Place(slot.name, slot.parameter, table.world_size)
     owed = {name: e for name, e in state.entries.items() if e.kind in ("residual", "share") and name in state.tensors}
     if not owed:
@@ -92,7 +92,7 @@ def _hand_over(table: StateTable, slot: Slot, compressor: Compressor, step: int)
 
 
 def _add(residual: Tensor, kept: Tensor, entry: Entry, name: str, table: StateTable) -> None:
-    """Add what an entry holds of a parameter to a residual."""
+    """Add the content of a parameter's entry to a residual."""
     wait_for_copies([residual])
     kept = kept.to(residual.device)
     if not entry.block:
@@ -106,11 +106,11 @@ def _add(residual: Tensor, kept: Tensor, entry: Entry, name: str, table: StateTa
 
 
 def _residual_among(entries: Mapping[str, Entry]) -> str | None:
-    """Return the name of the residual, under whatever name a schedule keeps it; None if there is none."""
+    """Return the name of the residual, which a schedule may have renamed; None if there is none."""
     names = [name for name, entry in entries.items() if entry.kind == "residual"]
     return RESIDUAL if RESIDUAL in names else next(iter(names), None)
 
 
 def _are_alike(one: Entry, other: Entry | None) -> bool:
-    """Return whether both hold the same, of the same ranks; what else is declared is not known of loaded state."""
+    """Return whether two entries hold the same thing for the same ranks; other fields are not known of loaded state."""
     return other is not None and (one.kind, one.block, one.holders) == (other.kind, other.block, other.holders)

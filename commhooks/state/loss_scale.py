@@ -34,14 +34,14 @@ class LossScale:
         self._of_residuals: float | Tensor = 1.0
 
     def follow(self, scaler: Scaler) -> None:
-        """Take the scale from a scaler from now on."""
+        """Use a scaler's scale from now on."""
         if not callable(getattr(scaler, "get_scale", None)) or not callable(getattr(scaler, "scale", None)):
             raise SettingsError(f"scaler={scaler!r}: scaler must be a torch.amp.GradScaler.")
         self._scaler = scaler
 
     @property
     def has_scaler(self) -> bool:
-        """Whether a scaler provides the scale, which then unscales the gradients before the optimizer's step."""
+        """True if a scaler provides the scale; it then unscales the gradients before the optimizer's step."""
         return self._scaler is not None
 
     def announce(self, scale: float) -> None:
@@ -58,7 +58,7 @@ class LossScale:
 
     @property
     def of_gradients(self) -> float | Tensor:
-        """The scale of the current step and of its residuals; a tensor if finding out its value would mean waiting."""
+        """The scale of the current step and of its residuals; a tensor if reading its value would mean waiting."""
         return self._of_residuals
 
     def load(self, scale: float) -> None:

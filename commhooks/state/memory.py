@@ -1,4 +1,4 @@
-"""How much memory an attachment takes, and for what."""
+"""The memory that an attachment takes, by purpose."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def memory_report(
 
 
 def added(reports: Iterable[MemoryReport], gradients: int) -> MemoryReport:
-    """Return the sum of several reports; `gradients` is what their buckets take together."""
+    """Return the sum of several reports; `gradients` are the bytes of all their buckets together."""
     sums: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(MemoryReport)} | {"by_parameter": {}}
     for report in reports:
         for name, value in vars(report).items():

@@ -1,7 +1,7 @@
-"""Bases whose last axis runs over several dimensions of a parameter are saved with an axis for each of them.
+"""The saved form of bases whose last axis runs over several dimensions of a parameter: one axis for each of them.
 
-In memory the axis follows the parameter's memory format, and the next run may have another one. So r×(I·kh·kw) is saved
-as r×I×kh×kw, whatever the format. Bases that earlier versions saved have one axis, and are taken as they are.
+In memory, that axis follows the parameter's memory format, which may differ in the next run. So r×(I·kh·kw) is saved as
+r×I×kh×kw, whatever the format. Bases saved by earlier versions have one axis, and are loaded unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def with_an_axis_each(kept: Entries, named: Mapping[str, Tensor], declared: Mapp
 def in_memory_order(
     saved: Snapshot, named: Mapping[str, Tensor], declared: Mapping[str, Sequence[Declared]]
 ) -> Snapshot:
-    """Return a snapshot whose replicated entries lie as this run's compressors keep them, where they can."""
+    """Return a snapshot whose replicated entries have, if possible, the shapes that this run's compressors keep."""
     replicated: Entries = {}
     for name, tensors in saved.replicated.items():
         for entry, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""A compressor's settings as a state_dict records them, and the comparison with those of the run that loads it."""
+"""A compressor's settings as a state_dict records them, and their comparison with the loading run's."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from commhooks.language.compressor import Compressor
 
 MESSAGES = "message formats"
-"""The name among the settings for what is no setting: see `Compressor.message_format`."""
+"""The key, among the settings, of the message formats, which are no setting: see `Compressor.message_format`."""
 
 
 def settings_of(
     compressor: Compressor, *, only_defaults: bool = False, written: Callable[[object], str] = repr
 ) -> dict[str, str]:
-    """Return a compressor's settings as strings, those of what it wraps under "inner.rank" and the like."""
+    """Return a compressor's settings as strings; a wrapped compressor's have names such as "inner.rank"."""
     settings = {} if only_defaults else {"compressor": type(compressor).__name__}
     for field in dataclasses.fields(compressor):  # type: ignore[arg-type]  # every compressor is a dataclass
         value = getattr(compressor, field.name)
@@ -43,7 +43,7 @@ def settings_that_differ(saved: Mapping[str, str], compressor: Compressor) -> li
 
 
 class _Written:
-    """Writes settings as the version did that wrote these texts: the rules of `PerParameter` are one text."""
+    """A writer of settings in the form of the version that wrote the texts: `PerParameter`'s rules are one text."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._fields: dict[str, set[str]] = {}

@@ -1,14 +1,14 @@
 """The contents of `state_dict()`: plain tensors, numbers, strings, and lists and dictionaries of those.
 
     format_version  3
-    step            steps synchronised before it was taken
+    step            number of steps synchronised so far
     world_size      ranks that trained
     policy          the order of collectives, for the record
     grad_scale      the loss scale that residuals are multiplied by
-    settings        of the compressor, each as text
-    shapes          of every parameter, by name
-    bucket_plan     how parameters were cut into buckets: as handed in, and as ddp_core's DDP takes it up again
-    kinds           how each rank's own entries behave, by parameter's name and entry's name: see `Entry`
+    settings        the compressor's settings, each as text
+    shapes          every parameter's shape, by name
+    bucket_plan     the division of parameters into buckets: as handed in, and in the form that ddp_core's DDP loads
+    kinds           descriptions of each rank's own entries, by parameter's name and entry's name: see `Entry`
     replicated      by parameter's name and entry's name: the same on every rank
     local           by "rank<r>", parameter's name and entry's name: each rank's own
     inventory       by "rank<r>", the name of everything in that rank's state, and of every setting, so that what reads
@@ -50,7 +50,7 @@ _LINES_TO_LIST = 12
 
 
 class LoadOptions(TypedDict, total=False):
-    """The fields of `LoadRules`, as functions that load take them."""
+    """The fields of `LoadRules`, as keyword arguments of functions that load."""
 
     world_size: str
     settings: str
@@ -59,20 +59,21 @@ class LoadOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadRules:
-    """Which differences between a checkpoint and the run that loads it are allowed."""
+    """The allowed differences between a checkpoint and the run that loads it."""
 
     world_size: str = "refuse"
-    """For a different world size: "refuse"; "spread", which keeps the sum of the residuals over the ranks, appropriate
-    if the learning rate is scaled with their number; "spread-mean", which keeps their mean, appropriate if it is not;
-    "keep", with which each rank continues with what the rank of its number had not sent, a rank that has joined starts
-    from zero, and a warning tells what is lost with ranks that have left; or "reset", which starts residuals from zero
-    (also if this rank's are not in the checkpoint). Per-rank state of served blocks is redistributed; under "spread" it
-    is multiplied by the old number of ranks over the new, and under "keep" it starts from zero."""
+    """The rule for a different world size: "refuse"; "spread", which keeps the sum of the residuals over the ranks,
+    appropriate if the learning rate is scaled with their number; "spread-mean", which keeps their mean, appropriate if
+    it is not; "keep", with which each rank continues with the residuals of the rank of its number, a rank that has
+    joined starts from zero, and a warning gives the norm of the residuals lost with ranks that have left; or "reset",
+    which starts residuals from zero (also if this rank's are not in the checkpoint). Per-rank state of served blocks is
+    redistributed; under "spread" it is multiplied by the old number of ranks over the new, and under "keep" it starts
+    from zero."""
     settings: str = "refuse"
-    """For a compressor with different settings: "refuse", or "change"."""
+    """The rule for a compressor with different settings: "refuse", or "change"."""
     missing: str = "refuse"
-    """For parameters that only the checkpoint or only the model has, and for local state that the compressor does not
-    keep: "refuse", or "reset", which initialises the model's and drops the rest."""
+    """The rule for parameters that only the checkpoint or only the model has, and for local state that the compressor
+    does not keep: "refuse", or "reset", which initialises the model's and drops the rest."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -87,13 +88,13 @@ class LoadRules:
 
     @property
     def spreads(self) -> bool:
-        """Whether a different world size uses the residuals of all ranks, so that each rank must read all of them."""
+        """True if, with a different world size, each rank needs the residuals of all ranks and must read them."""
         return self.world_size in ("spread", "spread-mean")
 
     def ranks_to_read(self, rank: int, saved_size: int, world_size: int) -> Sequence[int]:
-        """Return the ranks whose own state one of `world_size` ranks reads from what `saved_size` ranks saved.
+        """Return the ranks whose own state one of `world_size` ranks reads from a checkpoint of `saved_size` ranks.
 
-        With "keep", rank 0 also reads that of the ranks that have left, to tell what is lost.
+        With "keep", rank 0 also reads the state of ranks that have left, to report the loss.
         """
         if saved_size == world_size:
             return [rank]
@@ -119,7 +120,7 @@ class Snapshot:
     replicated: Entries
     local: dict[int, Entries]
     merged_kinds: dict[str, Entry] | None = None
-    """Of a file of format 2, whose `kinds` are not known yet: what it says about each name of an entry."""
+    """A format 2 file's description of each name of an entry, until its `kinds` are known."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -132,7 +133,7 @@ class Snapshot:
 
     @classmethod
     def from_dict(cls, state: object) -> Snapshot:
-        """Read the result of `as_dict`; raise `CheckpointError`, listing every fault, for anything else."""
+        """Read the result of `as_dict`; raise `CheckpointError`, listing every fault, if it is damaged."""
         if not isinstance(state, Mapping) or "format_version" not in state:
             raise CheckpointError(f"expected the state_dict() of a hook's state (got {kind_of(state)}).")
         version = state["format_version"]
@@ -153,11 +154,11 @@ class Snapshot:
         return cls(**fields)
 
     def shared_part(self) -> dict[str, Any]:
-        """Return what is the same on every rank, as plain data."""
+        """Return the state that is the same on every rank, as plain data."""
         return self.as_dict() | {"local": {}}
 
     def own_part(self) -> dict[str, Any]:
-        """Return what belongs to some ranks, as plain data."""
+        """Return the ranks' own state, as plain data."""
         return {"local": self.as_dict()["local"]}
 
     def cloned(self) -> Snapshot:
@@ -170,8 +171,8 @@ class Snapshot:
     ) -> Snapshot:
         """Return a snapshot that has `kinds`, if it was read from a file of format 2.
 
-        `declared` is what `compressor` remembers, among as many ranks as saved it, and `of_larger` what it remembers of
-        larger parameters. Raises `CheckpointError` if a tensor is not of the kind that it must be.
+        `declared` are `compressor`'s entries with the saved number of ranks, and `of_larger` its entries for larger
+        parameters. Raises `CheckpointError` if a tensor does not match its kind.
         """
         if self.merged_kinds is None:
             return self
@@ -199,8 +200,7 @@ class Snapshot:
     ) -> list[str]:
         """List every difference from a run that `rules` do not allow.
 
-        `shapes` are those of the run's parameters by name, as far as they are known; `declared` is what the compressor
-        remembers for them.
+        `shapes` are those of the run's known parameters, by name; `declared` are the compressor's entries for them.
         """
         found = []
         if rules.settings == "refuse":
@@ -238,7 +238,7 @@ class Snapshot:
         return {name: sums.get(name, {}) | dealt.get(name, {}) for name in {**sums, **dealt}}
 
     def lost_with(self, world_size: int) -> dict[int, float]:
-        """Return the norm of what each rank from `world_size` on had not sent, as far as it is in this snapshot."""
+        """Return the norm of the residuals of each rank from `world_size` on whose state is in this snapshot."""
         residuals = {
             rank: [kept[RESIDUAL].double() for kept in self.local[rank].values() if RESIDUAL in kept]
             for rank in range(world_size, self.world_size)
@@ -247,14 +247,14 @@ class Snapshot:
         return {rank: float(sum(float(r.square().sum()) for r in own) ** 0.5) for rank, own in residuals.items()}
 
     def _apart_from_shares(self, rank: int) -> Entries:
-        """Return what a rank goes on with among others: it serves other blocks, and its machine has other ranks."""
+        """Return a rank's state without entries that depend on the blocks it serves or the ranks of its machine."""
         return {
             name: {e: t for e, t in kept.items() if (of := self.kinds[name][e]).kind != "share" and of.holders == 1}
             for name, kept in self.local.get(rank, {}).items()
         }
 
     def without_entries_not_in(self, declared: Mapping[str, Declared], world_size: int) -> Snapshot:
-        """Return a copy without per-rank state that cannot go on among `world_size` ranks."""
+        """Return a copy without per-rank state that cannot be used with `world_size` ranks."""
         local = {
             rank: {
                 name: {e: kept[e] for e in kept if not self._misfit(name, e, declared.get(name, {}), world_size)}
@@ -267,7 +267,7 @@ class Snapshot:
         return dataclasses.replace(self, local=local, kinds=kinds)
 
     def buckets_handed_in(self) -> list[list[str]]:
-        """Return the parameter names in the buckets of the last step; empty if they are not known."""
+        """Return the names of the parameters in each bucket of the last step; empty if not known."""
         plan: list[list[str]] = self.bucket_plan.get("handed_in", [])
         return plan
 
@@ -298,9 +298,9 @@ class Snapshot:
         ]
 
     def _misfit(self, name: str, entry: str, declared: Declared, world_size: int) -> str:
-        """Return why a parameter's entry cannot go on as what is declared; empty if it can.
+        """Return the reason why a parameter's entry cannot be used as the declared one; empty if it can.
 
-        A residual that no compressor keeps waits for one that does. A share is handed over to the residual, and if
+        A residual that this compressor does not keep waits for one that does. A share is added to the residual; if
         there is none, a warning names it.
         """
         saved, now = self.kinds.get(name, {}).get(entry), declared.get(entry)

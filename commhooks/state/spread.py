@@ -1,4 +1,4 @@
-"""Per-rank state for a different number of ranks: what is summed over ranks is spread, and shares are redistributed."""
+"""Per-rank state for a different number of ranks: sums over ranks are spread, and shares are redistributed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ def spread(
 ) -> Entries:
     """Return the state of one of `new_size` ranks, so that its sum over them is `times` the sum over `old_size`.
 
-    Fewer ranks: new rank r takes over that of old ranks r, r + new_size, and so on. More: that of an old rank is
-    divided among the new ranks that equal its number modulo `old_size`. Shares are left out.
+    If there are fewer ranks, new rank r takes the sum over old ranks r, r + new_size, and so on. If there are more, an
+    old rank's state is divided equally among the new ranks whose number modulo `old_size` is its own. Shares are left
+    out.
     """
     takers = 1 if new_size <= old_size else len(range(rank % old_size, new_size, old_size))
     givers = range(rank, old_size, new_size) if new_size <= old_size else [rank % old_size]
@@ -37,7 +38,7 @@ def spread(
 def deal_again(
     local: Mapping[int, Entries], old_size: int, rank: int, new_size: int, kinds: Kinds, *, times: float
 ) -> Entries:
-    """Return the shares of one of `new_size` ranks: those of the blocks that it serves now, multiplied by `times`."""
+    """Return one of `new_size` ranks' shares, for the blocks that it serves now, multiplied by `times`."""
     dealt: Entries = {}
     for name, declared in kinds.items():
         for entry, holders in ((e, what.holders) for e, what in declared.items() if what.kind == "share"):

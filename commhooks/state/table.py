@@ -17,13 +17,13 @@ from commhooks.language.entries import CHOICE, RESIDUAL, Declared, Entry, Parame
 from commhooks.tensors import computing_dtype, is_dense
 
 ResidualStorage = Literal["fp32", "bf16", "host"]
-"""Where per-rank state is kept: in at least fp32, in bf16, or in the host's memory."""
+"""The storage of per-rank state: in at least fp32, in bf16, or in the host's memory."""
 RESIDUAL_STORAGES: tuple[ResidualStorage, ...] = get_args(ResidualStorage)
 
 Entries = dict[str, dict[str, Tensor]]
 """The entries of each parameter, by its name."""
 Kinds = dict[str, dict[str, Entry]]
-"""How each parameter's per-rank entries behave, by its name and theirs: one name may mean different things for two."""
+"""The per-rank entries by parameter's name and entry's name, which may mean different things for two parameters."""
 
 
 @dataclasses.dataclass
@@ -57,10 +57,10 @@ class StateTable:
         self.world_size = world_size
         self.storage = storage
         self.successors: tuple[Compressor, ...] = ()
-        """Compressors that may take over from the one in use: what they remember may be loaded, too."""
+        """Compressors that may take over from the one in use: their state may be loaded, too."""
         self.in_phase: tuple[Compressor, int] | None = None
-        """The compressor, and its phase's first step, to which state was handed over; None if loaded state still is to
-        be."""
+        """The compressor, and its phase's first step, to which state was handed over; None while loaded state has not
+        been."""
         self._states: dict[Tensor, ParameterState] = {}
         self._names: dict[Tensor, str] = {}
         self._loaded: dict[str, _Loaded] | None = None
@@ -98,7 +98,7 @@ class StateTable:
         return list({**self._names, **self._states})
 
     def knows_none_of(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether parameters are known here, named or seen, and none of these is among them."""
+        """Return whether the table knows parameters, by name or from a bucket, but none of these."""
         return bool(self._states or self._names) and not any(p in self._states or p in self._names for p in parameters)
 
     # --- state --------------------------------------------------------------------------------------------------------
@@ -113,12 +113,12 @@ class StateTable:
         return state
 
     def lay_out(self, bucket: BucketView, compressor: Compressor) -> None:
-        """Lay out what a compressor remembers for a bucket's parameters, and for the bucket."""
+        """Lay out a compressor's state for a bucket's parameters."""
         for slot, place in zip(bucket.slots, bucket.places(self.world_size), strict=True):
             self.lay_out_entries(slot, compressor.state(place))
 
     def lay_out_entries(self, slot: Slot, declared: Declared) -> None:
-        """Lay out entries if needed; those that had another shape, or other holders, are initialised again."""
+        """Allocate entries if needed; entries with a new shape or number of holders start from their first value."""
         state = slot.remembered
         for name, entry in declared.items():
             kept, before = state.tensors.get(name), state.entries.get(name)
@@ -139,9 +139,9 @@ class StateTable:
             self._fill(slot.parameter, state, self._loaded[state.key])
 
     def choose(self, compressor: Compressor, step: int) -> None:
-        """Let a compressor choose before a step's first bucket, given the state of all parameters.
+        """Ask a compressor for its choices before a step's first bucket, given the state of all parameters.
 
-        Not done while loaded state is waiting for its parameter's name: the choice was loaded with it.
+        Does nothing while loaded state waits for its parameter: the choice was loaded with it.
         """
         if self.is_waiting:
             return
@@ -228,8 +228,8 @@ class StateTable:
     ) -> None:
         """Replace all state with entries in the form of `export`, of these kinds; they are copied.
 
-        Parameters not seen yet take theirs when they are. If `shapes`, those of all parameters by name, is given, a
-        parameter that is missing there or has another shape then raises `CheckpointError`.
+        A parameter that was not seen yet gets its state when it is. If `shapes`, of all parameters by name, is given, a
+        parameter that is missing in it or has another shape then raises `CheckpointError`.
         """
         self.in_phase = None
         self._shapes = None if shapes is None else {name: tuple(shape) for name, shape in shapes.items()}
@@ -249,7 +249,7 @@ class StateTable:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether loaded state waits for its parameter to be seen."""
+        """True while loaded state waits for its parameter to be seen."""
         return bool(self._loaded)
 
     def end_loading(self) -> None:
@@ -276,7 +276,7 @@ class StateTable:
             )
 
     def _fill(self, parameter: Tensor, state: ParameterState, loaded: _Loaded) -> None:
-        """Copy loaded state into what is laid out; the rest waits for a compressor that declares it."""
+        """Copy loaded state into allocated entries; keep the rest for a compressor that declares it."""
         if CHOICE in loaded.replicated:
             state.choice = int(loaded.replicated[CHOICE])
         for name, saved, entry in loaded.items():
@@ -310,7 +310,7 @@ class StateTable:
 
 
 def _have_same_holders(one: Entry | None, other: Entry) -> bool:
-    """Return whether equally many ranks share both: state that each rank has for itself is not a machine's."""
+    """Return whether the same number of ranks share both entries: a rank's own state differs from a machine's."""
     return one is not None and one.holders == other.holders
 
 
