@@ -1,6 +1,6 @@
 """Gradient compression for data-parallel PyTorch: communication hooks for ddp_core's and PyTorch's DDP.
 
-A name is imported when it is first used. Only what saved hooks hold is imported at once.
+A name is imported when it is first used; only the names that saved hooks contain are imported at once.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,9 @@
-"""The only file that knows devices: what runs later than the host asks, streams, and memory that they access later.
+"""The only file that knows devices: work that is queued, streams, and host memory that they access later.
 
-Another accelerator would be a change here. CUDA is what is tested.
+Support for another accelerator would be a change here. Only CUDA is tested.
 
-A GPU runs what the host queues on its streams, one after another on each stream, so the host knows no values and need
-not wait for any. Residuals in the host's memory (`residuals="host"`) are written by copies that run when a stream
+A GPU runs what the host queues on its streams, one after another on each stream; the host neither knows the values nor
+needs to wait for them. Residuals in the host's memory (`residuals="host"`) are written by copies that run when a stream
 reaches them. Before the host accesses such memory, it must wait for the last of them; otherwise it could read too
 early, or be overwritten. No wait is needed on the device, where the stream's order is enough.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 ACCELERATOR = torch.device("cuda")
-"""The kind of device that is asked about beside the CPU."""
+"""The only supported kind of device besides the CPU."""
 _BACKENDS_ON_STREAMS = ("nccl",)
 _EVENTS_TO_KEEP = 4096
 """Above this many entries, completed ones are removed: freed memory leaves some behind."""
@@ -29,15 +29,15 @@ class Mark(Protocol):
     """A position in a stream's queue: a CUDA event."""
 
     def query(self) -> bool:
-        """Return whether the device has reached it."""
+        """Return whether the device has reached the mark."""
         ...
 
     def wait(self) -> None:
-        """Make the current stream wait until the device has reached it."""
+        """Make the current stream wait until the device has reached the mark."""
         ...
 
     def synchronize(self) -> None:
-        """Make the host wait for that."""
+        """Make the host wait until the device has reached the mark."""
         ...
 
 
@@ -50,7 +50,7 @@ def runs_later(tensor: Tensor) -> bool:
 
 
 def runs_on_streams(backend: str) -> bool:
-    """Return whether a backend of torch.distributed has streams wait for its collectives instead of the host.
+    """Return whether streams, not the host, wait for the collectives of a torch.distributed backend.
 
     Such a backend runs collectives in the order in which they are issued, and needs no thread.
     """
@@ -73,13 +73,13 @@ def matmul_settings(like: Tensor) -> Any:
 
 
 class SideStream:
-    """A stream on which compressors compute, and which waits for collectives."""
+    """A stream on which compressors compute and wait for collectives."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def entered(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which everything is queued on this stream."""
+        """Return a context in which work is queued on this stream."""
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> Mark:
@@ -105,14 +105,14 @@ def mark_of(device: torch.device) -> Mark | None:
 
 
 def use_own_stream(device: torch.device) -> None:
-    """Give the calling thread a stream of its own on the device, once."""
+    """Give the calling thread its own stream on the device, unless it has one."""
     if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
-    """Return a future for a tensor on a device; whoever waits for it makes the current stream wait, not the host."""
+    """Return a future for a tensor on a device; waiting for it blocks the current stream, not the host."""
     return torch.futures.Future(devices=[device] if device.type == ACCELERATOR.type else None)
 
 
@@ -131,7 +131,7 @@ def generator_states() -> dict[str, Tensor]:
 
 
 def set_generator_states(states: Mapping[str, Tensor]) -> None:
-    """Restore what `generator_states` returned, if there is such a device here."""
+    """Restore the result of `generator_states`, if such a device is available."""
     if ACCELERATOR.type in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states[ACCELERATOR.type])
 
@@ -140,7 +140,7 @@ def set_generator_states(states: Mapping[str, Tensor]) -> None:
 
 
 _last: dict[int, Mark] = {}
-"""For each storage in the host's memory, the mark that is reached when the last copy into it is done."""
+"""The mark behind the last copy into each storage in the host's memory."""
 _lock = threading.Lock()
 
 

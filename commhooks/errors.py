@@ -16,7 +16,7 @@ class HookTypeError(SettingsError, TypeError):
 
 
 class AttachError(CommHooksError, RuntimeError):
-    """A model that cannot be attached to, or ranks that disagree about what they attached."""
+    """A model that no compressor can be attached to, or ranks that disagree about the attachment."""
 
 
 class HookDidNotRunError(AttachError):
@@ -28,7 +28,7 @@ class GradientError(CommHooksError, TypeError):
 
 
 class CheckpointError(CommHooksError, RuntimeError):
-    """State that could not be loaded if saved, or that does not match the run; nothing has been changed."""
+    """State that cannot be saved or loaded, or does not match the run; the run is unchanged."""
 
 
 class CompressorError(CommHooksError, RuntimeError):
@@ -44,4 +44,4 @@ class ProfileError(CommHooksError, RuntimeError):
 
 
 class ProbeError(CommHooksError, RuntimeError):
-    """A network that could not be measured, or whose measurements contradict one another; nothing is reported."""
+    """A network that could not be measured, or whose measurements contradict one another."""

@@ -44,10 +44,10 @@ def make_compressor(
     `commhooks.compressors`, a class such as "mypackage.module:TopK", or, without settings, a whole compressor as
     printed by `str`: "powersgd:rank=4,wire=bf16" or "error-feedback:inner=(top-k:ratio=0.1),reset_every=100".
 
-    `start_after` runs a plain all-reduce for that many steps first; `wire` is the dtype in which messages are sent, or
-    its name; `error_feedback` keeps what is not sent for the next step (None: if losing it would cost accuracy), and
-    `decay` is the fraction of it that is kept (None: all, or what the compressor's paper uses). Raises `SettingsError`
-    (a `ValueError`) for a name or a setting that does not exist, or a value that cannot work.
+    `start_after` is the number of initial steps with a plain all-reduce; `wire` is the dtype of messages, or its name;
+    `error_feedback` keeps the part that is not sent for the next step (None: if losing it would cost accuracy), and
+    `decay` is the fraction of it that is kept (None: all, or the value of the compressor's paper). Raises
+    `SettingsError` (a `ValueError`) for a name or a setting that does not exist, or a value that cannot work.
     """
     spelling = parse(name)
     common = {"start_after": start_after or None, "wire": wire, "error_feedback": error_feedback, "decay": decay}
@@ -67,9 +67,9 @@ def settings_of(name: str) -> list[str]:
 
 
 def _built(name: str, settings: Mapping[str, Any], *, as_code: bool = False) -> Any:
-    """Return what a name and its settings stand for: a compressor, or a setting of one, such as a codec.
+    """Return the object of a name and its settings: a compressor, or a setting of one, such as a codec.
 
-    Where a codec is expected (`as_code`), "sign" is the codec, and not the compressor that sends it in two hops.
+    With `as_code`, "sign" is the codec, not the compressor that sends it in two hops.
     """
     kind = _classes()[name] if as_code and name in _classes() else kind_of(name)
     known = _settings_of(kind)
@@ -112,9 +112,9 @@ def _called(name: str, make: Callable[..., Any], settings: Mapping[str, Any]) ->
 
 
 def kind_of(name: str) -> Registered | type:
-    """Return how to make the compressor of this name, or the class of another setting, such as a codec's.
+    """Return the `Registered` compressor of this name, or the class of another setting, such as a codec.
 
-    Raises `SettingsError` (a `ValueError`), naming the nearest, if there is none.
+    Raises `SettingsError` (a `ValueError`), naming the nearest name, if there is none.
     """
     if name in COMPRESSORS:
         return COMPRESSORS[name]
@@ -188,7 +188,7 @@ def _types_of(make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _is_of(value: object, kind: Any) -> bool:
-    """Return whether a value has an annotated type, as far as a simple check can tell."""
+    """Return whether a value has an annotated type; types too complex for a simple check pass."""
     if kind is Any:
         return True
     if len(kinds := _kinds_in(kind)) > 1:
@@ -201,7 +201,7 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 def _value_of(value: Any, kind: Any, where: str) -> Any:
-    """Return what a setting of this type is to be, given what was written; anything else is returned as it is."""
+    """Convert the text of a setting to its type: compressors, codecs, dtypes, tuples; return other values unchanged."""
     kinds = _kinds_in(kind)
     classes = [one for one in kinds if isinstance(one, type)]
     if isinstance(value, str) and any(issubclass(one, Compressor | Codec) for one in classes):

@@ -1,4 +1,4 @@
-"""What the package's names stand for, and when they are imported: on use (PEP 562)."""
+"""The package's names, imported on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _PLACES = {
     "state.snapshot": "LoadRules Snapshot merge_state_dicts",
     "wrappers": "ErrorFeedback Hierarchical Match PerParameter StartAfter WireDtype schedule",
 }
-"""By module, the names that `commhooks` offers from it; what it imports under `TYPE_CHECKING` is the same."""
+"""The names that `commhooks` offers, by module; its imports under `TYPE_CHECKING` are the same."""
 _MOVED = {
     "codecs": "Codec FP8 Half Int4 Int8 MXFP4 MXFP8 Natural QSGD Sign TernGrad Vote",
     "communicators": (
@@ -65,13 +65,14 @@ _MOVED = {
     ),
     "planning": "Candidate Choice Estimate HookEstimate Plan Probe Profile",
 }
-"""By room, the names that `commhooks` itself offered before; for one release they resolve with a warning."""
+"""The names that `commhooks` itself offered before, by their new module; for one release they resolve with a
+warning."""
 _MODULE_OF = {name: f"commhooks.{place}" for place, names in _PLACES.items() for name in names.split()}
 _ROOM_OF = {name: f"commhooks.{room}" for room, names in _MOVED.items() for name in names.split()}
 
 
 def resolved(name: str) -> Any:
-    """Return what `commhooks.<name>` is: a name, a module, or, with a `FutureWarning`, a name that has moved."""
+    """Return `commhooks.<name>`: an object, a module or, with a `FutureWarning`, an object that has moved."""
     if name in _MODULE_OF:
         found = getattr(importlib.import_module(_MODULE_OF[name]), name)
         setattr(sys.modules["commhooks"], name, found)
@@ -92,7 +93,7 @@ def resolved(name: str) -> Any:
 
 
 def listed() -> list[str]:
-    """Return what `dir(commhooks)` shows: its names and rooms, without those that have moved."""
+    """Return the names for `dir(commhooks)`, with its packages, without names that have moved."""
     return sorted({*vars(sys.modules["commhooks"]), *_MODULE_OF, *_MOVED})
 
 

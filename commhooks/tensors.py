@@ -21,7 +21,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def cloned(data: Any) -> Any:
-    """Return plain data with every tensor in it copied: each alone, unlike `copy.deepcopy`, which copies storages."""
+    """Return a copy of plain data; each tensor is copied alone, unlike `copy.deepcopy`, which copies whole storages."""
     if isinstance(data, Tensor):
         return data.detach().clone()
     if isinstance(data, dict):
@@ -30,7 +30,7 @@ def cloned(data: Any) -> Any:
 
 
 def has_numpy(tensor: Tensor) -> bool:
-    """Return whether NumPy can read a tensor's memory, if it knows the dtype: not on a GPU, nor that of a subclass."""
+    """Return whether NumPy can read a tensor's memory, if it knows the dtype: a plain CPU tensor's."""
     return type(tensor) is Tensor and tensor.device.type == "cpu"
 
 
@@ -45,7 +45,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank keeps of a DTensor, in the same memory, and other tensors themselves; without a graph."""
+    """Return this rank's shard of a DTensor, or any other tensor, in the same memory and detached."""
     sharded: Any = tensor
     own: Tensor = sharded.to_local() if hasattr(tensor, "to_local") else tensor
     return own.detach()
@@ -59,7 +59,8 @@ def power_below(terms: int) -> float:
 def mean_in_order(first: Tensor, others: Iterable[Tensor], terms: int) -> Tensor:
     """Overwrite a tensor with its mean over `terms` tensors, itself and the others, in order, and return it.
 
-    How a sum over a dimension rounds may depend on its length; this does not. Finite terms never overflow.
+    It rounds every element alike; the rounding of a sum over a dimension may depend on lengths. Finite terms never
+    overflow.
     """
     shrunk = power_below(terms)
     first *= shrunk
@@ -89,7 +90,7 @@ def tensor_bytes(tensor: Tensor, wire: torch.dtype | None = None) -> int:
 
 
 _LARGE = 1 << 14
-"""From this many elements on, a CPU finds the least and the largest in a tenth of the time that the norm takes."""
+"""The number of elements from which on a CPU finds the extremes in a tenth of the time of the norm."""
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ _WRAPPERS = (
     "_forward_module",  # of lightning.fabric's _FabricModule
     "_orig_mod",  # of torch.compile's OptimizedModule
 )
-"""The attribute in which each wrapper keeps the module that it wraps."""
+"""The attributes in which wrappers keep the module that they wrap."""
 _NAMES_OF_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
@@ -88,7 +88,7 @@ def trained_parameters(model: Module, ddp: Module) -> list[tuple[str, Tensor]]:
 
 
 def left_out_parameters(ddp: Module, in_buckets: Set[Tensor]) -> dict[Tensor, str]:
-    """Return, with their names, the parameters that are in no bucket although `ddp` was not told to ignore them."""
+    """Return the parameters that are in no bucket although `ddp` was not told to ignore them, with their names."""
     return {p: plain_name(name) for name, p in _managed(ddp) if p not in in_buckets}
 
 
@@ -114,7 +114,7 @@ def _managed(ddp: Module) -> list[tuple[str, Tensor]]:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what compilers and activation checkpointing put into it."""
+    """Return a parameter's name without the parts that compilers and activation checkpointing add."""
     return ".".join(part for part in name.split(".") if part not in _NAMES_OF_WRAPPED)
 
 
@@ -137,7 +137,7 @@ def kept_buffers(module: Module) -> dict[str, Tensor]:
 
 
 def reshard(model: Module) -> None:
-    """Let modules that FSDP2 has gathered go back to their shards, which are about to change."""
+    """Return modules that FSDP2 has gathered to their shards, before the shards change."""
     fsdp = _loaded("torch.distributed.fsdp")
     for module in model.modules() if fsdp is not None else ():
         if isinstance(module, fsdp.FSDPModule):
@@ -145,13 +145,13 @@ def reshard(model: Module) -> None:
 
 
 def everything_kept(model: Module) -> list[Tensor]:
-    """Return the parameters, those that are frozen too, and buffers; of shards, what this rank keeps."""
+    """Return the parameters, frozen ones included, and the saved buffers; of sharded ones, this rank's shards."""
     reshard(model)
     return [local(one) for one in (*model.parameters(), *kept_buffers(model).values())]
 
 
 def is_sharded(model: Module) -> bool:
-    """Return whether each rank holds only a part of the parameters: FSDP, or `fully_shard`."""
+    """Return whether the parameters are sharded over the ranks, by FSDP or `fully_shard`."""
     fsdp = _loaded("torch.distributed.fsdp")
     sharded = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
     return any(isinstance(module, sharded) for module in model.modules())

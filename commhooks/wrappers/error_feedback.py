@@ -1,11 +1,11 @@
-"""Error feedback: keep what a compressor leaves out, and add it to the next gradient.
+"""Error feedback: keep the part of a gradient that a compressor leaves out, and add it to the next gradient.
 
 Source: Karimireddy, Rebjock, Stich, Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
-2019, algorithm 2. The residual is local: what *this* rank did not send, not its distance from the mean.
+2019, algorithm 2. The residual is local: the part that *this* rank did not send, not its distance from the mean.
 
-Weakness: what is sent late, or in bursts, makes the second moments of optimizers such as Adam larger and so their steps
-shorter (Tang et al., "1-bit Adam", ICML 2021, section 3). Under these, codes such as `Sign` and `Int4` do better
-without feedback, `TopK` with it.
+Weakness: values that are sent late, or in bursts, increase the second moments of optimizers such as Adam, which
+shortens their steps (Tang et al., "1-bit Adam", ICML 2021, section 3). With such optimizers, codes such as `Sign` and
+`Int4` do better without feedback, `TopK` with it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,16 @@ from commhooks.wrappers.wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(Wrapper):
-    """Error feedback: `inner` gets the gradient plus the residual, and what it leaves out is the next residual.
+    """Error feedback: `inner` gets the gradient plus the residual, and its error is the next residual.
 
-    There is one residual for each parameter of which `inner` loses something. A step whose mean is not finite changes
-    none.
+    Each parameter for which `inner` is lossy has a residual. A step whose mean is not finite changes none.
     """
 
     decay: float = setting(1.0, above=0, most=1)
-    """Below 1, a residual fades, and what fades is lost. If `inner` may lose ω times what it is given (squared norms),
-    this must be below 1/√ω."""
+    """The factor of the residual in the next step. Below 1, residuals fade, and the faded part is lost. If `inner` may
+    lose ω times its input (squared norms), this must be below 1/√ω."""
     reset_every: int = setting(0, least=0)
-    """The number of steps between two drops of the residual; 0: never drop it. Lower: less is sent late, and more is
-    lost."""
+    """The number of steps between two drops of the residual; 0: never. Lower: less is sent late, and more is lost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,7 +55,7 @@ class ErrorFeedback(Wrapper):
             )
 
     def by_name(self, decay: float | None = None) -> Spelling | None:
-        """Return the name of `inner`, with what it says about error feedback."""
+        """Return the spelling of `inner` with error feedback."""
         return None if self.reset_every or decay is not None else self.inner.by_name(self.decay)
 
     def takes(self, gradient: Tensor) -> bool:
@@ -65,7 +63,7 @@ class ErrorFeedback(Wrapper):
         return self.inner.takes(gradient) and not gradient.is_sparse and gradient.is_floating_point()
 
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
-        """Return `inner`'s loss, which is not unbiased here: what one step leaves out is sent in a later one."""
+        """Return `inner`'s loss as a biased one: the part that one step leaves out is sent in a later one."""
         loss = self.inner.loss(name, parameter)
         return None if loss is None else dataclasses.replace(loss, unbiased=False)
 
@@ -84,7 +82,7 @@ class ErrorFeedback(Wrapper):
                 )
 
     def state(self, place: Place) -> Declared:
-        """Return the entries of `inner`, and the residual if there can be one: in every step, whatever `inner` does."""
+        """Return the entries of `inner` and, if it is lossy, the residual, whatever the step."""
         residual = {RESIDUAL: Entry(kind="residual")} if self.inner.loss(place.name, place.parameter) else {}
         return {**residual, **self.inner.state(place)}
 
@@ -93,7 +91,7 @@ class ErrorFeedback(Wrapper):
         return self.inner.compress(self._with_residuals(bucket, context), context)
 
     def scatter(self, bucket: BucketView, context: Context) -> Exchange:
-        """Run `inner` on the gradient plus the residual, of which every rank has its own for all shards."""
+        """Run `inner` on the gradient plus the residual, which each rank keeps for all shards."""
         return self.inner.scatter(self._with_residuals(bucket, context), context)
 
     def _with_residuals(self, bucket: BucketView, context: Context) -> BucketView:

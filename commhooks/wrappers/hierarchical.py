@@ -2,10 +2,10 @@
 
 Idea: links inside a machine are fast, so its ranks first average their gradients uncompressed. Then the machine acts as
 one rank: all of its ranks compress the same mean identically, and each carries 1/n of every message to the other
-machines. Bytes on the wire, for n ranks per machine: between machines, each rank sends 1/n of what `inner` sends, so a
-machine sends as much as a single rank would; inside, the gradient, and the answers from the other machines. Bias and ω
-are those of `inner`, applied to the machines' means. Weakness: every rank of a machine does all of the compressor's
-work, and all must compute identical bits, as ranks with identical hardware do.
+machines. Bytes on the wire, for n ranks per machine: between machines, each rank sends 1/n of `inner`'s messages, so a
+machine sends as much as a single rank would; inside, the gradient and the answers from other machines. Bias and ω are
+`inner`'s, applied to the machines' means. Weakness: every rank of a machine does all of the compressor's work, and all
+must compute identical bits, as ranks with identical hardware do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from commhooks.wrappers.wrapper import Wrapper
 class Hierarchical(Wrapper):
     """Plain averaging inside each machine, and `inner` between machines, as if each machine were one rank.
 
-    What `inner` remembers belongs to a machine: all its ranks hold the same.
+    The state of `inner` belongs to a machine: all its ranks hold the same.
     """
 
     size: int = setting(least=1)
@@ -96,13 +96,13 @@ def is_hierarchical(compressor: Compressor) -> bool:
 
 
 def machines_share_codes(compressor: Compressor) -> bool:
-    """Return whether each rank of a machine sends a slice of the machine's code, which must then be alike on all."""
+    """Return whether each rank of a machine sends a slice of the machine's code, which all must then compute alike."""
     is_coded = isinstance(compressor, Hierarchical) and compressor.size > 1 and compressor.inner.sends is Sends.ANYTHING
     return is_coded or any(map(machines_share_codes, inner_of(compressor)))
 
 
 class _Carrier:
-    """Carries a machine's requests: each rank sends its slice of every part, and the machine gathers the answers.
+    """A carrier of a machine's requests: each rank sends its slice of every part, and the machine gathers the answers.
 
     A slice is a range of a part's elements or, if a part has a row for each machine, of its columns. All slices of a
     part have the same length, so that they can be gathered; the last ones are padded with zeros.
@@ -145,7 +145,7 @@ class _Carrier:
         return Part(own, part.layout, part.wire)
 
     def _gather(self, request: Request, slices: list[Tensor]) -> AllGather:
-        """Gather every rank's slices; sums are sent as narrow as they came, which loses nothing."""
+        """Gather every rank's slices; sums are sent in the dtype in which they came, which loses nothing."""
         parts = []
         for part, own in zip(request.parts, slices, strict=True):
             is_cast = isinstance(request, AllReduce) and part.on_wire.itemsize < own.element_size()
@@ -168,7 +168,7 @@ class _Carrier:
 
 
 def _columns(request: Request, part: Part) -> int:
-    """Return how many elements of a part are cut into slices: those of a row, if each machine has one."""
+    """Return the number of a part's elements to cut into slices: a row's, if there is a row for each machine."""
     return part.tensor.shape[1:].numel() if _has_rows(request) else part.tensor.numel()
 
 

@@ -41,7 +41,7 @@ class Match:
     dimensions: tuple[int, ...] = ()
     """The allowed numbers of dimensions, such as (2, 4) for matrices and convolutions; empty: any number."""
     dtype: torch.dtype | None = None
-    """None: any."""
+    """The required dtype; None: any."""
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -67,7 +67,7 @@ class Match:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerParameter(Compressor):
-    """Each parameter goes to the compressor of the first rule that matches it, and the rest to `otherwise`.
+    """A compressor that passes each parameter to the first rule that matches it, or else to `otherwise`.
 
     A step takes as many rounds as the compressor that needs most, not the sum of all.
     """
@@ -88,7 +88,7 @@ class PerParameter(Compressor):
 
     @property
     def sends(self) -> Sends:
-        """What any of the compressors may request."""
+        """The widest of the compressors' `sends`."""
         return max(compressor.sends for compressor in self._compressors)
 
     def takes(self, gradient: Tensor) -> bool:
@@ -113,11 +113,11 @@ class PerParameter(Compressor):
             compressor.check(mine, world_size)
 
     def state(self, place: Place) -> Declared:
-        """Return the entries of the parameter's compressor, which is given no whole bucket."""
+        """Return the entries of the parameter's compressor."""
         return self._of(place.name, place.parameter).state(dataclasses.replace(place, bucket=None))
 
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
-        """Let each compressor choose for its own parameters."""
+        """Return each compressor's choices for its own parameters."""
         chosen: dict[Tensor, int] = {}
         for compressor in self._compressors:
             if not never_chooses(compressor):
@@ -148,7 +148,8 @@ class PerParameter(Compressor):
         )
 
     def _parts(self, bucket: BucketView) -> Sequence[tuple[Compressor, BucketView | None]]:
-        """Return each compressor's part of a bucket; None for all of it, lest a bucket refer to itself by its plans."""
+        """Return each compressor's part of a bucket; None for all of it, since a bucket's plans must not refer to
+        it."""
         slots: dict[int, list[Slot]] = {}
         numbers = {id(compressor): number for number, compressor in enumerate(self._compressors)}
         for slot in bucket.slots:

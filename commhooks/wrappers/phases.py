@@ -13,7 +13,7 @@ from commhooks.wrappers.start_after import StartAfter
 from commhooks.wrappers.wrapper import Wrapper
 
 _PASSED_ON = (Compressor.state, Wrapper.state, Hierarchical.state, PerParameter.state, StartAfter.state)
-"""Those that declare nothing but what the compressors in the settings declare."""
+"""Methods that declare only the entries of the compressors in the settings."""
 
 
 class Phase(NamedTuple):
@@ -22,12 +22,12 @@ class Phase(NamedTuple):
     begin: int
     """The first step."""
     is_guarded: bool
-    """Whether there may be state to guard, the same on every rank, since guards add to what is sent."""
+    """True if there may be state to guard. It is the same on every rank, because guards lengthen messages."""
 
 
 @functools.lru_cache(maxsize=64)
 def phases_of(compressor: Compressor) -> tuple[Phase, ...]:
-    """Return a compressor's phases, in order, the first of which begins at step 0."""
+    """Return a compressor's phases in order, beginning at step 0."""
     switches = sorted(one.steps for one in _running(compressor, None) if isinstance(one, StartAfter))
     return tuple(Phase(step, any(map(_is_guarded, _running(compressor, step)))) for step in (0, *switches))
 
@@ -43,7 +43,7 @@ def _running(compressor: Compressor, step: int | None) -> Iterator[Compressor]:
 
 
 def _is_guarded(compressor: Compressor) -> bool:
-    """Return whether a compressor declares state itself, or would be given some by `ErrorFeedback`.
+    """Return whether a compressor declares state itself, or would get some from `ErrorFeedback`.
 
     So a compressor sends as much without error feedback as with it, and the two can be compared.
     """

@@ -37,7 +37,7 @@ class StartAfter(Wrapper):
 
     @property
     def sends(self) -> Sends:
-        """What either compressor may request."""
+        """The wider of the compressors' `sends`."""
         return max(self.inner.sends, self.before.sends)
 
     def takes(self, gradient: Tensor) -> bool:
@@ -49,14 +49,14 @@ class StartAfter(Wrapper):
         return Loss.worst(self.before.loss(name, parameter), self.inner.loss(name, parameter))
 
     def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
-        """Let both compressors check their settings."""
+        """Check both compressors' settings."""
         self.inner.check(named, world_size)
         self.before.check(named, world_size)
 
     def state(self, place: Place) -> Declared:
-        """Return the entries of both compressors, or of the one whose turn a step is.
+        """Return the entries of both compressors, or of the one that runs in `place.step`.
 
-        Those that both declare identically, such as a residual, are shared.
+        Entries that both declare identically, such as a residual, are shared.
         """
         apart = self._names_of_before(place)
         before = {apart.get(entry, entry): what for entry, what in self.before.state(place).items()}
@@ -65,7 +65,7 @@ class StartAfter(Wrapper):
         return before if place.step < self.steps else self.inner.state(place)
 
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
-        """Let the current compressor choose, given the state under its own names."""
+        """Return the current compressor's choices, given the state under its own names."""
         if step >= self.steps or never_chooses(self.before):
             return self.in_turn(step).choose(states, step)
         own = {p: state.renamed(self._names_of_before(Place(state.key, p, 1))) for p, state in states.items()}
@@ -80,7 +80,7 @@ class StartAfter(Wrapper):
         return self.in_turn(context.step).scatter(self._in_own_names(bucket, context), context)
 
     def in_turn(self, step: int) -> Compressor:
-        """Return the compressor whose turn a step is."""
+        """Return the compressor that runs in a step."""
         return self.before if step < self.steps else self.inner
 
     def _in_own_names(self, bucket: BucketView, context: Context) -> BucketView:
@@ -110,9 +110,9 @@ def schedule(*phases: tuple[int, Compressor]) -> Compressor:
     """Return a compressor that switches at the given steps: `schedule((0, a), (100, b), (500, c))`.
 
     The first phase begins at step 0. State that phases declare identically is shared: a residual continues from one to
-    the next, and a ratio or a rank may change without losing it. What a phase owes in other state, such as the server
-    error of blocks of another length, is added to the next one's residual. Raises `SettingsError` if steps do not
-    ascend from 0.
+    the next, and a ratio or a rank may change without losing it. Unsent values in other state, such as the server error
+    of blocks of another length, are added to the next phase's residual. Raises `SettingsError` if steps do not ascend
+    from 0.
     """
     steps = [step for step, _ in phases]
     if not steps or steps[0] != 0 or any(step >= later for step, later in itertools.pairwise(steps)):
@@ -124,7 +124,7 @@ def schedule(*phases: tuple[int, Compressor]) -> Compressor:
 
 
 def _kept_apart(before: Declared, inner: Declared) -> dict[str, str]:
-    """Map entries that the two declare differently to the names under which those of `before` are kept."""
+    """Map entries that both declare, but differently, to the names under which `before`'s are kept."""
     apart: dict[str, str] = {}
     for name, entry in before.items():
         if name in inner and not entry.is_like(inner[name]):

@@ -1,4 +1,4 @@
-"""Cast what another compressor sends, and nothing else."""
+"""A cast of another compressor's messages, and of nothing else."""
 
 from __future__ import annotations
 

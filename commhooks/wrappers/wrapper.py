@@ -1,4 +1,4 @@
-"""What wrappers have in common: each takes a compressor and is a compressor itself."""
+"""The base class of wrappers, each of which takes a compressor and is a compressor itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commhooks.language.place import Place
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wrapper(Compressor):
-    """A compressor that behaves as `inner` does; subclasses override what they change."""
+    """A compressor that behaves as `inner` does; subclasses override methods."""
 
     inner: Compressor
 
