@@ -40,12 +40,12 @@ def compress(
     - The optimizers are watched: a step on gradients that bypassed the compressor raises `HookDidNotRunError`.
     - `options` are those of `attach`; `scaler` is the accelerator's own by default.
 
-    `model` may also be a `ddp_core.DistributedDataParallel` around what `accelerator.prepare_model(module,
-    evaluation_mode=True)` returned: that places and casts the module without wrapping it.
+    `model` may also be a `ddp_core.DistributedDataParallel` around the result of `accelerator.prepare_model(module,
+    evaluation_mode=True)`, which places and casts the module without wrapping it.
 
     Raises `AttachError` if there is only one process, if the model is not prepared, is wrapped twice or is sharded, if
-    no prepared optimizer trains it, or if an optimizer already has state (unless `missing="reset"`);
-    `SettingsError` if `DistributedDataParallelKwargs` names a hook too; and whatever `attach` raises.
+    no prepared optimizer trains it, or if an optimizer already has state (unless `missing="reset"`); `SettingsError` if
+    `DistributedDataParallelKwargs` names a hook too; and the errors of `attach`.
     """
     compression = Compression("compress", compressor, **options)
     check_accelerator("compress", accelerator)

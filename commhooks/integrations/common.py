@@ -1,4 +1,4 @@
-"""What all integrations share: a compressor that waits for its model, and state that waits for its attachment."""
+"""The common part of integrations: a compressor that waits for its model, and state that waits for its attachment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AttachOptions(TypedDict, total=False):
 
 
 class CompressionOptions(AttachOptions, LoadOptions, total=False):
-    """The arguments of `attach`, and those of `LoadRules`: what a checkpoint and this run may differ in."""
+    """The arguments of `attach`, and the allowed differences between a checkpoint and this run, as in `LoadRules`."""
 
 
 class Compression:
@@ -96,7 +96,7 @@ class Compression:
         return self.attachment.gathered(to=0)
 
     def load_state_dict(self, state: Mapping[str, Any] | CheckpointError) -> None:
-        """Load what `state_dict` returned on rank 0, at once or as soon as something is attached."""
+        """Load rank 0's `state_dict`, now or as soon as something is attached."""
         if self.attachment is None:
             self._loaded = state
         else:

@@ -30,7 +30,7 @@ def compress(
     compressor: Compressor | str,
     **options: Unpack[CompressionOptions],
 ) -> Compression:
-    """Average the gradients of what `fabric.setup(model, optimizer)` returned with `compressor`; call it on every rank.
+    """Average the gradients of a model from `fabric.setup(model, optimizer)` with `compressor`; call it on every rank.
 
     Put the result into the state that you pass to `fabric.save` and `fabric.load`, `{"model": model, "optimizer":
     optimizer, "hooks": hooks}`: it saves and restores the state of all ranks. Its `attachment` has the statistics;
@@ -38,8 +38,7 @@ def compress(
 
     - `optimizer`: one or several; each of their steps raises `HookDidNotRunError` if its gradients did not pass through
       the compressor.
-    - `world_size`, `settings` and `missing` say which differences between a checkpoint and this run are allowed; see
-      `LoadRules`.
+    - `world_size`, `settings` and `missing` allow differences between a checkpoint and this run; see `LoadRules`.
     - `options` are those of `commhooks.attach`; the gradient scaler is Fabric's own.
 
     Raises `AttachError` if Fabric's strategy cannot work with a compressor, or the model was not set up.
@@ -79,13 +78,13 @@ class DDPCoreStrategy(DDPStrategy):
         return state
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Tensor], strict: bool = True) -> None:
-        """Load what `get_module_state_dict` returned."""
+        """Load a result of `get_module_state_dict`."""
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         super().load_module_state_dict(inner, state_dict, strict=strict)
 
 
 class _NoSync(_BackwardSyncControl):
-    """What `Fabric.no_backward_sync` does for ddp_core's DDP; Fabric's own accepts PyTorch's only."""
+    """The implementation of `Fabric.no_backward_sync` for ddp_core's DDP; Fabric's own accepts only PyTorch's."""
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         """Return the context in which gradients accumulate, if `enabled`."""

@@ -1,7 +1,7 @@
 """PyTorch Lightning: `CompressGradients`, a callback, and `DDPCoreStrategy`, which trains with ddp_core's DDP.
 
-A Trainer restores a checkpoint's callbacks first, then wraps the model, then calls `on_fit_start`. What the checkpoint
-holds for the hook therefore waits until there is a model to attach to.
+A Trainer restores a checkpoint's callbacks first, then wraps the model, then calls `on_fit_start`. So the hook's state
+from the checkpoint waits until there is a model to attach to.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class CompressGradients(Callback):
     `Trainer(strategy="ddp", callbacks=[CompressGradients("powersgd")])` is all that a script needs.
 
     - `compressor` and `options` are those of `commhooks.attach`; the gradient scaler is the Trainer's own.
-    - `world_size`, `settings` and `missing` say which differences between a checkpoint and this run are allowed; see
-      `LoadRules`. `missing="reset"` also accepts a checkpoint that was saved without this callback.
-    - `log_every`: how many optimizer steps lie between two writes of `Attachment.metrics` to the Trainer's loggers.
-      None: as many as between the Trainer's own (`log_every_n_steps`); 0: never write. `by_parameter` adds the metrics
-      of every parameter.
+    - `world_size`, `settings` and `missing` allow differences between a checkpoint and this run; see `LoadRules`.
+      `missing="reset"` also accepts a checkpoint that was saved without this callback.
+    - `log_every`: the number of optimizer steps between two writes of `Attachment.metrics` to the Trainer's loggers.
+      None: the Trainer's own interval (`log_every_n_steps`); 0: never write. `by_parameter` adds the metrics of every
+      parameter.
 
     When training starts, it raises `AttachError` or `SettingsError` if the Trainer's strategy cannot work with a
     compressor, and `CheckpointError` if the checkpoint does not match the run. An optimizer step on gradients that
@@ -104,7 +104,7 @@ class CompressGradients(Callback):
             self._compression.load_state_dict(found)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach to the model that the strategy has wrapped, and restore what the checkpoint held."""
+        """Attach to the model that the strategy has wrapped, and restore the checkpoint's state of the hook."""
         strategy = trainer.strategy
         check_not_alone(OWNER)
         if trainer.ckpt_path is not None and not self._was_asked:  # on_load_checkpoint was not called
@@ -146,8 +146,8 @@ class CompressGradients(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks on rank 0, which writes the checkpoint, and each other rank's own elsewhere.
 
-        After an exception other ranks may be gone, so nothing is gathered: a checkpoint that is written then resumes
-        with `world_size="reset"` only, or, if the exception came in the middle of a step, with `missing="reset"`.
+        After an exception other ranks may be gone, so nothing is gathered: a checkpoint written then can be resumed
+        only with `world_size="reset"` or, if the exception came in the middle of a step, with `missing="reset"`.
         """
         if self._attachment is None:
             return self._loaded or {}

@@ -1,8 +1,8 @@
 """DiLoCo in PyTorch Lightning: `TrainWithDiLoCo`, a callback, and `DiLoCoStrategy`, which wraps no DDP.
 
-Between rounds every rank has a model, an optimizer and a gradient scaler of its own, so every rank writes a checkpoint:
-rank 0 at the path that Lightning gives, and rank r beside it, at <path>-rank<r>.pt. Each is a whole checkpoint of
-Lightning's, whose "state_dict" holds the outer copies. The callback's state in it holds what only this rank has.
+Between rounds every rank has its own model, optimizer and gradient scaler, so every rank writes a checkpoint: rank 0 at
+the path that Lightning gives, and rank r beside it, at <path>-rank<r>.pt. Each is a whole Lightning checkpoint, whose
+"state_dict" holds the outer copies; the callback's state in it holds the rank's own state.
 
 A Trainer reads a checkpoint and restores its callbacks, sets the strategy up, calls `on_fit_start`, and then restores
 optimizers, the gradient scaler and its loops.
@@ -49,7 +49,7 @@ _ABSENT = "absent"
 
 
 class DiLoCoOptions(LoadOptions, total=False):
-    """The arguments of `DiLoCo` that a callback passes on, and those of `LoadRules`."""
+    """The arguments of `DiLoCo` that a callback passes on, and the fields of `LoadRules`."""
 
     outer: Outer
     fragments: int | Sequence[str | Sequence[str]]
@@ -67,18 +67,18 @@ class TrainWithDiLoCo(Callback):
     """A callback that trains with DiLoCo, evaluates the outer copies, and keeps all state in the Trainer's checkpoints.
 
     `Trainer(strategy=DiLoCoStrategy(), callbacks=[TrainWithDiLoCo(every=30, compressor="int4")])` is all that a script
-    needs. Steps are those of the optimizer, whatever `accumulate_grad_batches` is, also those that a gradient scaler
-    leaves out.
+    needs. Steps are optimizer steps, whatever `accumulate_grad_batches` is, including steps that a gradient scaler
+    skips.
 
     - `every`, `compressor` and `options` are those of `commhooks.DiLoCo`.
-    - `world_size`, `settings` and `missing` say which differences between a checkpoint and this run are allowed; see
-      `LoadRules`. `world_size` may be "refuse", "keep" or "reset"; `missing="reset"` also accepts a checkpoint that was
-      saved without this callback, such as one of data-parallel training.
+    - `world_size`, `settings` and `missing` allow differences between a checkpoint and this run; see `LoadRules`.
+      `world_size` may be "refuse", "keep" or "reset"; `missing="reset"` also accepts a checkpoint that was saved
+      without this callback, such as one of data-parallel training.
 
     Validation during `fit` sees the outer copies, and so does every use of the module after `fit`, on every rank.
 
-    When training starts, it raises `AttachError` or `SettingsError` for another strategy and for what `DiLoCo` cannot
-    work with, and `CheckpointError` if the checkpoint does not match the run. A `fit` that ends without any round since
+    When training starts, it raises `AttachError` or `SettingsError` for another strategy or settings that `DiLoCo`
+    rejects, and `CheckpointError` if the checkpoint does not match the run. A `fit` that ends without any round since
     training began raises `HookDidNotRunError`.
     """
 
@@ -144,7 +144,7 @@ class TrainWithDiLoCo(Callback):
             self._load(self._diloco, pl_module, found)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the `DiLoCo`, and restore what the checkpoint held; the Trainer restores the optimizer afterwards."""
+        """Make the `DiLoCo`, and restore its state from a checkpoint; the Trainer restores the optimizer next."""
         strategy = trainer.strategy
         check_not_alone(OWNER)
         if not isinstance(strategy, DiLoCoStrategy):
@@ -164,9 +164,9 @@ class TrainWithDiLoCo(Callback):
             self._load(self._diloco, pl_module, state)
 
     def _compared(self, *, is_resumed: bool) -> dict[str, Any] | None:
-        """Return the state to begin with; raise `CheckpointError` unless all ranks have that of one save, or none may.
+        """Return the state to begin with; raise `CheckpointError` unless all ranks' are of one save or may be missing.
 
-        On every rank: a rank that failed by itself would leave the others waiting.
+        It raises on every rank, since a rank that failed alone would leave the others waiting.
         """
         state = self._loaded
         if state is None and is_resumed and not self._was_asked:  # on_load_checkpoint was not called
@@ -190,7 +190,7 @@ class TrainWithDiLoCo(Callback):
         return None
 
     def _load(self, diloco: DiLoCo, module: LightningModule, state: dict[str, Any]) -> None:
-        """Restore DiLoCo, and what only this rank has if as many ranks saved it; raise on every rank if that fails."""
+        """Restore DiLoCo and, if the number of ranks is unchanged, this rank's own state; if one rank fails, all do."""
         ranks = Ranks(diloco.process_group)
         of_diloco = ranks.each("take DiLoCo's state", lambda: _state_for(ranks, state))
         if state["world_size"] > ranks.world_size and ranks.rank == 0 and self._rules.world_size == "keep":
@@ -207,7 +207,7 @@ class TrainWithDiLoCo(Callback):
     # --- in between ---------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note where training begins."""
+        """Record the step at which training begins."""
         self._begun_at = trainer.global_step
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -216,7 +216,7 @@ class TrainWithDiLoCo(Callback):
             self._evaluating.enter_context(self._diloco.outer_parameters())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the module this rank's own parameters again, before a checkpoint is saved."""
+        """Restore this rank's own parameters in the module, before a checkpoint is saved."""
         self._evaluating.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class TrainWithDiLoCo(Callback):
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the module its own parameters again if an evaluation failed, and save no more: ranks may be gone."""
+        """Restore the module's own parameters if an evaluation failed, and save no more state: ranks may be gone."""
         self._was_interrupted = True
         self._evaluating.close()
 
@@ -276,15 +276,15 @@ class TrainWithDiLoCo(Callback):
 
 
 class DiLoCoStrategy(DDPStrategy):
-    """A strategy that starts ranks and shares data among them as `strategy="ddp"` does, without wrapping the module.
+    """A strategy that starts ranks and distributes data like `strategy="ddp"`, without wrapping the module.
 
-    For `Trainer(strategy=DiLoCoStrategy(), callbacks=[TrainWithDiLoCo(every=30)])`; without that callback it raises
-    `AttachError`, as each rank would train alone. It takes the arguments of Lightning's `DDPStrategy` but those of the
-    DistributedDataParallel, which raise `SettingsError`, and so does `Trainer(sync_batchnorm=True)`.
+    Use it as `Trainer(strategy=DiLoCoStrategy(), callbacks=[TrainWithDiLoCo(every=30)])`; without that callback it
+    raises `AttachError`, as each rank would train alone. It takes the arguments of Lightning's `DDPStrategy`. Arguments
+    of the DistributedDataParallel raise `SettingsError`, as does `Trainer(sync_batchnorm=True)`.
     """
 
     diloco: DiLoCo | None = None
-    """That of the training in progress."""
+    """The `DiLoCo` of the training in progress."""
 
     def __init__(self, **options: Any) -> None:
         allowed = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
@@ -331,7 +331,7 @@ class DiLoCoStrategy(DDPStrategy):
     # --- checkpoints, of which every rank has its own -----------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write this rank's checkpoint; if it has nothing that only this rank has, rank 0 alone writes.
+        """Write this rank's checkpoint; rank 0 alone writes if there is no state of DiLoCo.
 
         Raises `CheckpointError` on every rank if any of them cannot write.
         """
@@ -378,7 +378,7 @@ def _state_for(ranks: Ranks, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own_tensors(module: LightningModule) -> dict[str, Tensor]:
-    """Return what differs between ranks in a module, by name: the trained parameters, and the buffers."""
+    """Return the tensors of a module that differ between ranks, by name: the trained parameters and the buffers."""
     inner = bare(module)
     return {name: tensor.detach() for name, tensor in (trained(inner) | kept_buffers(inner)).items()}
 

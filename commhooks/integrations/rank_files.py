@@ -2,8 +2,8 @@
 
 Frameworks keep each rank's random generators in the same way. The files are written in parallel, and no rank has to
 hold the state of all others; `torch.load` reads each of them with its default arguments, which executes nothing. Each
-carries the random name of its save, which all files of a folder must share: there is no manifest, since every host may
-have a disk of its own.
+carries the random name of its save, which all files of a folder must share; there is no manifest, since every host may
+have its own disk.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def _write(folder: Path, name: str, attachment: Attachment, ranks: Ranks, save: 
 
 
 def _read(folder: Path, name: str, ranks: Ranks, rules: LoadRules) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return this rank's state, or that of all ranks if a different number of ranks saved it and it is to be spread.
+    """Return this rank's state, or all ranks' if a different number of ranks saved it and `rules` spread it.
 
-    Return with it the save of each file that was read, by the file's name.
+    The second result is the save of each file that was read, by the file's name.
     """
     own, here = _file(folder, name, ranks.rank), _numbers(folder, name)
     path = _file(folder, name, here[0]) if here and ranks.rank not in here else own

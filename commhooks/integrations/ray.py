@@ -44,12 +44,12 @@ def compress(
 ) -> Attachment:
     """Average the gradients of a model that `ray.train.torch.prepare_model` returned with `compressor`.
 
-    Call it inside the training loop, on every worker, and `detach()` what it returns when the training is done.
+    Call it inside the training loop, on every worker, and call `detach()` on the result when the training is done.
 
     - `optimizers`, those that train the model, are watched: a step on gradients that bypassed the compressor raises
       `HookDidNotRunError`.
-    - `checkpoint` holds the hook's state to resume from: "latest" is what `ray.train.get_checkpoint()` returns, which
-      is None in a new run; None starts from zero. Loading the model and the optimizer is up to you.
+    - `checkpoint` holds the hook's state to resume from: "latest" is the result of `ray.train.get_checkpoint()`, None
+      in a new run; None starts from zero. Loading the model and the optimizer is up to you.
     - `world_size`, `settings` and `missing` allow differences between checkpoint and run: see `LoadRules`.
     - All other arguments are those of `commhooks.attach`.
 
@@ -67,8 +67,8 @@ def compress(
 def save(attachment: Attachment, folder: str | os.PathLike[str]) -> None:
     """Write the state of all workers' hooks into a folder, to become a Ray Train checkpoint; call it on every worker.
 
-    The worker of rank 0 writes, and must be the one that passes the folder to `ray.train.report`; what the others pass
-    as `folder` does not matter.
+    The worker of rank 0 writes, and must be the one that passes the folder to `ray.train.report`; the other workers'
+    `folder` is ignored.
     """
     state = attachment.gathered(to=0)
     if attachment.rank_and_world_size[0] == 0:

@@ -55,11 +55,11 @@ def compress(
     only sum are PowerSGD, random-k, the casts and the all-reduce; others raise `CollectiveError` in the first step.
 
     A step in which a replica is lost changes no state, and its means are NaN; `manager.should_commit()` is False for
-    it, so no optimizer uses them. A replica that joins gets what all replicas share from another one, through the
-    manager, and begins with an empty residual.
+    it, so no optimizer uses them. A replica that joins gets the shared state from another one, through the manager, and
+    begins with an empty residual.
 
     `optimizers`, those that train the model, are watched: a step on gradients that bypassed the compressor raises
-    `HookDidNotRunError`. `policy`, `hook_timeout`, `scaler` and `residuals` are those of `attach`.
+    `HookDidNotRunError`. See `attach` for `policy`, `hook_timeout`, `scaler` and `residuals`.
 
     Raises `SettingsError` if the manager's quorum is asynchronous, and `AttachError` if the model is not as described.
     """
@@ -96,7 +96,7 @@ def compress(
 
 
 def _shared_state(attachment: Attachment) -> dict[str, Any]:
-    """Return what all replicas share, without residuals, which stay with their replica."""
+    """Return the state that all replicas share, without residuals, which stay with their replica."""
     state = attachment.state_dict()
     return state | {"local": {}, "inventory": {}}
 
@@ -106,9 +106,10 @@ def _load_shared(attachment: Attachment, state: Mapping[str, Any]) -> None:
 
 
 class ManagedCommunicator:
-    """Sends each all-reduce through a torchft `Manager`, which averages over the replicas of the step.
+    """A communicator that sends each all-reduce through a torchft `Manager`, which averages over the step's replicas.
 
-    For `attach(..., wrap_communicator=functools.partial(ManagedCommunicator, manager), atomic=True)`; see `compress`.
+    Use it as `attach(..., wrap_communicator=functools.partial(ManagedCommunicator, manager), atomic=True)`; see
+    `compress`.
     """
 
     def __init__(self, manager: Manager, inner: Communicator) -> None:
@@ -132,7 +133,7 @@ class ManagedCommunicator:
 
 
 class _ManagedPending:
-    """An average over replicas; NaN if a replica was lost meanwhile, so that nothing is committed."""
+    """An average over replicas under way; NaN if a replica is lost, so that nothing is committed."""
 
     def __init__(self, manager: Manager, tensor: Tensor) -> None:
         self._manager = manager

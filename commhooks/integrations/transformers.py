@@ -38,7 +38,7 @@ class CompressGradients(TrainerCallback):
 
         CompressGradients("powersgd").add_to(trainer)
 
-    It attaches when training begins and detaches when it ends. In between
+    It attaches when training begins and detaches when training ends. In between:
 
     - every checkpoint of the Trainer holds the hook's state, one file for each rank, and `resume_from_checkpoint`
       restores it. `world_size`, `settings` and `missing` allow differences: see `LoadRules`. To resume from a folder
@@ -52,7 +52,7 @@ class CompressGradients(TrainerCallback):
     """
 
     attachment: Attachment | None = None
-    """What `attach` returned when training began; after training it still has its statistics."""
+    """The attachment of the latest training; it keeps its statistics afterwards."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class CompressGradients(TrainerCallback):
 
 
 def _holds(folder: Path, state: TrainerState) -> bool:
-    """Return whether this is the checkpoint that the Trainer resumes from."""
+    """Return whether a folder is the checkpoint that the Trainer resumes from."""
     file = folder / TRAINER_STATE_NAME
     if not file.is_file():
         return False
