@@ -148,8 +148,7 @@ class PerParameter(Compressor):
         )
 
     def _parts(self, bucket: BucketView) -> Sequence[tuple[Compressor, BucketView | None]]:
-        """Return each compressor's part of a bucket; None for all of it, since a bucket's plans must not refer to
-        it."""
+        """Return each compressor's part of a bucket; None for all, since a bucket's plans must not refer to it."""
         slots: dict[int, list[Slot]] = {}
         numbers = {id(compressor): number for number, compressor in enumerate(self._compressors)}
         for slot in bucket.slots:
