@@ -1,1 +1,1 @@
-"""A bucket's path from the hook's call to its completed future, and what guards state along it."""
+"""A bucket's path from the hook's call to its completed future, and the guards of state along it."""

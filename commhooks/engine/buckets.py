@@ -23,15 +23,15 @@ Key = tuple[int, ...]
 
 
 class Bucket(Protocol):
-    """What an engine needs of the buckets that both DDPs pass to a hook.
+    """The interface of the buckets that both DDPs pass to a hook.
 
-    Two methods and an attribute more are optional. `weight` is this rank's weight in the mean, at least 0; None, on
-    every rank, for equal ones. `output()` returns where the mean is to be written, of the shape and dtype of
-    `buffer()`, which is then left as the compressor used it; by default the mean takes the gradients' place. And
-    `buffer()` may be a matrix [world size, width], of any stride between rows, of which each rank gets the mean of one
-    row: then `chunks()` returns how many elements of each parameter a row has. Row r holds elements r·chunk to
-    (r + 1)·chunk of every parameter, one parameter after another; what lies beyond a parameter's last element, and
-    beyond the last parameter, is padding, such as zeros. `output()` is [width] then, by default this rank's row.
+    An attribute and two methods more are optional. `weight` is this rank's weight in the mean, at least 0; None, on
+    every rank, for equal weights. `output()` returns a tensor for the mean, with the shape and dtype of `buffer()`,
+    which the compressor may then overwrite; by default the mean overwrites the gradients. `buffer()` may also be a
+    matrix [world size, width], of any stride between rows, of which each rank gets the mean of one row: `chunks()` then
+    returns the number of elements that a row has of each parameter. Row r holds elements r·chunk to (r + 1)·chunk of
+    every parameter, one parameter after another; elements beyond a parameter's last one, and beyond the last parameter,
+    are padding, such as zeros. `output()` is [width] then, by default this rank's row.
     """
 
     def index(self) -> int: ...  # noqa: D102
@@ -45,11 +45,11 @@ class Buckets:
 
     def __init__(self, table: StateTable, *, by_parameter: bool) -> None:
         self.are_one_models = False
-        """Whether the names of one model's parameters are known."""
+        """True once the names of one model's parameters are known."""
         self.phase = Phase(0, is_guarded=False)
-        """The current step's, of its compressor."""
+        """The compressor's phase in the current step."""
         self.pool = Pool()
-        """What the exchanges of all buckets borrow from."""
+        """The pool of memory from which all buckets' exchanges borrow."""
         self._table = table
         self._by_parameter = by_parameter
         self._views: dict[Key, BucketView] = {}
@@ -90,7 +90,7 @@ class Buckets:
         return view
 
     def lay_out(self, view: BucketView, compressor: Compressor) -> bool:
-        """Lay out what a compressor remembers for a bucket; return False if that was already done."""
+        """Lay out a compressor's state for a bucket; return False if that was already done."""
         if self._laid_out.get(view) is compressor or not view.slots:
             return False
         view.plans.clear()  # made for another compressor, they may refer to memory that the table no longer uses
@@ -99,7 +99,7 @@ class Buckets:
         return True
 
     def hand_over(self, compressor: Compressor, step: int) -> None:
-        """Before a step, hand over what is owed to the compressor, or its phase, if it follows another; see there."""
+        """Before a step, hand over unsent state if the compressor or its phase is a new one; see `hand_over`."""
         self.phase = next(phase for phase in reversed(phases_of(compressor)) if phase.begin <= step)
         if self._table.in_phase != (compressor, self.phase.begin):
             hand_over(self._table, compressor, self.phase.begin, step)
@@ -113,7 +113,7 @@ class Buckets:
 
     @property
     def is_step_under_way(self) -> bool:
-        """Whether the step has begun and its last bucket has not come yet."""
+        """True if the step has begun and its last bucket has not come yet."""
         return self._last_index >= 0
 
     def follow(self, bucket: Bucket) -> None:
@@ -138,7 +138,7 @@ class Buckets:
         return begins and self._table.knows_none_of(bucket.parameters())
 
     def end_step(self, step: int) -> None:
-        """Make the current step the last one; raise `SettingsError` if two models take turns."""
+        """End the current step; raise `SettingsError` if two models take turns."""
         self._last_index = -1
         self._refuse_a_second_model(step)
         for key in self._parameters.keys() - self._now.keys():
@@ -215,7 +215,7 @@ class Buckets:
     def _refuse_a_second_model(self, step: int) -> None:
         """Raise `SettingsError` if this step has no parameter in common with the last one.
 
-        Not raised once the names of one model's parameters are known: those belong together.
+        It is not raised once the names of one model's parameters are known: those belong together.
         """
         if self._now and self._before and self._now.keys().isdisjoint(self._before):
             now, before = (set(itertools.chain(*keys)) for keys in (self._now, self._before))

@@ -54,9 +54,9 @@ class Engine:
         self.line = line
         self.policy = policy or line.policy
         self.lane = Lane(line.join(), name, self.policy)
-        """The engine's place on its line, and what it counts."""
+        """The engine's place on its line, and its counts."""
         self.scheduler: Scheduler | None = None
-        """What runs the lane; None before the first bucket, or `open`."""
+        """The scheduler of the lane; None before the first bucket or `open`."""
         self._leave = weakref.finalize(self, line.leave)
         self._leave.atexit = False
         self.state = StateTable(line.rank, line.world_size, residuals)
@@ -71,7 +71,7 @@ class Engine:
         self._names_are_checked = not by_parameter
 
     def run(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        """Take a bucket, and return the future of its mean; must be called in the same order on every rank."""
+        """Start averaging a bucket, and return the future of its mean; call it in the same order on every rank."""
         self._begin_step_if(bucket)
         if self.resumed.plan:
             self.buckets.learn_names(bucket, bucket.parameters())
@@ -119,7 +119,7 @@ class Engine:
         return task.future
 
     def _exchange(self, view: BucketView) -> Exchange:
-        """Return a bucket's exchange, wrapped in whatever guards state if this step or run is unusual."""
+        """Return a bucket's exchange, wrapped in the guards of state that this step and run need."""
         compressor, scale = self.compressor, self.loss_scale.of_gradients
         context = Context(self.line.rank, self.line.world_size, self.step, loss_scale=scale)
         if not compressor.takes(view.memory):
@@ -139,7 +139,7 @@ class Engine:
         return exchange if self._undo is None else self._undo.watch(view, exchange)
 
     def _begin_step_if(self, bucket: Bucket) -> None:
-        """Begin a step with its first bucket; a DDP may skip the one that would have ended the previous step."""
+        """Begin a step with its first bucket; end the previous one first if the DDP skipped its last bucket."""
         if self.buckets.cannot_contain(bucket):
             self.end_step()
         if not self.buckets.is_step_under_way:
@@ -172,14 +172,14 @@ class Engine:
         self.compressor = compressor
 
     def expect(self, successors: Sequence[Compressor]) -> None:
-        """Expect that these compressors may take over, so that saved state may also hold what they remember."""
+        """Expect that these compressors may take over, so that saved state may also hold theirs."""
         self.state.successors = tuple(successors)
 
     def replace(self, compressor: Compressor, device: torch.device, refusal: Exception | None = None) -> None:
         """Switch to another compressor from the next step on; every rank must do so between the same two steps.
 
-        Raises `AttachError` in the middle of a step, and if ranks disagree; raises `refusal`, the reason why this rank
-        cannot switch, once the other ranks know of it. In each case the old compressor stays.
+        Raises `AttachError` in the middle of a step, or if ranks disagree; raises `refusal`, the reason why this rank
+        cannot switch, after the other ranks have learned of it. In each case the old compressor stays.
         """
         self.stand_between_steps("replace")
         try:
@@ -207,7 +207,7 @@ class Engine:
         self._may_be_unused = may_be_unused
 
     def scheduler_for(self, device: torch.device, refusal: Exception | None = None) -> Scheduler:
-        """Return what runs the engine's lane; the first call opens it."""
+        """Return the scheduler of the engine's lane; the first call opens the lane."""
         if self.scheduler is None:
             fingerprint = self._fingerprint_with(self.compressor, refusal)
             self.scheduler = self.line.open(self.lane, device, fingerprint)
@@ -223,7 +223,7 @@ class Engine:
             raise
 
     def open(self, device: torch.device, refusal: Exception | None = None) -> None:
-        """Connect to the other ranks now rather than at the first bucket; raise the refusal once they know of it."""
+        """Connect to the other ranks now, not at the first bucket; raise the refusal once they have learned of it."""
         try:
             self.scheduler_for(device, refusal)
             self.lane.opened.result()
@@ -261,10 +261,10 @@ class Engine:
         return self.lane.ledger.totals(self.lane.traffic)
 
     def working_memory(self) -> list[Tensor]:
-        """Return the memory of messages and of what exchanges borrow, which is kept between steps."""
+        """Return the memory that is kept between steps: messages, and the pool of exchanges."""
         return [*self.lane.working_memory(), *self.buckets.pool.blocks()]
 
     def memory_report(self) -> MemoryReport:
-        """Return how many bytes are used, and for what."""
+        """Return the bytes in use, by purpose."""
         copies = self._undo.tensors() if self._undo is not None else []
         return memory_report(self.state, self.buckets.views(), copies, self.working_memory())

@@ -54,11 +54,11 @@ def take_part_with_zeros(bucket: BucketView, exchange: Exchange) -> Exchange:
 
 
 def keep_what_is_unused(bucket: BucketView, exchange: Exchange) -> Exchange:
-    """Let parameters whose gradient is zero on every rank keep their state, and send none of their residual.
+    """Keep the state of parameters whose gradient is zero on every rank, and set their mean to zero.
 
-    If no rank used a parameter, a DDP that searches for unused parameters leaves its gradient unchanged, so what its
-    residual had sent would be lost. One extra element for each parameter is sent with the first request, and counts the
-    ranks that have a gradient.
+    If no rank used a parameter, a DDP that searches for unused parameters leaves its gradient unchanged, so the
+    residual sent for it would be lost. One extra element for each parameter is sent with the first request, and counts
+    the ranks that have a gradient.
     """
     rider = _Rider(bucket)
     try:
@@ -69,9 +69,9 @@ def keep_what_is_unused(bucket: BucketView, exchange: Exchange) -> Exchange:
 
 
 def weigh(bucket: BucketView, weight: float, exchange: Exchange) -> Exchange:
-    """Run an exchange whose mean is weighted: scale what this rank sends by its weight over the mean weight, first.
+    """Run an exchange whose mean is weighted: first scale this rank's tensors by its weight over the mean weight.
 
-    A rank of weight 0 sends zeros, whatever its tensors are. It takes one more round, for the sum of the weights.
+    A rank of weight 0 sends zeros, whatever its tensors are. The mean of the weights takes an additional round.
     """
     own = torch.full((1,), weight, dtype=torch.float32, device=bucket.memory.device)
     (mean,) = yield AllReduce(bucket.slots[0].part(own.clone()), average=True)
@@ -85,8 +85,9 @@ def weigh(bucket: BucketView, weight: float, exchange: Exchange) -> Exchange:
 class _Rider:
     """The counts of one bucket, and copies of the state that may have to be restored.
 
-    On a GPU the host does not wait to know which gradients are zero here. No state is copied there: what writes state
-    asks the bucket's scratch where it may, which no compressor does before its first answer has brought the counts.
+    On a GPU the host does not wait to know which gradients are zero here, and no state is copied: writes of state ask
+    the bucket's scratch whether they may, and no compressor writes before its first answer, with which the counts
+    arrive.
     """
 
     def __init__(self, bucket: BucketView) -> None:
@@ -101,7 +102,7 @@ class _Rider:
         self._permit()
 
     def carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
-        """Send the counts with the first request, or beside it if that is not a sum over all ranks."""
+        """Send the counts with the first request, or as one more request if that is not a sum over all ranks."""
         if self._has_ridden or isinstance(asked, Judge):
             return (yield asked)
         self._has_ridden = True
@@ -121,7 +122,7 @@ class _Rider:
         return answers if isinstance(asked, tuple) else answers[0]
 
     def settle(self) -> None:
-        """Restore the state of what no rank used, and set its mean to zero."""
+        """Restore the state of parameters that no rank used, and set their means to zero."""
         unused = self._counts == 0
         for number, copies in self._copies.items():
             copies.restore(unused[number])

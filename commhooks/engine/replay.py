@@ -1,4 +1,4 @@
-"""Split a resumed run's first buckets as those of the previous run were.
+"""The splitting of a resumed run's first buckets, as in the previous run.
 
 A DistributedDataParallel begins with one bucket, and splits it only after its first step (in a static graph, its
 second). Those steps of a resumed run would have a different layout than in the previous run, so with three or more
@@ -21,7 +21,7 @@ from commhooks.state.table import StateTable
 
 
 class Resumed:
-    """What a run resumes from: how the buckets of its first steps are to be split, and what ranks compare."""
+    """The plan by which a resumed run splits the buckets of its first steps, and the fingerprint that ranks compare."""
 
     def __init__(self, fingerprint: str = "", plan: Sequence[Sequence[str]] = (), steps: int = 0) -> None:
         self.fingerprint = fingerprint
@@ -35,7 +35,7 @@ class Resumed:
             self.plan = ()
 
     def parts_of(self, bucket: Bucket, table: StateTable) -> list[Part]:
-        """Return a bucket's parts; empty if it is not to be split, or the plan has the same bucket.
+        """Return a bucket's parts; empty if it is not split, or the plan has the same bucket.
 
         A part may be the whole bucket, with its parameters in another order: that of their first backward pass.
         """
@@ -69,9 +69,9 @@ class Part:
     memory: Tensor
     members: list[Tensor]
     places: Sequence[Tensor]
-    """Where in the whole bucket's memory its parameters' gradients lie."""
+    """The views of its parameters' gradients in the whole bucket's memory."""
     ends: bool
-    """Whether it is the whole bucket's last part."""
+    """True for the whole bucket's last part."""
 
     def index(self) -> int:
         """Return the whole bucket's number."""
@@ -91,7 +91,7 @@ class Part:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Copy the memory back to where it came from."""
+        """Copy the memory back into the whole bucket's."""
         parts = self.memory.split([place.numel() for place in self.places])
         torch._foreach_copy_(list(self.places), list(parts))
 

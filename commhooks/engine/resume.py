@@ -29,10 +29,10 @@ from commhooks.state.snapshot import LoadRules, Snapshot, refuse
 
 
 def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
-    """Return a checkpoint's content, without copying tensors; `bucket_plan` is what the DDP adds to it.
+    """Return a checkpoint's content, without copying tensors; `bucket_plan` is the DDP's addition to it.
 
-    Call it between two steps, on every rank. Raises `CheckpointError` if names are not known, and after a step that
-    failed, whose buckets may have committed in part.
+    Call it between two steps, on every rank. Raises `CheckpointError` if names are not known, or after a failed step,
+    of whose buckets some may have changed their state.
     """
     engine.stand_between_steps("state_dict")
     failure = engine.failure()
@@ -60,7 +60,7 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
 
 
 def differences(engine: Engine, snapshot: Snapshot, rules: LoadRules) -> list[str]:
-    """List everything in which a snapshot does not match the engine."""
+    """List every mismatch between a snapshot and the engine."""
     try:
         snapshot = _with_kinds(engine, snapshot)
     except CheckpointError as error:
@@ -80,19 +80,19 @@ def differences(engine: Engine, snapshot: Snapshot, rules: LoadRules) -> list[st
 
 
 def _by_each(engine: Engine, name: str, parameter: Tensor) -> list[Declared]:
-    """Return what each compressor that may be in use remembers for a parameter, first that of the present one."""
+    """Return the entries of each compressor that may be in use for a parameter, the current compressor's first."""
     compressors, compressed = (engine.compressor, *engine.state.successors), _as_compressed(parameter)
     return [compressor.state(Place(name, compressed, engine.line.world_size)) for compressor in compressors]
 
 
 def _in_other_formats(engine: Engine, name: str) -> list[Declared]:
-    """Return what the compressors would remember for a parameter in other memory formats."""
+    """Return the compressors' entries for a parameter in other memory formats."""
     others = in_other_formats(engine.state.named()[name])
     return [declared for parameter in others for declared in _by_each(engine, name, parameter)]
 
 
 def _with_kinds(engine: Engine, snapshot: Snapshot) -> Snapshot:
-    """Return a snapshot that says of what kind each entry is, whatever its format."""
+    """Return a snapshot with the kinds of its entries, even if it was saved in format 2."""
     if snapshot.merged_kinds is None:
         return snapshot
     declare, ranks = engine.compressor.state, snapshot.world_size
@@ -106,9 +106,9 @@ def _with_kinds(engine: Engine, snapshot: Snapshot) -> Snapshot:
 
 
 def _declared(engine: Engine, snapshot: Snapshot) -> dict[str, Declared]:
-    """Return what the compressor remembers for each parameter, and what those remember that may take over from it.
+    """Return the entries, for each parameter, of the compressor and of those that may take over from it.
 
-    If several of these use one name, the one whose state was saved may take over.
+    If several use one name for different entries, the current compressor's counts or, if it has none, the saved one.
     """
     sizes = snapshot.world_size, engine.line.world_size
     declared: dict[str, Declared] = {}
@@ -133,9 +133,9 @@ def _as_compressed(parameter: Tensor) -> Tensor:
 def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, uncut_steps: int) -> None:
     """Continue from a snapshot; call it between two steps, on every rank.
 
-    Raises `CheckpointError` on every rank if the snapshot does not match on any of them, or if ranks have different
-    ones; then nothing changes on any rank. A rank that cannot even read its snapshot passes the error instead. The DDP
-    makes `uncut_steps` steps before it splits its buckets.
+    Raises `CheckpointError` on every rank, and changes nothing, if the snapshot does not match on any rank, or if ranks
+    pass different ones. A rank that cannot even read its snapshot passes the error instead. The DDP makes `uncut_steps`
+    steps before it splits its buckets.
     """
     engine.stand_between_steps("load_state_dict")
     rank, world_size = engine.line.rank, engine.line.world_size
@@ -161,7 +161,7 @@ def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, 
 
 
 def _warn_of_new_beginnings(engine: Engine, checked: Snapshot) -> None:
-    """Warn of replicated state that was saved in a size which this run's settings or memory format do not have."""
+    """Warn of replicated state whose saved size does not match this run's settings or memory format."""
     named = engine.state.named()
     declared = {name: _by_each(engine, name, parameter) for name, parameter in named.items()}
     again = begun_again(in_memory_order(checked, named, declared), named, declared)
@@ -173,7 +173,7 @@ def _warn_of_new_beginnings(engine: Engine, checked: Snapshot) -> None:
 
 
 def _warn_of_new_messages(engine: Engine, checked: Snapshot) -> None:
-    """Warn if the compressors that saved a checkpoint sent other messages than those of this version."""
+    """Warn if the messages of the version that saved a checkpoint differ from this version's."""
     saved = " ".join(checked.settings.values())
     then = {name: int(version) for name, version in re.findall(r"'(\w+)': (\d+)", checked.settings.get(MESSAGES, ""))}
     changed = [
@@ -190,7 +190,7 @@ def _warn_of_new_messages(engine: Engine, checked: Snapshot) -> None:
 
 
 def _warn_of_losses(engine: Engine, checked: Snapshot) -> None:
-    """Warn, with norms, of what is lost with ranks that have left, and of served blocks' errors if ranks changed."""
+    """Warn of residuals lost with ranks that have left, with norms, and of lost errors of served blocks."""
     ranks, of = engine.line.world_size, f" of {engine.lane.name}" * bool(engine.lane.name)
     lost = [f"that of rank {number} (norm {norm:.4g})" for number, norm in checked.lost_with(ranks).items()]
     if lost:
@@ -217,7 +217,7 @@ def _checked(engine: Engine, read: Snapshot, rules: LoadRules) -> Snapshot | Che
 
 
 def agreed(engine: Engine, loaded: Snapshot | Snapshots | CheckpointError) -> str:
-    """Raise unless every rank loads the same: now if the line is open, otherwise when it is opened."""
+    """Return the fingerprint of the loaded state; if the line is open, raise unless every rank loads the same."""
     if isinstance(loaded, CheckpointError):
         fingerprint = refusal_as_fingerprint(loaded)
     else:

@@ -23,17 +23,17 @@ class RowsBucket:
         return True
 
     def buffer(self) -> Tensor:
-        """Return the gradients, [world size, width], whose row r holds what rank r keeps."""
+        """Return the gradients, [world size, width]; row r holds rank r's shards."""
         return self._rows
 
     def output(self) -> Tensor:
-        """Return where the mean of this rank's row goes, [width]."""
+        """Return the memory for the mean of this rank's row, [width]."""
         return self._output
 
     def parameters(self) -> list[Tensor]:
-        """Return what stands for the parameters, in the order of the rows' parts."""
+        """Return tensors that stand for the parameters, in the order of the rows' parts."""
         return self._parameters
 
     def chunks(self) -> list[int]:
-        """Return how many elements of each parameter a row has."""
+        """Return the number of elements that a row has of each parameter."""
         return self._chunks

@@ -42,7 +42,7 @@ class Copies:
 
 
 class UndoLog:
-    """Undoes what a step's buckets committed if the mean of any of them is not finite.
+    """A log that undoes a step's changes of state if the mean of any of its buckets is not finite.
 
     It judges the means themselves, which are identical on every rank, and which a gradient scaler also inspects. This
     takes a second copy of the state, and one pass over every mean.
