@@ -1,1 +1,1 @@
-"""The order in which collectives are issued, the messages that they carry, and what is counted."""
+"""The order in which collectives are issued, the messages that they carry, and their statistics."""

@@ -27,11 +27,11 @@ from commhooks.scheduling.task import BucketTask
 from commhooks.scheduling.worker import JOIN_SECONDS
 
 POLL_SECONDS = 0.0005
-"""How often the watch checks the device while something is under way."""
+"""Seconds between the watch's checks of the device while something is under way."""
 
 
 class InlineScheduler(Scheduler):
-    """Issues requests where the hook is called, on two side streams that wait instead of the host (NCCL).
+    """A scheduler that issues requests in the hook's call, on two side streams that wait instead of the host (NCCL).
 
     Under "fifo" a step's buckets take turns on them: while one stream waits for a bucket's collective, the next bucket
     is compressed on the other. All of a bucket's work is on one stream, and so is all of a step's under "fused".
@@ -82,7 +82,7 @@ class InlineScheduler(Scheduler):
         self._agree(fingerprint)
 
     def drain(self, lane: Lane, caller: str) -> None:
-        """Cut short a step whose last bucket has not come; let the caller's stream wait for what was handed in.
+        """Cut short a step whose last bucket has not come; make the caller's stream wait for the buckets handed in.
 
         The host waits only for the watch, without which futures are completed.
         """
@@ -125,7 +125,7 @@ class InlineScheduler(Scheduler):
         lane.policy.way = self._way
 
     def _wait(self, pending: Pending) -> bool:
-        """Make the stream wait for a collective; the watch sees when the wait begins and when it ends."""
+        """Make the stream wait for a collective, with marks for the watch where the wait begins and ends."""
         touching = self._lanes.touching()
         if self._watch is None or touching is None:
             pending.wait()
@@ -144,7 +144,7 @@ class InlineScheduler(Scheduler):
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
-    """A section of a stream's queue: a collective of a task, or what follows its last one."""
+    """A section of a stream's queue: a task's collective, or the work after its last one."""
 
     lane: Lane
     task: BucketTask
@@ -155,7 +155,7 @@ class _Stage:
 
 
 class _Watch:
-    """Completes futures on a thread as the device progresses; fails them when a collective takes too long.
+    """A thread that completes futures as the device progresses, and fails them when a collective takes too long.
 
     It waits for stages in the order in which they were queued. A stream may reach one before an earlier one of the
     other stream; the time of its collective is then counted from when the earlier one was reached.

@@ -1,10 +1,10 @@
 """The lanes of a line: engines that share a thread and a group, each with its own order, counts and name.
 
-What one lane sends together is a unit: a bucket (fifo) or a step (fused), which takes its place on the line where its
-last bucket was handed in. All requests of a unit are issued before the next unit's first, so the order of collectives
-is that of hand-in, whatever has arrived. Ranks must hand units in in one order. A line of several lanes therefore
-compares, before each unit, whose turn it is: every rank gathers `HEADER_BYTES` from each other. A line of one lane,
-which is all that an attachment has, sends nothing besides its requests.
+A unit is a bucket (fifo) or a step (fused) of one lane; it takes its place on the line when its last bucket is handed
+in. All requests of a unit are issued before the next unit's first, so the order of collectives is the order of hand-in,
+whatever has arrived. Ranks must hand units in in one order. Before each unit, a line of several lanes therefore
+compares whose turn it is: every rank gathers `HEADER_BYTES` from each other rank. A line of one lane, such as an
+attachment's, sends only its requests.
 """
 
 from __future__ import annotations
@@ -24,42 +24,43 @@ from commhooks.scheduling.policy import POLICIES, Finish, Policy, PolicyName, Wa
 from commhooks.scheduling.task import BucketTask
 
 HEADER_BYTES = 32
-"""As many as a comparison of settings sends, so that the two can meet and be told apart."""
+"""The size of a header. It is that of a comparison of settings, so that the two can meet and be told apart."""
 _MAGIC = 0x636F6D6D686F6F6B
 """The first number of a header: no digest of settings begins with it, but by one chance in 2^64."""
 
 
 class Lane:
-    """One engine's place on a line."""
+    """An engine's place on a line."""
 
     def __init__(self, number: int = 0, name: str = "", policy: PolicyName = "fifo") -> None:
         self.number = number
         self.name = name
-        """What is averaged on it, such as a fragment of a model: a step is then a round of that, in messages."""
+        """The name of the tensors averaged on it, such as a fragment of a model; messages then call its steps
+        rounds."""
         self.ledger = Ledger()
         self.opened: concurrent.futures.Future[None] = concurrent.futures.Future()
         """Done when the lane is open on every rank; holds the error that prevented it."""
         self.policy: Policy | None = None
-        """What orders its collectives; None before the lane is open, and after its end."""
+        """The order of its collectives; None before the lane is open, and after its end."""
         self.traffic: Traffic | None = None
         self.refusal: CommHooksError | None = None
-        """Why the lane is not open although its turn has come: ranks disagree. All that is handed in fails."""
+        """The error if ranks disagreed when the lane was to open. Every task handed in then fails."""
         self.is_closed = False
-        """Whether it takes nothing more; what was handed in goes on."""
+        """True once it takes no more tasks; those handed in continue."""
         self._make_policy = POLICIES[policy]
         self._complete: Finish
 
     @property
     def title(self) -> str:
-        """How messages name the lane."""
+        """The lane's name in messages."""
         return self.name or f"lane {self.number}"
 
     def at(self, step: int) -> str:
-        """Return how messages name one of its steps, and the lane."""
+        """Return the name, in messages, of one of its steps, with the lane."""
         return f"round {step}, {self.name}" if self.name else f"lane {self.number}, step {step}"
 
     def open(self, communicator: Communicator, wait: Wait, complete: Finish) -> Policy:
-        """Connect the lane, whose collectives are counted apart, and return what orders them; see `Lanes.open`."""
+        """Connect the lane, counting its collectives separately, and return its policy; see `Lanes.open`."""
         recording = RecordingCommunicator(communicator)
         self.traffic, self._complete = recording.traffic, complete
         self.policy = self._make_policy(recording, wait, self._finish)
@@ -105,7 +106,7 @@ class Lanes:
         self._lanes.append(lane)
 
     def add(self, lane: Lane, task: BucketTask) -> bool:
-        """Take a task, or return False if requests of an earlier unit must be issued first."""
+        """Add a task; return False, without adding it, if requests of an earlier unit must be issued first."""
         policy = lane.policy
         assert policy is not None, "the lane is not open"
         if len(self._lanes) > 1 and policy.ends_unit(task):
@@ -132,12 +133,12 @@ class Lanes:
 
     @property
     def are_none(self) -> bool:
-        """Whether no lane is open yet."""
+        """True if no lane is open yet."""
         return not self._lanes
 
     @property
     def is_idle(self) -> bool:
-        """Whether every unit that was placed has ended; a step whose last bucket has not come is no unit yet."""
+        """True if every unit that was placed has ended; a step whose last bucket has not come is not placed yet."""
         return self._check is None and not any(policy.is_working for policy in self._policies)
 
     def unfinished(self) -> list[BucketTask]:
@@ -148,7 +149,7 @@ class Lanes:
         return [task for policy in self._policies for task in policy.unfinished()] + waiting
 
     def touching(self) -> tuple[Lane, BucketTask] | None:
-        """Return the task that is being worked on, to which an error is attributed, and its lane."""
+        """Return the task in progress, to which errors are attributed, and its lane."""
         if self._check is not None:
             return self._check.lane, self._check.task
         for lane in (*([self._issuing] if self._issuing is not None else []), *self._lanes):
@@ -157,18 +158,18 @@ class Lanes:
         return None
 
     def where(self, lane: Lane, task: BucketTask) -> str:
-        """Name rank, lane, step and bucket, for messages; a lane without a name only where there are several."""
+        """Name rank, lane, step and bucket, for messages; an unnamed lane only if there are several."""
         is_alone = len(self._lanes) == 1 and not lane.name
         return task.where(f"rank {self._rank}, {f'step {task.step}' if is_alone else lane.at(task.step)}")
 
     def release(self) -> None:
-        """Let go of the lanes' connections."""
+        """Drop the lanes' connections."""
         for lane in self._lanes:
             lane.policy = None
         self._policies, self._check, self._issuing = [], None, None  # the lanes stay, for messages
 
     def _compare(self, check: _Check) -> None:
-        """Go on with the unit if it is every rank's turn; raise `CollectiveError`, which names both, if it is not."""
+        """Continue with the unit if it is every rank's turn; otherwise raise `CollectiveError`, naming the turns."""
         if not self._wait(check.pending):
             return
         of_ranks = check.pending.result.cpu().view(torch.int64)

@@ -1,4 +1,4 @@
-"""What a lane counts: bytes, collectives, seconds."""
+"""A lane's statistics: bytes, collectives, seconds."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from commhooks.units import bytes_in_words, counted, in_columns, seconds_in_word
 Counts = TypeVar("Counts", "Statistics", "KindTraffic")
 
 _LAYOUTS_TO_KEEP = 1000
-"""If there are more, they are divided immediately, so that a bucket whose memory moves every step does not fill the
-ledger."""
+"""The number of layouts above which shares are divided immediately, so that a bucket whose memory moves in every step
+does not fill the ledger."""
 
 
 @dataclasses.dataclass
 class Statistics:
-    """Counts since attaching, or of one step. Bytes are this rank's; seconds are the host's wall-clock time.
+    """Counts since attaching, or for one step. Bytes are this rank's; seconds are the host's wall-clock time.
 
     A GPU runs later than the host: see `buckets_on_gpu`.
     """
@@ -34,30 +34,30 @@ class Statistics:
     steps: int = 0
     buckets: int = 0
     buckets_on_gpu: int = 0
-    """How many of those were in a GPU's memory. For them `seconds_compressing`, and on NCCL all `seconds_*`, end when
-    the host has queued the work, not when the device has done it; use a profiler to see how long that takes."""
+    """The number of buckets in a GPU's memory. For them `seconds_compressing`, and on NCCL all `seconds_*`, end when
+    the host has queued the work, not when the device has done it; to time the device, use a profiler."""
     collectives: int = 0
     gradient_elements: int = 0
     gradient_bytes: int = 0
     """The size of the gradients before compression."""
     payload_elements: int = 0
     payload_bytes: int = 0
-    """What this rank passed to collectives."""
+    """Bytes that this rank passed to collectives."""
     moved_bytes: int = 0
-    """Bytes sent per rank for those, given how a ring or an all-to-all moves them."""
+    """Bytes sent per rank for this payload, as a ring or an all-to-all moves it."""
     seconds_compressing: float = 0.0
     seconds_waiting: float = 0.0
-    """How long the scheduler waited for collectives."""
+    """Seconds that the scheduler waited for collectives."""
     seconds_exposed: float = 0.0
-    """From the hand-in of each step's last bucket to the completion of its future: what the backward pass could not
-    hide."""
+    """Seconds from the hand-in of each step's last bucket to the completion of its future: the time that the backward
+    pass could not hide."""
     by_kind: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
     by_group: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
     """The traffic among some of the ranks: "inner" inside machines, "outer" between them; see `Hierarchical`."""
 
     @property
     def ratio(self) -> float:
-        """Gradient bytes over payload bytes: how many times smaller the messages were (0.0 before any was sent)."""
+        """Gradient bytes divided by payload bytes (0.0 before any was sent). Higher: smaller messages."""
         return self.gradient_bytes / self.payload_bytes if self.payload_bytes else 0.0
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Statistics:
         return f"{bytes_in_words(count / self.steps)} a step" if self.steps else ""
 
     def take(self, traffic: Traffic) -> None:
-        """Take over a communicator's counts."""
+        """Set the counts of messages to a communicator's."""
         self.collectives = traffic.collectives
         self.payload_elements = traffic.payload_elements
         self.payload_bytes = traffic.payload_bytes
@@ -96,7 +96,7 @@ class Statistics:
             self.by_group = {kind: _copy(counts) for kind, counts in dict(traffic.by_group).items()}
 
     def since(self, earlier: Statistics) -> Statistics:
-        """Return what was added since `earlier` was copied."""
+        """Return the counts added since `earlier` was copied."""
         difference = _subtract(self, earlier)
         for kind, traffic in self.by_kind.items():
             difference.by_kind[kind] = _subtract(traffic, earlier.by_kind.get(kind, KindTraffic()))
@@ -121,9 +121,9 @@ class ParameterTraffic:
     """One parameter's share of the counts. Seconds are not split: a bucket's parameters are processed together."""
 
     steps: int = 0
-    """How often its gradient was handed in."""
+    """The number of times that its gradient was handed in."""
     collectives: int = 0
-    """How many collectives carried part of it."""
+    """The number of collectives that carried part of it."""
     gradient_bytes: int = 0
     payload_bytes: int = 0
     """Its share of the messages; if a message does not say whose it is, by the parameter's elements in the bucket."""
@@ -156,7 +156,7 @@ class _Shares:
         self._lock = threading.Lock()
 
     def note(self, noted: Iterable[tuple[Shares, Sequence[int]]]) -> None:
-        """Add counts, in the order of `ParameterTraffic`'s fields, to those of the same layouts."""
+        """Add counts, in the order of `ParameterTraffic`'s fields, to earlier ones of the same layouts."""
         with self._lock:
             for shares, counts in noted:
                 known = self._noted.get(shares)
@@ -165,7 +165,7 @@ class _Shares:
                 self._divide()
 
     def by_parameter(self) -> dict[str, ParameterTraffic]:
-        """Return what each parameter accounts for: whole counts of steps and collectives, shares of bytes."""
+        """Return each parameter's traffic: whole counts of steps and collectives, shares of bytes."""
         with self._lock:
             self._divide()
             rounded = {
@@ -229,7 +229,7 @@ class Ledger:
         return self._shares.by_parameter()
 
     def last_step(self) -> Statistics:
-        """Return what the last complete step added."""
+        """Return the counts of the last complete step."""
         last, before = self._ends
         return last.since(before)
 

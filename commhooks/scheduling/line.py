@@ -31,7 +31,7 @@ class Line(Protocol):
     world_size: int
     """The number of ranks."""
     policy: PolicyName
-    """The name of the order of collectives, in lanes that choose none."""
+    """The order of collectives in lanes that choose none."""
 
     def carries_groups(self, device: torch.device) -> bool:
         """Return whether requests may name a group of some of the ranks, for gradients on this device."""
@@ -46,7 +46,7 @@ class Line(Protocol):
         ...
 
     def leave(self) -> None:
-        """Give up a lane, open or not; the last one to leave stops the line."""
+        """Leave a lane, open or not; when all have left, the line stops."""
         ...
 
 
@@ -54,8 +54,8 @@ class ProcessGroupLine:
     """A line beside a process group: a thread and a private group of the same ranks, for one engine or several.
 
     It does not keep the process group alive, so that a destroyed one is freed. `label` names it in the store, `policy`
-    is that of engines that choose none, and `hook_timeout` is in seconds (None: the process group's timeout).
-    `wrap_communicator` is given the communicator of the private group, and returns what is used in its place.
+    is the policy of engines that choose none, and `hook_timeout` is in seconds (None: the process group's timeout).
+    `wrap_communicator` takes the private group's communicator, and returns the one to use in its place.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ProcessGroupLine:
         return self._address.timeout.total_seconds()
 
     def carries_groups(self, device: torch.device) -> bool:
-        """Return True unless this is NCCL, on which groups would need communicators of their own."""
+        """Return True except on NCCL, where groups would need their own communicators."""
         return not runs_on_streams(self._backend(device))
 
     def join(self) -> int:
@@ -104,14 +104,14 @@ class ProcessGroupLine:
         return self._joined - 1
 
     def leave(self) -> None:
-        """Give up a lane; the last one to leave stops the thread and drops the private group."""
+        """Leave a lane; when all have left, the thread stops and the private group is dropped."""
         self._lanes -= 1
         for running in (self._worker, self._inline):
             if self._lanes == 0 and running is not None:
                 running.stop()
 
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> Scheduler:
-        """Open a reserved lane; on NCCL every rank has come by then, otherwise the thread waits for them."""
+        """Open a reserved lane; on NCCL this waits for all ranks, otherwise the thread does."""
         backend = self._backend(device)
         running: InlineScheduler | Worker
         if runs_on_streams(backend) or self._inline is not None:

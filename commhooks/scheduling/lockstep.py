@@ -1,4 +1,4 @@
-"""Workers that live in one process and take turns, each doing the same at its turn."""
+"""Workers that live in one process and take turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commhooks.scheduling.task import BucketTask
 
 
 class LockstepLine(Scheduler):
-    """One worker's line to the others in its process; see `Line`.
+    """A worker's line to the others in its process; see `Line`.
 
     Tasks run on demand: `run_in_turns` gives all workers' lines their turns until none has anything to do.
     """
@@ -86,7 +86,7 @@ def lockstep_lines(world_size: int, policy: PolicyName = "fifo") -> list[Lockste
 
 
 def run_in_turns(lines: Sequence[LockstepLine]) -> None:
-    """Give all workers their turns until none has anything to do; raise the first error."""
+    """Run all workers in turn until none has anything to do; raise the first error."""
     while any([line.turn() for line in lines]):  # noqa: C419 - every worker takes its turn
         pass
 

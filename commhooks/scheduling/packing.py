@@ -1,11 +1,11 @@
 """The parts of requests, packed into messages.
 
 A message belongs to the task that sends it: taken from a pool, where its layout is computed once and its memory is
-reused, and given back when the task has succeeded or failed. Sums with the same wire dtype are packed
-consecutively: in the order of the requests or, if requests of many buckets are sent together, in the order of
-parameters' names. A ring adds up an element's terms in an order that depends on its position in the message, so with
-more than two ranks the last bits of a sum would otherwise depend on how parameters were divided into buckets. What is
-gathered or exchanged is packed as bytes: backends support neither messages of several dtypes nor every dtype.
+reused, and given back when the task has succeeded or failed. Sums with the same wire dtype are packed consecutively: in
+the order of the requests or, if requests of many buckets are sent together, in the order of parameters' names. A ring
+adds up an element's terms in an order that depends on its position in the message, so with more than two ranks the last
+bits of a sum would otherwise depend on how parameters were divided into buckets. Gathers and exchanges are packed as
+bytes: backends support neither messages of several dtypes nor every dtype.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from commhooks.language.requests import (
 )
 
 _TURNS_UNTIL_UNUSED = 2
-"""A message is dropped if so many others of each layout are taken before it: alternating compressors use theirs again.
+"""A message is dropped if no task takes it while this many others per layout are taken; alternating compressors keep
+theirs.
 """
 _DTYPES_OF_BACKENDS = {
     torch.float64,
@@ -46,11 +47,11 @@ _DTYPES_OF_BACKENDS = {
     torch.int32,
     torch.uint8,
 }
-"""The dtypes that are sent as they are if alone; everything else is sent as bytes."""
+"""The dtypes that are sent unchanged if alone; all others are sent as bytes."""
 
 
 class Place(NamedTuple):
-    """Where a part comes from, and where its answer goes."""
+    """A part, and the place of its answer: the request and the part's number in it."""
 
     request: int
     """The index of the request among those sent together."""
@@ -60,7 +61,7 @@ class Place(NamedTuple):
 
 
 class Shipment(NamedTuple):
-    """One collective, and the parts that it carries."""
+    """A collective and the parts that it carries."""
 
     places: Sequence[Place]
     collective: Collective
@@ -80,10 +81,10 @@ class Message(ABC):
     memory: Tensor
     is_free = False
     is_needed = True
-    """Whether a task has taken it since the pool last looked."""
+    """True if a task has taken it since the pool's last check."""
 
     def give_back(self) -> None:
-        """Let another task take the message; the answers, which may be views of it, are no longer needed."""
+        """Free the message for other tasks; answers, which may be views of it, must no longer be in use."""
         self.is_free = True
 
     @abstractmethod
@@ -215,8 +216,8 @@ class Packer:
     def ship(self, requests: Sequence[Request], way: int = 0) -> list[Shipment]:
         """Return as few collectives as possible for requests made at the same time.
 
-        Whoever sends them gives each message back once its answers are no longer needed. A message that was given back
-        is taken again only on the same `way`: on a GPU the number of the stream, on which it may be read even later.
+        The sender gives each message back once its answers are no longer needed. It is then reused only on the same
+        `way`, on a GPU the number of the stream, which may still be reading it.
         """
         if len(requests) == 1 and len(requests[0].parts) == 1 and isinstance(requests[0], AllReduce):
             return [self._shipment(requests[0], [Place(0, 0, requests[0].parts[0])], way)]  # what most buckets request
@@ -232,7 +233,7 @@ class Packer:
         return [message.memory for alike in list(self._messages.values()) for message in alike]
 
     def _kind_of(self, request: Request, place: Place) -> Hashable:
-        """Return what must be equal for parts to be sent together."""
+        """Return a key that is equal for parts that can be sent together."""
         part, tensor = place.part, place.part.tensor
         if isinstance(request, AllReduce):
             # Large sums that need no additional memory are not copied just to be sent together.
@@ -279,7 +280,7 @@ class Packer:
         return message
 
     def _drop_unused(self) -> None:
-        """Drop the messages that nobody has taken since the last look, such as those of another compressor."""
+        """Drop messages that no task has taken since the last check, such as another compressor's."""
         for layout, alike in list(self._messages.items()):
             alike[:] = [message for message in alike if message.is_needed or not message.is_free]
             for message in alike:
@@ -350,7 +351,7 @@ def _check_group(group: Group, request: Request, world_size: int) -> None:
 
 
 def empty_answers(request: Request, world_size: int) -> list[Tensor]:
-    """Return the answers to a request for which nothing is sent."""
+    """Return the answers to an empty request, for which nothing is sent."""
     if isinstance(request, AllGather):
         ranks = ranks_in(request.group, world_size)
         return [part.tensor.new_empty((ranks, *part.tensor.shape)) for part in request.parts]
@@ -360,7 +361,7 @@ def empty_answers(request: Request, world_size: int) -> list[Tensor]:
 
 
 def _pieces(part: Part, by_name: bool) -> Sequence[tuple[str, int]]:
-    """Return the ranges that a part is divided into, with the name by which each is sorted."""
+    """Return the ranges into which a part is divided: for each, the name to sort it by and its number of elements."""
     layout = part.layout
     if by_name and layout is not None and layout.elements == part.tensor.numel():
         return list(zip(layout.keys, layout.sizes, strict=True))

@@ -20,22 +20,22 @@ from commhooks.tensors import all_finite
 PolicyName = Literal["fifo", "fused"]
 """Bucket by bucket, or a whole step at once."""
 Wait = Callable[[Pending], bool]
-"""Waits for a collective for a short time, and returns whether it is done."""
+"""A function that waits for a collective for a short time, and returns whether it is done."""
 Finish = Callable[[BucketTask], None]
-"""Passes a task's mean to its future."""
+"""A function that passes a task's mean to its future."""
 
 
 class Policy(ABC):
     """The order of collectives: a function of step, bucket and round, independent of timing.
 
-    `touching` is the task that the policy is working on, to which an error in a turn is attributed.
+    `touching` is the task in progress, to which an error in a turn is attributed.
     """
 
     touching: BucketTask | None = None
     way: int = 0
-    """The number of the stream in use; what is sent from one is not sent from memory that another may be using."""
+    """The number of the stream in use; streams share no messages, since another may still be reading them."""
     packs_by_name: ClassVar[bool] = False
-    """Whether messages carry the requests of many buckets."""
+    """True if messages carry the requests of many buckets."""
 
     def __init__(self, communicator: Communicator, wait: Wait, finish: Finish) -> None:
         self.communicator = communicator
@@ -57,17 +57,17 @@ class Policy(ABC):
 
     @abstractmethod
     def ends_unit(self, task: BucketTask) -> bool:
-        """Return whether nothing more has to come before the task's collectives can be issued."""
+        """Return whether the task's collectives can be issued without waiting for further buckets."""
 
     @property
     @abstractmethod
     def is_issuing(self) -> bool:
-        """Whether a unit that has come is still to issue a request."""
+        """True while a unit that has come still has requests to issue."""
 
     @property
     @abstractmethod
     def is_working(self) -> bool:
-        """Whether a unit that has come has not ended."""
+        """True while a unit that has come has not ended."""
 
     @abstractmethod
     def cut_short(self, why: str) -> None:
@@ -80,8 +80,7 @@ class Policy(ABC):
     def start(self, tasks: Sequence[BucketTask]) -> None:
         """Start the collectives that the tasks have requested, as few as possible.
 
-        A collective that carries parts of several tasks is waited for by the first of them, which distributes all its
-        answers.
+        If a collective carries parts of several tasks, the first of them waits for it and distributes all its answers.
         """
         begun = time.perf_counter()
         asked: list[tuple[BucketTask, int]] = []
@@ -114,7 +113,7 @@ class Policy(ABC):
         return not task.under_way
 
     def judge(self, tasks: Sequence[BucketTask]) -> None:
-        """Give one shared verdict to several tasks that have asked for one."""
+        """Judge all tasks that have asked for a verdict together, and give each the same one."""
         self.touching = tasks[0]
         begun = time.perf_counter()
         finite = all_finite([tensor for task in tasks if task.judge is not None for tensor in task.judge.tensors])
@@ -125,7 +124,7 @@ class Policy(ABC):
 
 
 class Fifo(Policy):
-    """Bucket by bucket: all rounds of one, then all rounds of the next.
+    """The policy that runs bucket by bucket: all rounds of one, then all rounds of the next.
 
     While a bucket's collective is under way, the next bucket is compressed up to its first request, which is local work
     and issues nothing; and as soon as a bucket's last request is issued, the next bucket's first one follows.
@@ -147,12 +146,12 @@ class Fifo(Policy):
 
     @property
     def is_issuing(self) -> bool:
-        """Whether a bucket waits for its turn, or for an answer after which it asks for more."""
+        """True while a bucket waits for its turn, or has requests left after its next answer."""
         return self._issuing is not None or bool(self._handed_in)
 
     @property
     def is_working(self) -> bool:
-        """Whether there is an unfinished bucket."""
+        """True while a bucket is unfinished."""
         return self.is_issuing or bool(self._in_last_round)
 
     def cut_short(self, why: str) -> None:
@@ -185,7 +184,7 @@ class Fifo(Policy):
         task.begin()
 
     def _go_on(self, task: BucketTask) -> None:
-        """Issue what the task requests now; if only a verdict is left, judge it, and finish it."""
+        """Issue the task's current requests; if it has none, judge it if it asks for that, and finish it."""
         if task.requests:
             self.start([task])
             if task is self._issuing and task.asks_last:
@@ -203,10 +202,10 @@ class Fifo(Policy):
 
 
 class Fused(Policy):
-    """Holds a step's buckets until the last one has come, then runs each round of all of them at once.
+    """The policy that holds a step's buckets until the last one has come, then runs each round of all of them at once.
 
-    Buckets are compressed as they come, up to their first request, while the backward pass continues. Those that ask
-    for a verdict wait until none of the others has any other request left, and all get the same verdict.
+    Buckets are compressed as they come, up to their first request, while the backward pass continues. Buckets that ask
+    for a verdict wait until no bucket has any other request left, and all get the same verdict.
     """
 
     packs_by_name = True
@@ -227,12 +226,12 @@ class Fused(Policy):
 
     @property
     def is_issuing(self) -> bool:
-        """Whether a step's last bucket has come, and the step has not ended."""
+        """True from the arrival of a step's last bucket until the step has ended."""
         return self._rounds_begun or any(task.is_last for task in self._handed_in)
 
     @property
     def is_working(self) -> bool:
-        """The same: a step judges and ends as soon as its last requests are answered."""
+        """The same as `is_issuing`: a step judges and ends as soon as its last requests are answered."""
         return self.is_issuing
 
     def cut_short(self, why: str) -> None:
@@ -284,7 +283,7 @@ class Fused(Policy):
         self._ask()
 
     def _ask(self) -> None:
-        """Start what the step's buckets request; if only verdicts are left, judge the buckets and end the step."""
+        """Start the requests of the step's buckets; if only verdicts are left, judge the buckets and end the step."""
         asking = [task for task in self._step if task.requests]
         if asking:
             self.start(asking)

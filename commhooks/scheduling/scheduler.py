@@ -1,4 +1,4 @@
-"""What an engine hands its buckets to, and the one failure that ends all lanes of a line."""
+"""The scheduler that engines hand their buckets to, and the one failure that ends all lanes of a line."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from commhooks.scheduling.policy import Wait
 from commhooks.scheduling.task import BucketTask
 
 SLICE_SECONDS = 0.2
-"""How often a waiting rank checks whether another has reported a failure, or whether it should stop."""
+"""Seconds between a waiting rank's checks for another rank's failure, or for an order to stop."""
 
 
 class StopOrderError(CommHooksError):
-    """Raised to end a line because it was told to, not because something failed."""
+    """An order to end a line, without a failure."""
 
 
 class Waits(Protocol):
-    """Whatever waits for the line: a task, or a place in its queue."""
+    """An item that waits for the line: a task, or a place in its queue."""
 
     def fail(self, error: Exception) -> None:
         """Complete its future with the error."""
@@ -30,14 +30,14 @@ class Waits(Protocol):
 
 
 class Board(Protocol):
-    """The means by which ranks tell each other why one failed. No method waits for the store."""
+    """A board on which ranks report failures to one another. No method waits for the store."""
 
     def post(self, cause: str) -> None:
-        """Tell the other ranks."""
+        """Report this rank's failure to the others."""
         ...
 
     def failure(self) -> str | None:
-        """Return what some rank reported, if known; raise `CommHooksError` if the store is gone."""
+        """Return some rank's reported failure, if known; raise `CommHooksError` if the store is gone."""
         ...
 
     def close(self) -> None:
@@ -65,21 +65,21 @@ class Scheduler(ABC):
     def agree(self, lane: Lane, fingerprint: str, caller: str) -> None:
         """Return once every rank has passed the same fingerprint; raise `AttachError` or the error that prevented it.
 
-        Called by every rank between the same two steps; `caller` says which call, and when, to ranks that do not make
-        it. The statistics do not count it.
+        Every rank must call it between the same two steps; `caller` names the call for ranks that do not make it. The
+        statistics do not count it.
         """
 
     @abstractmethod
     def drain(self, lane: Lane, caller: str) -> None:
-        """Return when everything handed in has ended, whether or not it succeeded."""
+        """Wait until every task handed in has ended, successfully or not."""
 
     def failure(self, lane: Lane) -> CommHooksError | None:
-        """Return what ended the work, or kept the lane from opening; None while it continues or if it was stopped."""
+        """Return the error that ended the line, or kept the lane from opening; None otherwise or if it was stopped."""
         was_stopped = self.error is not None and isinstance(self.error.__cause__, StopOrderError)
         return lane.refusal if self.error is None or was_stopped else self.error
 
     def listen(self) -> None:
-        """Raise `CollectiveError` if another rank has reported a failure, which is looked up every `SLICE_SECONDS`."""
+        """Raise `CollectiveError` if another rank has reported a failure, checking every `SLICE_SECONDS`."""
         now = time.monotonic()
         if self.board is None or now - self._listened < SLICE_SECONDS:
             return
@@ -89,22 +89,22 @@ class Scheduler(ABC):
             raise CollectiveError(f"another rank failed: {cause}")
 
     def place_of(self, lane: Lane, item: Waits) -> str:
-        """Name rank, lane, step and bucket, for messages; of what is not a task, the rank."""
+        """Name a task's rank, lane, step and bucket, for messages; for other items only the rank."""
         return self._lanes.where(lane, item) if isinstance(item, BucketTask) else f"rank {self.rank}"
 
     def _here(self, otherwise: str = "") -> str:
-        """Return the place of what is being worked on, to which errors are attributed; `otherwise` if it is nothing."""
+        """Return the place of the task in progress, to which errors are attributed; `otherwise` if there is none."""
         touching = self._lanes.touching()
         return self._lanes.where(*touching) if touching is not None else otherwise or f"rank {self.rank}"
 
     def _turn_away(self, lane: Lane, item: Waits) -> None:
-        """Fail what is handed in after a failure or a stop."""
+        """Fail an item that is handed in after a failure or a stop."""
         earlier = self.error or lane.refusal or CollectiveError("the attachment was stopped")
         place = self.place_of(lane, item)
         item.fail(type(earlier)(f"{place}: not started, because of an earlier failure: {earlier}"))
 
     def _keep(self, error: BaseException, where: str, why: str = "") -> CommHooksError:
-        """Return the failure that ends the line, of the kind of its cause: this one, or the one that came first."""
+        """Return the failure that ends the line, this one or an earlier one; its class depends on its cause."""
         kind: type[CommHooksError] = CompressorError
         if isinstance(error, AttachError):
             kind = AttachError
@@ -119,7 +119,7 @@ class Scheduler(ABC):
 
     @staticmethod
     def _fail_all(waiting: Iterable[Waits], failure: CommHooksError) -> None:
-        """Fail everything that waits; a compressor sees the cause at its `yield`, so that it can clean up."""
+        """Fail all waiting items; a compressor gets the cause at its `yield`, so that it can clean up."""
         for one in waiting:
             if isinstance(one, BucketTask):
                 one.throw(failure.__cause__ or failure)

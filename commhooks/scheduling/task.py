@@ -1,4 +1,4 @@
-"""One bucket on its path through a compressor."""
+"""A bucket on its path through a compressor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from commhooks.scheduling.packing import Message, Shipment, check, empty_answers
 
 
 class Asking(NamedTuple):
-    """The bytes of one request, and to whom they belong."""
+    """The bytes of a request, and the layouts that divide them among parameters."""
 
     layouts: tuple[Layout, ...]
     """The layouts of its parts."""
@@ -50,32 +50,32 @@ class BucketTask:
     step: int
     is_last: bool
     parameters: Callable[[], str]
-    """Names the bucket's parameters, for messages; called only if something fails."""
+    """A function that names the bucket's parameters, for messages; called only on failures."""
     world_size: int
     undo: Undo | None = None
-    """Where the means of a step's buckets are judged together."""
+    """The undo log, which judges the means of a step's buckets together."""
     ready: Mark | None = None
-    """On a GPU, a mark behind what had been queued when the bucket was handed in, such as its gradients."""
+    """A mark, on a GPU, behind the work queued before the bucket was handed in, such as its gradients."""
     handed_in: float = dataclasses.field(default_factory=time.perf_counter)
     judge: Judge | None = None
     """The pending request for a verdict."""
     requests: tuple[Request, ...] = ()
     """The other pending requests."""
     asks_last: bool = False
-    """Whether those are the last ones."""
+    """True if those are the last ones."""
     under_way: deque[tuple[Pending, Shipment, Sequence[tuple[BucketTask, int]]]] = dataclasses.field(
         default_factory=deque
     )
     """Collectives that this task waits for; for each, the tasks and the numbers of their requests in it."""
     messages: list[Message] = dataclasses.field(default_factory=list)
-    """What it has sent, and owns until its end, since answers may be views of it."""
+    """The messages that it has sent, and owns until its end, since answers may be views of them."""
     seconds_compressing: float = 0.0
     asked: list[Asking] = dataclasses.field(default_factory=list)
     """The layouts and sizes of all requests so far."""
     is_done: bool = False
     _answers: list[list[Tensor]] = dataclasses.field(default_factory=list)
     _wants_one: bool = False
-    """Whether it asked for one request rather than a tuple of them."""
+    """True if it yielded a single request rather than a tuple of them."""
 
     def begin(self) -> None:
         """Run the compressor up to its first request; a second call does nothing."""
@@ -86,7 +86,7 @@ class BucketTask:
         self._run(None)
 
     def take(self, number: int, position: int, answer: Tensor) -> None:
-        """Take the answer to one part of one of the requests."""
+        """Store the answer to one part of a request."""
         self._answers[number][position] = answer
 
     def resume(self) -> None:
@@ -123,7 +123,7 @@ class BucketTask:
         return f"{place}, bucket {self.bucket.index} ({parameters})"
 
     def settle(self) -> None:
-        """Let the undo log, if there is one, check the mean; after the step's last bucket it may undo the step."""
+        """Pass the mean to the undo log, if there is one; after the step's last bucket it may undo the step."""
         if self.undo is not None:
             self.undo.settle(self.bucket.mean)
 
@@ -183,7 +183,7 @@ class BucketTask:
         return travels
 
     def _complete(self, request: Request) -> Request:
-        """Return a request whose every part has a layout: the bucket's, if it had none."""
+        """Return a request with a layout in every part: the bucket's for parts without one."""
         for part in request.parts:
             if part.layout is None:
                 layout = self.bucket.layout

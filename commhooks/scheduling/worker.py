@@ -1,8 +1,8 @@
 """The scheduler without NCCL: a worker thread issues collectives and waits, so that the backward pass need not.
 
-Whatever is handed in is served in that order: buckets, and places at which everything before them must have ended. The
+Items are served in the order of hand-in: buckets, and places at which everything before them must have ended. The
 thread completes the futures, owns the connection to the other ranks, and reports its own failures and those of other
-ranks. What waits when something fails, fails with it.
+ranks. A failure also fails every waiting item.
 
 A fork has only the thread that forked. The destructor of a Gloo group joins the group's threads, so a forked process
 that destroyed one, even at its own `sys.exit()`, would hang or crash.
@@ -34,12 +34,12 @@ from commhooks.scheduling.scheduler import SLICE_SECONDS, Scheduler, StopOrderEr
 from commhooks.scheduling.task import BucketTask
 
 SHORT_SLICE_SECONDS = 0.005
-"""How often it checks for the step's next bucket."""
+"""Seconds between checks for the step's next bucket."""
 PATIENCE_SECONDS = 3.0
-"""How long the thread, when it ends, waits for unfinished work."""
+"""Seconds that the thread, when it ends, waits for unfinished work."""
 JOIN_SECONDS = SLICE_SECONDS + 4 * ANSWER_SECONDS + PATIENCE_SECONDS + 1.0
-"""How long stopping waits for the thread: one check, everything that it asks of a silent store (who failed, a roll call
-twice as long, and the report of its own end), its patience, and a margin."""
+"""Seconds that stopping waits for the thread: one check, its calls of a silent store (who failed, a roll call twice as
+long, and the report of its own end), its patience, and a margin."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,11 +48,11 @@ class Halt:
 
     done: concurrent.futures.Future[None] = dataclasses.field(default_factory=concurrent.futures.Future)
     fingerprint: str | None = None
-    """What is then compared with the other ranks; None: nothing."""
+    """The text that is then compared with the other ranks'; None: no comparison."""
     caller: str = ""
     """The call that compares, for ranks that do not make it."""
     opens: bool = False
-    """Whether the lane is open afterwards."""
+    """True if the lane is open afterwards."""
 
     def fail(self, error: Exception) -> None:
         """Complete the future with the error."""
@@ -78,9 +78,9 @@ class Worker(Scheduler):
         self._hook_timeout = hook_timeout
         self._queue: deque[tuple[Lane, BucketTask | Halt]] = deque()
         self._handed_in = 0
-        """How many tasks and comparisons: the same on every rank at one place of the queue."""
+        """The number of tasks and comparisons handed in: the same on every rank at one place of the queue."""
         self._ended = 0
-        """How many of those have ended."""
+        """The number of those that have ended."""
         self._comparisons: set[int] = set()
         """The numbers of this rank's own comparisons."""
         self._changed = threading.Condition()
@@ -92,16 +92,16 @@ class Worker(Scheduler):
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a copy in a forked process: no thread runs there, and its locks may be held."""
+        """True for a copy in a forked process: no thread runs there, and its locks may be held."""
         return os.getpid() != self._process
 
     def open(self, lane: Lane, fingerprint: str) -> None:
-        """Let the thread open a lane, once every rank has passed the same fingerprint."""
+        """Queue the opening of a lane, once every rank has passed the same fingerprint."""
         caller = f"the first average of {lane.title}" if lane.number else ""  # the first lane connects the line
         self.submit(lane, Halt(lane.opened, fingerprint, caller, opens=True))
 
     def submit(self, lane: Lane, item: BucketTask | Halt) -> None:
-        """Put a task or a place into the queue, or fail it immediately if the line has failed or stopped.
+        """Queue a task or a place, or fail it immediately if the line has failed or stopped.
 
         The first one starts the thread.
         """
@@ -132,13 +132,13 @@ class Worker(Scheduler):
         self._turn_away(lane, item)
 
     def agree(self, lane: Lane, fingerprint: str, caller: str) -> None:
-        """Let the thread compare with the other ranks, once everything handed in before has ended."""
+        """Compare with the other ranks on the thread, after everything handed in before has ended."""
         halt = Halt(fingerprint=fingerprint, caller=caller)
         self.submit(lane, halt)
         halt.done.result()
 
     def drain(self, lane: Lane, caller: str) -> None:
-        """Return when everything handed in has ended, well or not; a step without its last bucket is cut short."""
+        """Wait until everything handed in has ended, successfully or not; cut short a step without its last bucket."""
         if self._thread is threading.current_thread():
             raise AttachError(f"{caller}: it was called where a mean was completed; call it between two steps.")
         if self._thread is not None:
@@ -147,7 +147,7 @@ class Worker(Scheduler):
             concurrent.futures.wait([halt.done])
 
     def stop(self) -> None:
-        """Tell the thread to end, and wait for it for a limited time."""
+        """Order the thread to end, and wait for it for a limited time."""
         if self.is_forked:
             return
         with self._changed:
@@ -173,7 +173,7 @@ class Worker(Scheduler):
             self._drop_connection()
 
     def _admit(self, *, block: bool) -> None:
-        """Serve what was handed in as far as possible; with `block`, wait for that."""
+        """Serve queued items as far as possible; with `block`, wait until there is one."""
         with self._changed:
             limit = self.connection.timeout if self._hook_timeout is None and self.connection else self._hook_timeout
             while block and not self._queue and not self._stopping:
@@ -226,7 +226,7 @@ class Worker(Scheduler):
         task.succeed()
 
     def _wait_slice(self, pending: Pending) -> bool:
-        """Wait briefly for a collective; raise if this rank is to stop, another has failed, or it took too long."""
+        """Wait briefly for a collective; raise if this rank must stop, another has failed, or it took too long."""
         try:
             pending.wait(SHORT_SLICE_SECONDS if self._more_to_come else SLICE_SECONDS)
         except TimeoutError:
@@ -256,7 +256,7 @@ class Worker(Scheduler):
             raise CollectiveError(stray)
 
     def _stray(self) -> str:
-        """Return what another rank compares where this one has handed in a bucket; "" if nothing is known of that."""
+        """Return a sentence about a rank that compares while this one has handed in a bucket; "" if none is known."""
         number, what = self._board.announced
         if self._ended <= number < self._handed_in and number not in self._comparisons:
             return f"{what}, and this rank does not: every rank must, between the same two steps."
@@ -265,8 +265,8 @@ class Worker(Scheduler):
     def _fail(self, error: BaseException) -> None:
         """Fail every future that waits here, then tell the other ranks.
 
-        The order matters: the store, through which they are told, may not answer. The line to them is dropped last, so
-        that whoever is woken by that finds the reason.
+        The order matters: the store, through which they are told, may not answer. The connection is dropped last, so
+        that a rank woken by that finds the reason.
         """
         head = self._queue[0][1] if self._queue else None
         here = self._here(f"rank {self.rank}, {head.caller}" if isinstance(head, Halt) and head.caller else "")
@@ -283,7 +283,7 @@ class Worker(Scheduler):
             self._board.post(str(failure))
 
     def _explained(self, error: BaseException) -> str:
-        """Return why this rank fails, including what the other ranks report; within a few seconds, whatever they do."""
+        """Return the reason why this rank fails, with the other ranks' reports, within a few seconds in any case."""
         own = f"{type(error).__name__}: {error}"
         if isinstance(error, (SilentStoreError, AttachError)):  # there is nobody to ask, or all know
             return own
