@@ -1,4 +1,4 @@
-"""What runs collectives: a process group, N workers in one process, or a recorder around another communicator."""
+"""Communicators: over a process group, among N workers in one process, or a recorder around another communicator."""
 
 from commhooks.communicators.collective import Collective, Communicator, Pending, RecordingCommunicator
 from commhooks.communicators.lockstep import LockstepCommunicator, LockstepGroup

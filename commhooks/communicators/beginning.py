@@ -1,4 +1,4 @@
-"""How ranks begin alike: what they were given is compared, and rank 0's tensors are copied."""
+"""An equal beginning of all ranks: their arguments are compared, and rank 0's tensors are copied."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def agree(
     fingerprint: str | Exception,
     error: type[CommHooksError] = SettingsError,
 ) -> None:
-    """Raise the error that is passed on this rank, or `error` if ranks pass errors, or other fingerprints.
+    """Raise the error that is passed on this rank, or `error` if other ranks pass errors or fingerprints differ.
 
-    An error that is none of commhooks' own is raised as `error`, too. Without a group there is nobody to agree with.
+    An error that is not one of commhooks' own is also raised as `error`. Without a group, nothing is compared.
     """
     if isinstance(fingerprint, Exception) and not isinstance(fingerprint, CommHooksError):
         fingerprint = error(f"{caller}: {fingerprint!r}")
@@ -37,7 +37,7 @@ def agree(
 
 @torch.no_grad()
 def share_from_rank_0(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Overwrite tensors with those of the group's rank 0, byte by byte; without a group, leave them."""
+    """Overwrite tensors with the group's rank 0's, byte by byte; without a group, leave them."""
     if group is None:
         return
     source = dist.get_global_rank(group, 0)

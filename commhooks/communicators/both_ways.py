@@ -1,8 +1,8 @@
 """Exchanges over two Gloo groups of the same ranks, each of which carries data in one direction between any two ranks.
 
 Over one group, an announcement "ready to receive" waits behind data for the same rank (`gloo.py`). Here `upward`
-carries what a rank sends to higher ranks, and `downward` what it sends to lower ones, so data and announcements never
-share a direction of a connection. Nor does the thread that sends hold the lock that Gloo's event loop needs to receive.
+carries data to higher ranks, and `downward` data to lower ones, so data and announcements never share a direction of a
+connection. Nor does the thread that sends hold the lock that Gloo's event loop needs to receive.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def all_to_all(upward: Any, downward: Any, tensor: Tensor, room: Tensor) -> list
 
 
 def gather_of_two(upward: Any, downward: Any, tensor: Tensor, room: Tensor) -> list[dist.Work]:
-    """Start to fill row r of `room` with the tensor of rank r, of two ranks."""
+    """Start to fill row r of `room` with rank r's tensor; there are two ranks."""
     return _swap(upward, downward, tensor, tensor, room)
 
 
 def _swap(upward: Any, downward: Any, sent: Tensor, kept: Tensor, room: Tensor) -> list[dist.Work]:
-    """Start to send a tensor to the other one of two ranks, receive its tensor in `room`, and keep one there."""
+    """Start to send `sent` to the other of two ranks and to receive its tensor in `room`; copy `kept` there too."""
     rank = upward.rank()
     outward, inward = (upward, downward) if rank == 0 else (downward, upward)
     # The announcement should leave before the data: both pass the link in the order in which they are sent.

@@ -1,4 +1,4 @@
-"""A collective, the interface of what runs one, and a recorder between the two that counts."""
+"""Collectives, the interface of the communicators that run them, and a communicator that counts them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Collective:
     """The number of elements that were put in, if not the tensor's own: a message of bytes holds fewer, larger
     elements."""
     group: Group | None = None
-    """The ranks that take part; None: all."""
+    """The participating ranks; None: all."""
     room: Tensor | None = None
     """Memory for the answer, of its shape; None: new memory. An all-reduce needs none."""
 
@@ -52,7 +52,7 @@ class Collective:
         return self.elements if self.elements >= 0 else tensor_elements(self.tensor)
 
     def ranks_in(self, world_size: int) -> int:
-        """Return how many of `world_size` ranks take part."""
+        """Return the number of participating ranks, of `world_size` in all."""
         return ranks_in(self.group, world_size)
 
     def ring_bytes(self, world_size: int) -> int:
@@ -87,11 +87,11 @@ class Pending(Protocol):
 
     @property
     def result(self) -> Tensor:
-        """The answer: the collective's own tensor for a dense all-reduce, otherwise a new one. Valid after `wait`."""
+        """The answer: the collective's own tensor for a dense all-reduce, otherwise another one. Valid after `wait`."""
         ...
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return when the result is ready.
+        """Wait until the result is ready.
 
         Raises `TimeoutError` if `timeout_seconds` pass first: nothing is lost, and `wait` may be called again. Raises
         `CollectiveError` if the collective failed.

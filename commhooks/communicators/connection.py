@@ -1,8 +1,8 @@
-"""An attachment's private process group: its address in the parent group's store, and how it is opened and closed.
+"""An attachment's private process group: its address in the parent group's store, its opening and closing.
 
-Collectives pair up across ranks by the order in which they are issued, so nothing else may issue any on this group: not
-a second model, not the user's own backward pass. Nothing else may hold a reference to it either: dropping the last one
-is what wakes the peers if this rank fails (on Gloo, `abort` and `shutdown` wake nobody).
+Collectives pair up across ranks by the order in which they are issued, so nothing else may issue any on this group: no
+second model, and not the user's own backward pass. Nothing else may hold a reference to it either: dropping the last
+one wakes the peers if this rank fails (on Gloo, `abort` and `shutdown` wake nobody).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ WrapCommunicator = Callable[[Communicator], Communicator]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 OPENING_SECONDS = 2.0
-"""How much longer than the group's timeout opening may take: Gloo raises at that timeout, with a better message."""
+"""Seconds that opening may take beyond the group's timeout, at which Gloo itself raises with a better message."""
 SWAP_SECONDS = 10.0
-"""How long ranks that disagree wait for each other's fingerprints."""
+"""Seconds that ranks which disagree wait for each other's fingerprints."""
 _POLL_SECONDS = 0.01
-"""How often a rank that waits in the store looks for the others at first."""
+"""Seconds between the first looks for other ranks in the store."""
 _LONGEST_POLL_SECONDS = 0.2
-"""How often it looks later: one store serves all ranks, and polling at the first rate would keep it busy."""
+"""Seconds between later looks: one store serves all ranks, and polling at the first rate would keep it busy."""
 
 _private_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 """The number of private groups of each parent, by label; every rank creates those of one label in the same order."""
@@ -77,10 +77,10 @@ class Address:
 class Connection:
     """A private Gloo group that carries requests, and groups of some of its ranks.
 
-    To make one blocks until every rank has come to `address`, or its timeout has passed. The first sparse sum opens
-    another group for itself, within `hook_timeout`. So do the first collective among some of the ranks and the first
-    exchange that goes over two groups, once `wait` has seen that all ranks have reached it. Raises `CollectiveError`,
-    which names the ranks that have not come, or the store if it does not answer.
+    Construction blocks until every rank has come to `address`, or its timeout has passed. The first sparse sum opens
+    its own group, within `hook_timeout`. So do the first collective among some of the ranks and the first exchange over
+    two groups, after `wait` has made sure that all ranks have reached it. Raises `CollectiveError`, naming the ranks
+    that have not come, or the store if it does not answer.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Connection:
         self.communicator: Communicator | None = wrapped
 
     def agree(self, fingerprint: str, wait: Callable[[Pending], None]) -> None:
-        """Return if every rank passes the same fingerprint; see `Agreements.agree`."""
+        """Compare fingerprints with all ranks; see `Agreements.agree`."""
         assert self._agreements is not None, "the connection was closed"
         self._agreements.agree(fingerprint, wait)
 
@@ -142,7 +142,7 @@ def _open_some(
 
 
 def _open_back(address: Address, patience: float, devices: list[Any], group: Group | None) -> ProcessGroupGloo:
-    """Return a second group of all ranks, or of those that the group names."""
+    """Return a second group of all ranks, or of the ranks in `group`."""
     store = PrefixStore("back", address.store)
     if group is None:
         return _open_group(address, store, range(address.world_size), patience, devices)
@@ -167,8 +167,8 @@ def _open_group(
 def _meet(address: Address, store: Store, ranks: Sequence[int], patience: float) -> None:
     """Wait for all of these ranks; runs on the store's thread.
 
-    Gloo would wait too, but for one rank after another, each time as long as the timeout. Once a call has taken longer
-    than that, it would be impossible to tell whether a rank or the store itself kept it waiting.
+    Gloo would wait for one rank after another, each time as long as the timeout, and would not show whether a rank or
+    the store itself kept it waiting.
     """
     board = address.noticeboard()
     keys = [f"came/{rank}" for rank in ranks]
@@ -195,9 +195,9 @@ def _make_group(
     """Make the group, once all of its ranks have come; runs on the store's thread.
 
     The group for sparse sums has one thread, so it runs one collective at a time: Gloo's sum of sparse tensors corrupts
-    the heap if another collective of its group ends at the same moment. The threads of a group write the name of what
-    ended into one string, without a lock, and this name is the only one too long for the string's inline buffer
-    (PyTorch 2.13; tests/commhooks/test_sparse.py).
+    the heap if another collective of its group ends at the same moment. The threads of a group write the name of the
+    finished collective into one string, without a lock, and this name is the only one too long for the string's inline
+    buffer (PyTorch 2.13; tests/commhooks/test_sparse.py).
     """
     place = ranks.index(address.rank)
     try:
@@ -210,10 +210,10 @@ def _make_group(
 
 
 def _with_a_connection_of_its_own(store: Store) -> Store:
-    """Return the same store over another connection; PyTorch before 2.8 knows none.
+    """Return the same store over another connection; before PyTorch 2.8, the store itself.
 
-    Gloo waits in the store for the other ranks' addresses, and while it does, nobody else reaches the store over that
-    connection: two ranks that each open two groups, in different orders, would wait for each other.
+    While Gloo waits in the store for the other ranks' addresses, no other call reaches the store over that connection:
+    two ranks that each open two groups, in different orders, would wait for each other.
     """
     return store.clone() if hasattr(store, "clone") else store
 
@@ -221,7 +221,7 @@ def _with_a_connection_of_its_own(store: Store) -> Store:
 def _make_devices() -> list[Any]:
     """Make the devices that PyTorch would make for a group, each of which has an event loop: a thread.
 
-    There is one for each network interface named in the variable GLOO_SOCKET_IFNAME, or the default one.
+    It makes one for each network interface named in the variable GLOO_SOCKET_IFNAME, or the default one.
     """
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     with unhurried():
@@ -233,8 +233,8 @@ def _make_devices() -> list[Any]:
 class Agreements:
     """Comparisons of fingerprints, texts that must be the same on every rank.
 
-    Digests are gathered over `carrier`, on `device`. Only if they differ are the texts themselves exchanged, through
-    the store, so that the error can state who differs in what.
+    Digests are gathered over `carrier`, on `device`. If they differ, the texts themselves are exchanged through the
+    store, so that the error can name the ranks and their differences.
     """
 
     def __init__(self, carrier: ProcessGroupCommunicator, address: Address, device: torch.device | None = None) -> None:
@@ -244,7 +244,7 @@ class Agreements:
         self._asked = 0
 
     def agree(self, fingerprint: str, wait: Callable[[Pending], None] = lambda pending: pending.wait()) -> None:
-        """Return if all ranks pass the same fingerprint; otherwise raise `AttachError`, stating who differs in what."""
+        """Return if all ranks pass the same fingerprint; otherwise raise `AttachError`, naming the differences."""
         store = PrefixStore(f"fingerprint {self._asked}", self._address.store)
         self._asked += 1
         wait(self._carrier.start_to_meet())

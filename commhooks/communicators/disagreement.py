@@ -1,4 +1,4 @@
-"""Descriptions of what ranks disagree about: only the differences between their fingerprints.
+"""Descriptions of disagreements: the differences between ranks' fingerprints, and nothing else.
 
 A fingerprint has one fact per line, "what: value". A value that is written as a call, such as a compressor, is compared
 setting by setting.
@@ -18,12 +18,12 @@ _REFUSAL = "refusal: "
 
 
 def refusal_as_fingerprint(reason: Exception) -> str:
-    """Return the fingerprint of a rank that cannot do what the others do; it equals no other fingerprint."""
+    """Return the fingerprint of a rank that cannot take part; it equals no other rank's."""
     return _REFUSAL + " ".join(str(reason).split())
 
 
 def describe(fingerprints: Sequence[str]) -> str:
-    """Return a sentence that says how the fingerprints, which are not all the same, differ, and on which ranks."""
+    """Return a sentence on the differences between fingerprints, of which at least two differ, with their ranks."""
     refusals = [
         f"{_ranks([rank])} cannot take part: {text.removeprefix(_REFUSAL)}"
         for rank, text in enumerate(fingerprints)
@@ -83,7 +83,7 @@ def _settings_of(node: ast.expr) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _by_value(values: Sequence[str]) -> str:
-    """Return which ranks have which value: "1 (ranks 0, 2), 4 (rank 1)"."""
+    """Return each value with its ranks: "1 (ranks 0, 2), 4 (rank 1)"."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)

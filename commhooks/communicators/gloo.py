@@ -1,8 +1,8 @@
-"""How Gloo moves the data of its collectives: what a rank sends, in how many messages and hops.
+"""The costs of Gloo's collectives: the data, messages and hops of a rank.
 
 Gloo's algorithms, as PyTorch 2.13 calls them:
 
-- all-reduce: around a ring, as a reduce-scatter and an all-gather. Each rank's share travels in two halves, so that one
+- all-reduce: around a ring, as a reduce-scatter and an all-gather. Each rank's share is sent in two halves, so that one
   is sent while the other is added up.
 - all-gather: around a ring, in halves too.
 - reduce-scatter: an all-reduce of every rank's row, of which a rank keeps its own: twice the bytes of a ring. Private
@@ -10,15 +10,15 @@ Gloo's algorithms, as PyTorch 2.13 calls them:
 - all-to-all: every rank sends its rows to all others at once, in one hop.
 - broadcast: down a tree. The root sends to log2(ranks) others, which share its link; those pass it on.
 
-Two ranks that exchange data over one connection hinder each other unless both announced beforehand that they are
-ready to receive. Gloo's all-to-all and all-gather send first: the announcement of the rank that is late waits behind
-its own data, and the other rank can send only after that. So between two ranks an all-to-all takes the time of both
-directions, one after the other, and an all-gather (in halves) that of three halves. In a longer ring the neighbour that
-sends is not the one that receives.
+Two ranks that exchange data over one connection hinder each other unless both announced beforehand that they are ready
+to receive. Gloo's all-to-all and all-gather send first: the later rank's announcement waits behind its own data, and
+the other rank can send only after that. So between two ranks an all-to-all takes the time of both directions, one after
+the other, and an all-gather (in halves) the time of three halves. In a longer ring, a rank sends to one neighbour and
+receives from the other.
 
 The private groups of attachments and exchangers therefore come in pairs, one for each direction
 ([`both_ways.py`](both_ways.py)), for exchanges that are large enough. Between two ranks these take the time of their
-bytes. Among more, a rank that is late still sends some of its data to one rank before it announces itself to another.
+bytes. Among more, a late rank still sends some of its data to one rank before it announces itself to another.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _ETHERNET = 14  # bytes of the frame's own header, as interfaces and tc count
 FRAMING = (MTU + _ETHERNET) / (MTU - _HEADERS)  # 1,514 bytes carry 1,448
 ACKNOWLEDGEMENT = (_ETHERNET + _HEADERS) / (MTU - _HEADERS) / 2  # 66 bytes for every second frame, towards the sender
 MESSAGE_BYTES = 390
-"""Bytes of a message besides its data: its header and two announcements (ready to send, ready to receive), three frames
-of 48 bytes and 66 bytes of headers, and part of an acknowledgement. Measured: 380 to 413."""
+"""Bytes of a message in addition to its data: its header and two announcements (ready to send, ready to receive), three
+frames of 48 bytes and 66 bytes of headers, and part of an acknowledgement. Measured: 380 to 413."""
 _UNFAIR_SHARES = 1.5  # an all-to-all of more than two ranks over one group: measured 1.4 to 1.7 times
 _LEAST_ROW_OF_TWO = 16 * 1024  # bytes to the other one of two ranks, to go over two groups
 _LEAST_ROW = 128 * 1024  # bytes to each of more
@@ -45,10 +45,10 @@ _AHEAD = (
 
 @dataclass(frozen=True)
 class Course:
-    """What one collective costs the rank whose link is busiest.
+    """The cost of a collective for the rank with the busiest link.
 
-    The bytes of data count as often as the link is busy with them, or idle because of them: a broadcast's, for example,
-    for every level of its tree.
+    Bytes of data count once for each time that the link carries them or is idle because of them: a broadcast's, for
+    example, for every level of its tree.
     """
 
     up_bytes: float
@@ -70,10 +70,11 @@ NOTHING = Course(0, 0, 0, 0)
 
 
 def goes_both_ways(kind: str, payload: int, ranks: int) -> bool:
-    """Return whether private groups carry this over two groups: the same on all ranks, whatever their link.
+    """Return whether private groups run a collective over two groups; the answer is the same on all ranks.
 
-    Smaller exchanges gain less than a second group costs: its threads must wake up too, and among more than two ranks
-    every connection carries an empty message back. Gloo's ring carries an all-gather of more than two ranks as fast.
+    For smaller exchanges a second group costs more than it gains: its threads must wake up too, and among more than two
+    ranks every connection carries an empty message back. With more than two ranks, Gloo's ring is as fast for an
+    all-gather.
     """
     if kind == "all-gather":
         return ranks == 2 and payload >= _LEAST_ROW_OF_TWO
@@ -82,9 +83,9 @@ def goes_both_ways(kind: str, payload: int, ranks: int) -> bool:
 
 
 def course_of(kind: str, payload: int, ranks: int, *, is_sparse: bool = False, is_private: bool = True) -> Course:
-    """Return what a collective of this payload costs, over private groups or another one.
+    """Return the cost of a collective with this payload, over private groups or another one.
 
-    The kind must be one of those above.
+    `kind` must be one of the kinds in the module's docstring.
     """
     if ranks == 1:
         return NOTHING
@@ -125,9 +126,9 @@ def _ring(data: float, messages: int, steps: int) -> Course:
 
 
 def _tree(place: int, ranks: int) -> int:
-    """Return how many times the data passes a link until all below this place of the broadcast's tree have it.
+    """Return the number of sends, one after another, until all below this place of the broadcast's tree have the data.
 
-    A place's sends share its link, and so end together; then each of those that received it does the same.
+    A place's sends share its link, and so end together; then each receiver does the same.
     """
     below = [place | bit for bit in (1 << level for level in range((ranks - 1).bit_length())) if bit > place]
     below = [each for each in below if each < ranks]

@@ -1,4 +1,4 @@
-"""The link between hosts in the step-time model: how long a collective takes on it, and what it sends.
+"""The link between hosts in the step-time model: the seconds and bytes of a collective.
 
 W ranks run on H = W/R hosts of R ranks each. A collective with a payload of p bytes per rank takes, in seconds,
 
@@ -15,9 +15,9 @@ data, messages and hops are those of `commhooks.communicators.gloo` (algorithm "
     all-gather      (W-1) · p                    W-1
     all-to-all      (W-1)/W · p                  1
 
-With a fast link inside hosts there are two. Outside, all ranks of a host exchange what concerns them with their
-counterparts, and their R shares pass the host's uplink together: the collective of H ranks with a payload of p if it is
-a sum (each rank holds one R-th of the host's), of R · p otherwise. Inside, at `inner_rate` and without headers:
+With a fast link inside hosts there are two. Outside, all ranks of a host exchange their shares with their counterparts,
+and these R shares pass the host's uplink together: the collective of H ranks with a payload of p if it is a sum (each
+rank holds one R-th of the host's), of R · p otherwise. Inside, at `inner_rate` and without headers:
 
     inside          data (bytes per direction)   hops
     all-reduce      2 (R-1)/R · p                2 (R-1)    a reduce-scatter before, an all-gather after
@@ -40,12 +40,12 @@ from commhooks.communicators.gloo import MESSAGE_BYTES, Course, course_of
 
 ALGORITHMS = ("gloo", "ring")
 HALF_SUM = "all-reduce float16"
-"""The kind of a sum of two-byte floats, for which Gloo needs about twice the processor time per byte of other sums. A
-`Probe` measures it apart; a `Link` makes no difference."""
+"""The kind of a sum of two-byte floats, for which Gloo needs about twice the CPU time per byte of other sums. A `Probe`
+measures it separately; a `Link` treats it as any all-reduce."""
 
 OF_PYTORCH = " of PyTorch"
-"""What ends the kind of a collective that PyTorch itself runs, over its one group: FSDP2's gathers, for example. A
-`Link` with Gloo's algorithms knows what that costs."""
+"""The suffix of the kinds of collectives that PyTorch itself runs, over a single group: FSDP2's gathers, for example. A
+`Link` with Gloo's algorithms computes their cost."""
 
 
 def plain_kind(kind: str) -> str:
@@ -54,22 +54,22 @@ def plain_kind(kind: str) -> str:
 
 
 class Transfer(NamedTuple):
-    """One collective on its way."""
+    """A collective's time and traffic."""
 
     seconds: float
     processor_seconds: float
-    """Of the rank's core, within `seconds`."""
+    """Seconds of the rank's CPU, part of `seconds`."""
     bytes_sent: int
-    """Bytes of data sent per rank, on average over the ranks, also inside hosts."""
+    """Bytes of data sent per rank, on average over the ranks, including those inside hosts."""
     afterwards: float = 0.0
-    """Seconds of the processor once the answers of its round are there, whatever their number."""
+    """Seconds of CPU time after the answers of its round have arrived, whatever their number."""
 
 
 class Network(Protocol):
-    """What the step-time model needs to know of a network: a `Link`, computed, or a `Probe`, measured."""
+    """The step-time model's interface of a network: a `Link`, computed, or a `Probe`, measured."""
 
     def transfer(self, kind: str, payload: int, ranks: int) -> Transfer:
-        """Return the seconds and bytes of a collective with a payload of so many bytes per rank."""
+        """Return the seconds and bytes of a collective with a payload of `payload` bytes per rank."""
         ...
 
 
@@ -80,23 +80,23 @@ class Link:
     rate: float
     """Bits per second of a host's uplink, which all of its ranks share; `math.inf`: no limit."""
     latency: float = 0.0
-    """Seconds, for each message that waits for another one."""
+    """Seconds for each message that waits for another one."""
     ranks_per_host: int = 1
     inner_rate: float | None = None
-    """Bits per second of each rank's link inside its host. None: there is none, and ranks of a host reach each other
-    through the uplink, of which each has an equal share, as containers with a common network card do."""
+    """Bits per second of each rank's link inside its host. None: there is none, and a host's ranks reach each other
+    through the uplink, which they share equally, as containers with a common network card do."""
     inner_latency: float = 0.0
-    """Seconds, inside a host."""
+    """Seconds for each message inside a host that waits for another one."""
     algorithm: str = "gloo"
-    """"gloo": what Gloo sends, with headers and messages; "ring": the data of rings alone."""
+    """"gloo": Gloo's traffic, with headers and messages; "ring": only the data of rings."""
     hosts_per_site: int | None = None
-    """How many consecutive hosts share an uplink of their site. A ring crosses it once in each direction."""
+    """The number of consecutive hosts that share an uplink of their site. A ring crosses it once in each direction."""
     site_rate: float | None = None
-    """Bits per second of a site's uplink; lower than that of its hosts together: oversubscribed."""
+    """Bits per second of a site's uplink; if lower than its hosts' rates together, it is oversubscribed."""
     seconds_per_byte: float = 0.0
-    """Processor time per byte that a rank sends, of the core that computes. Higher: slower, and less overlap."""
+    """CPU seconds, of the core that computes, per byte that a rank sends. Higher: slower, and less overlap."""
     seconds_per_round: float = 0.0
-    """Processor time that follows the answers of a round: threads that wait for one another on a core that computes."""
+    """CPU seconds after the answers of a round: threads wait for one another on a core that computes."""
 
     def __post_init__(self) -> None:
         for name in ("rate", "inner_rate", "site_rate"):
@@ -148,7 +148,7 @@ class Link:
             )
 
     def _legs(self, kind: str, payload: int, ranks: int, *, is_private: bool) -> list[tuple[float, float]]:
-        """Return for each leg its seconds at the rates of its links, and the seconds of its latencies."""
+        """Return, for each leg, the seconds at its links' rates and the seconds of its latencies."""
         if self.inner_rate is None:
             course = self._course(kind, payload, ranks, is_private=is_private)
             share = self.rate / min(ranks, self.ranks_per_host)
@@ -175,7 +175,7 @@ class Link:
         return course_of(kind, payload, ranks, is_private=is_private)
 
     def _site(self, course: Course, kind: str, payload: int, ranks: int) -> float:
-        """Return the seconds that the uplink of a site is busy: with a ring's neighbours, or with all its ranks."""
+        """Return the seconds that a site's uplink is busy, with a ring's neighbours or with all of the site's ranks."""
         if self.hosts_per_site is None or self.site_rate is None:
             return 0.0
         inside = self.hosts_per_site * self.ranks_per_host

@@ -44,7 +44,7 @@ class LockstepGroup:
 
 
 class LockstepCommunicator:
-    """One worker's end of a `LockstepGroup`."""
+    """A worker's communicator in a `LockstepGroup`."""
 
     def __init__(self, group: LockstepGroup, rank: int) -> None:
         self.rank = rank
@@ -61,7 +61,7 @@ class LockstepCommunicator:
 
 
 class LockstepPending:
-    """One worker's collective, to be waited for only once all workers have submitted theirs."""
+    """A worker's collective; wait for it only after all workers have submitted theirs."""
 
     def __init__(self, collective: Collective, rank: int) -> None:
         self.collective = collective
@@ -78,7 +78,7 @@ class LockstepPending:
         return self.answer
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return if every worker has submitted; otherwise raise `CollectiveError`, as none can while this one waits."""
+        """Return if every worker has submitted; otherwise raise `CollectiveError`: none can while this one waits."""
         _ = self.result
 
 

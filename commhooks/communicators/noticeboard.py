@@ -1,4 +1,4 @@
-"""Failures are reported through the store that ranks share; one thread calls it, so a silent store blocks nobody else.
+"""Reports of failures through the store that ranks share; one thread calls it, so a silent store blocks no other.
 
 A store whose host has stopped, or is disconnected, never answers a call, and none of the store's own timeouts limits
 that wait. So a thread that waits for a collective or completes a future never calls the store itself: it passes its
@@ -25,7 +25,7 @@ from commhooks.errors import CollectiveError, CommHooksError
 Answer = TypeVar("Answer")
 
 ANSWER_SECONDS = 1.0
-"""How long to wait for the store to answer, or for a rank that is asked whether it is still there."""
+"""Seconds to wait for an answer of the store, or of a rank in a roll call."""
 
 _FAILURE_KEY = "failure"
 _ROLL_CALL_KEY = "roll-call"
@@ -85,11 +85,11 @@ class StoreThread:
             raise SilentStoreError(f"{self._where} does not answer: its host has stopped, or is cut off.") from None
 
     def close(self) -> None:
-        """Let the thread end after the calls that were submitted."""
+        """End the thread after the calls that were submitted."""
         self._calls.put(None)
 
     def join(self, seconds: float) -> None:
-        """Return when the thread has ended, or after `seconds`."""
+        """Wait until the thread has ended, for at most `seconds`."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -109,7 +109,7 @@ class StoreThread:
 
 
 class Noticeboard:
-    """One attachment's section of the store, in which a failing rank tells the others why.
+    """An attachment's section of the store, in which a failing rank reports the cause to the others.
 
     Except for `look`, which `store_thread` runs, methods return immediately or after about `ANSWER_SECONDS`
     (`silent_ranks` after twice that).
@@ -124,15 +124,15 @@ class Noticeboard:
         self._look: concurrent.futures.Future[str | None] | None = None
         self._found: str | None = None
         self.announced = -1, ""
-        """The last comparison that a rank has announced, as far as is known: its number, and who makes which call."""
+        """The last known announcement of a comparison: its number, and the rank and its call in words."""
 
     def announce(self, number: int, call: str) -> None:
-        """Tell the others, without waiting, that this rank compares settings with them; it is the number-th thing."""
+        """Announce, without waiting, that this rank compares settings, as item `number` of its queue."""
         announcement = f"{number} rank {self._rank} calls {call}"
         self._thread.submit(lambda: self._store.set(_ANNOUNCEMENT_KEY, announcement))
 
     def failure(self) -> str | None:
-        """Return why some rank failed, as far as is known by now, and look again in the background.
+        """Return the cause of a rank's failure, if known by now, and look again in the background.
 
         Raises `SilentStoreError` if the store is gone, but not if it is merely silent: it may answer again.
         """
@@ -142,7 +142,7 @@ class Noticeboard:
         return self._found
 
     def failure_now(self) -> str | None:
-        """Look now, and return why some rank failed; raise `SilentStoreError` if the store does not answer."""
+        """Look now, and return a rank's reported failure or None; raise `SilentStoreError` if the store is silent."""
         if self._found is None:
             if self._look is None or self._look.done():  # a look already under way answers the same question
                 self._look = self._thread.submit(self.look)
@@ -152,13 +152,13 @@ class Noticeboard:
     def silent_ranks(self) -> list[int]:
         """Call the roll, and return the ranks that do not answer within `ANSWER_SECONDS`.
 
-        A Gloo collective that fails does not tell whose process is gone, but every rank that failed with it, or is
-        still waiting, answers a roll call. Raises `SilentStoreError` if the store does not answer.
+        A failed Gloo collective does not show whose process is gone, but every rank that failed with it, or still
+        waits, answers a roll call. Raises `SilentStoreError` if the store does not answer.
         """
         return self._thread.call(self._call_the_roll, 2 * ANSWER_SECONDS)
 
     def post(self, cause: str) -> None:
-        """Tell the others why this rank fails, unless another reason was posted first. Raises nothing."""
+        """Report this rank's failure to the others, unless another one was posted first. Raises nothing."""
         done = self._thread.submit(lambda: self._store.compare_set(_FAILURE_KEY, "", cause))
         concurrent.futures.wait([done], ANSWER_SECONDS)
 
@@ -174,7 +174,7 @@ class Noticeboard:
         return None
 
     def close(self) -> None:
-        """Let the store's thread end."""
+        """End the store's thread."""
         self._thread.close()
 
     def _call_the_roll(self) -> list[int]:
@@ -191,7 +191,7 @@ _threads: weakref.WeakSet[StoreThread] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """Let pending calls return before the interpreter shuts down: one that returns later ends in SIGABRT."""
+    """Wait for pending calls before the interpreter shuts down: one that returns later ends in SIGABRT."""
     deadline = time.monotonic() + ANSWER_SECONDS
     left = list(_threads)
     for store_thread in left:
@@ -201,7 +201,7 @@ def _end_all() -> None:
 
 
 def address_of(store: Store) -> str:
-    """Return how errors refer to a store: "the store at host:port" for a `TCPStore`, otherwise its path or type."""
+    """Return a store's name in errors: "the store at host:port" for a `TCPStore`, otherwise its path or type."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     host, port, path = (getattr(store, name, None) for name in ("host", "port", "path"))

@@ -26,7 +26,7 @@ _REMEDY = (
 def name_and_store(group: dist.ProcessGroup) -> tuple[str, Store]:
     """Return the name and the store under which the ranks of `group` find each other.
 
-    Raises `AttachError` if the group has none, or only those that `torch.distributed` keeps for other ranks, or if
+    Raises `AttachError` if the group has no name or store, if `torch.distributed` does not know all of its ranks, or if
     it is torchft's.
     """
     if type(group).__module__.startswith("torchft."):

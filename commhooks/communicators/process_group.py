@@ -24,15 +24,16 @@ from commhooks.language.requests import Group
 
 
 class ProcessGroupCommunicator:
-    """Runs collectives over `process_group` (default: the default group).
+    """A communicator over `process_group` (default: the default group).
 
     A `ProcessGroup` and a bare backend (`ProcessGroupGloo`) have the same methods for this, so either may be passed.
     `open_for_sparse` returns another group of the same ranks, for sums of sparse tensors: over a Gloo group with two
     threads these occasionally corrupt the heap. Without it they go over `process_group`. `open_some` returns a group of
-    some of the ranks; it is called for the first collective that names the group, at the same point on all ranks, which
-    `wait` waits for. `open_back` returns another group of all ranks, or of those that a group names, and is called as
-    `open_some` is: exchanges that are large enough then go over two groups (`both_ways.py`). `has_tensor_forms` tells
-    that the group gathers and scatters whole tensors, as NCCL does, which copies lists of them.
+    some of the ranks; it is called for the first collective that names the group, after `wait` has made sure that all
+    ranks have reached it. `open_back` returns another group of all ranks, or of the ranks that a group names, and is
+    called like `open_some`: exchanges that are large enough then run over two groups (`both_ways.py`).
+    `has_tensor_forms` is True if the group gathers and scatters whole tensors, as NCCL does, which copies lists of
+    them.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class ProcessGroupCommunicator:
     def start_to_meet(self) -> WorkPending:
         """Start to wait for every rank.
 
-        No request's collective can be taken for this one, as Gloo ends the process if two of unequal sizes are.
+        It cannot be mistaken for a request's collective: Gloo ends the process if two of unequal sizes meet.
         """
         pending = WorkPending([self.group.barrier()], "barrier", torch.empty(0))
         self._under_way.append(pending)
@@ -92,8 +93,7 @@ class ProcessGroupCommunicator:
     def release(self) -> None:
         """Drop the groups and all works, so that remaining references to this object do not keep them alive.
 
-        A traceback, for example, holds such a reference; and a Gloo work keeps the group's connections open, as the
-        group does.
+        A traceback may hold such a reference. A Gloo work keeps the group's connections open, as the group does.
         """
         for pending in self._under_way:
             pending.release()
@@ -153,7 +153,7 @@ class ProcessGroupCommunicator:
         return self._of_some[group]
 
     def _meet(self) -> None:
-        """Return when every rank is about to open a group.
+        """Wait until every rank is about to open a group.
 
         A rank that has ended is detected here immediately, since its connections are closed. Ranks that open a group
         meet in the store, where its absence would go unnoticed.
@@ -173,13 +173,13 @@ _is_completed = operator.methodcaller("is_completed")
 
 
 class WorkPending:
-    """One c10d Work, or several that form a collective, and its result once they are done."""
+    """A c10d Work, or several that form a collective, and their result once they are done."""
 
     def __init__(self, works: Sequence[dist.Work], what: str, output: Tensor) -> None:
         self._works: Sequence[dist.Work] | None = works
         self._what = what
         self.result = output
-        """The answer, once it is there."""
+        """The answer, valid once the works are done."""
         self._done = False
 
     def is_completed(self) -> bool:
@@ -228,7 +228,7 @@ class RowsPending(WorkPending):
         self._rows: Tensor | None = exchange.result
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return when the sum is ready; see `Pending.wait`."""
+        """Wait until the sum is ready; see `Pending.wait`."""
         super().wait(timeout_seconds)
         if self._rows is not None:
             rows, self._rows = self._rows, None

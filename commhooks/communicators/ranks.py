@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 class Ranks:
-    """The ranks of a process group, None for the default one: what fails on one of them raises `error` on all."""
+    """The ranks of a process group (None: the default one): a failure on one of them raises `error` on all."""
 
     def __init__(self, group: dist.ProcessGroup | None, error: type[CommHooksError] = CheckpointError) -> None:
         self._error = error
@@ -22,7 +22,7 @@ class Ranks:
         self.world_size = 1 if self.group is None else dist.get_world_size(self.group)
 
     def gather(self, what: str, act: Callable[[], Value]) -> list[Any]:
-        """Return what `act` returned on every rank, by rank; if it fails on any, raise the error on all.
+        """Call `act` on every rank, and return all results by rank; if it fails on one, raise the error on all.
 
         `what` is the purpose that the error names: "could not ...".
         """
@@ -42,7 +42,7 @@ class Ranks:
         return [value for value, _ in told]
 
     def each(self, what: str, act: Callable[[], Value]) -> Value:
-        """Return what `act` returned on this rank, without sending it; failures raise as in `gather`."""
+        """Call `act` on every rank, and return this rank's result, which is not sent; failures raise as in `gather`."""
         kept: list[Value] = []
         self.gather(what, lambda: kept.append(act()))
         return kept[0]
@@ -56,5 +56,5 @@ class Ranks:
         return told
 
     def first(self, what: str, act: Callable[[], Any]) -> Any:
-        """Return what `act` returned on rank 0, the only one that calls it; failures raise as in `gather`."""
+        """Call `act` on rank 0 only, and return its result on every rank; failures raise as in `gather`."""
         return self.gather(what, lambda: act() if self.rank == 0 else None)[0]

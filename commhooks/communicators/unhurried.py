@@ -1,10 +1,10 @@
-"""Gloo's event loop, made to wait: if it wakes up, it must not interrupt a thread that holds the lock it needs.
+"""A policy for Gloo's event loop: when it wakes up, it must not interrupt a thread that holds the lock it needs.
 
 Each Gloo connection has a lock. A thread that sends holds it while data arrives, for which Gloo's event loop wakes up.
-If both are on one core, the kernel often lets the loop interrupt the sender. The loop finds the connection locked, asks
-again for the events it could not handle, and so on without a pause, until the kernel's next tick interrupts it, up to 4
-milliseconds later with 250 ticks a second; meanwhile nobody sends. A thread of the policy SCHED_BATCH interrupts none
-of the usual policy. Its share of the processor is the same.
+If both are on one core, the kernel often lets the loop interrupt the sender. The loop finds the connection locked, and
+asks for the same events again and again until the kernel's next tick interrupts it, up to 4 milliseconds later with 250
+ticks a second; meanwhile nobody sends. A thread of the policy SCHED_BATCH interrupts none of the usual policy, and gets
+the same share of the CPU.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def unhurried() -> Iterator[None]:
-    """Let the threads that are started within interrupt no others: a thread inherits the policy of its creator.
+    """Start threads inside this context with SCHED_BATCH: a thread inherits the policy of its creator.
 
-    Does nothing where there is no such policy, where it is forbidden, and where the user has chosen another policy.
+    It does nothing if there is no such policy, if setting it is forbidden, or if the user has chosen another policy.
     """
     has_changed = _become_unhurried()
     try:
@@ -30,7 +30,7 @@ def unhurried() -> Iterator[None]:
 
 
 def _become_unhurried() -> bool:
-    """Give the calling thread, which 0 stands for, the policy; return whether it has it now and had the usual one."""
+    """Give the calling thread (0) the policy if it has the usual one; return whether that succeeded."""
     if not hasattr(os, "SCHED_BATCH"):
         return False
     try:
