@@ -15,7 +15,7 @@ EAGER_ELEMENTS = 131072
 
 
 class GradBucket:
-    """What a hook sees of one bucket: PyTorch's ``dist.GradBucket``, plus the parameters' names.
+    """A bucket as a hook sees it: PyTorch's ``dist.GradBucket``, plus the parameters' names.
 
     The buffer holds this rank's gradients, not divided by the world size. A hook may write into it.
     """
@@ -95,7 +95,7 @@ class Bucket:
         self.reset()
 
     def zeros(self) -> Tensor:
-        """Return what a rank without any gradient sends, in new memory."""
+        """Return zeros in new memory, for a rank without any gradient to send."""
         return self.members[0].new_zeros(self._elements)
 
     @property
@@ -111,7 +111,7 @@ class Bucket:
         """Move the gradients at ``places`` into the bucket, divided by ``divisor`` if one is given.
 
         With ``as_views``, ``p.grad`` *is* the bucket's memory afterwards. For bit equality with PyTorch's reducer, a
-        gradient from elsewhere is multiplied by the reciprocal, and one that is already in place is divided.
+        gradient from elsewhere is multiplied by the reciprocal, while one already in place is divided.
         """
         members, views = self.members, self.views  # a thousand short gradients: look-ups count
         copied, grads, aliased = [], [], []
@@ -156,7 +156,7 @@ class Bucket:
     def scatter(self, mean: Tensor, untouched: set[int], as_views: bool) -> None:
         """Set the ``p.grad`` of every parameter, except the ``untouched`` (by model index), to its part of ``mean``.
 
-        ``mean`` is 1-D and has as many elements as the bucket; it may be the bucket's own memory.
+        ``mean`` is 1-D, of the bucket's size; it may be the bucket's own memory.
         """
         inside = mean.data_ptr() == self.flat.data_ptr() and mean.dtype == self.flat.dtype
         if as_views and not inside:
@@ -173,7 +173,7 @@ class Bucket:
 
 
 class SparseBucket(Bucket):
-    """One parameter whose gradient is sparse: the gradient itself is sent, so no memory is set aside."""
+    """A parameter whose gradient is sparse: the gradient itself is sent, so no memory is set aside."""
 
     def __init__(self, index: int, indices: Sequence[int], members: Sequence[Parameter], names: Sequence[str]):
         self.index, self.indices, self.members, self.names = index, indices, members, names
@@ -183,7 +183,7 @@ class SparseBucket(Bucket):
         self.reset()
 
     def zeros(self) -> Tensor:
-        """Return what a rank without any gradient sends: no rows, in the form of an embedding's gradient."""
+        """Return a gradient without rows, in an embedding's form, for a rank without any gradient to send."""
         member = self.members[0].detach()
         rows = torch.empty(1, 0, dtype=torch.long, device=member.device)
         return torch.sparse_coo_tensor(

@@ -17,7 +17,7 @@ Plan = list[tuple[int, ...]]
 
 
 class ParameterSpec(NamedTuple):
-    """What bucketing needs to know about a parameter."""
+    """A parameter's properties that decide its bucket."""
 
     nbytes: int
     kind: Hashable  # only parameters of one kind (dtype and device) may share a bucket
@@ -76,7 +76,7 @@ def assign_buckets(specs: Sequence[ParameterSpec], limits: Sequence[int], order:
 
 
 def plan_to_numbers(plan: Plan) -> list[int]:
-    """Encode a plan as twice as many integers as it has parameters: their order, and the bucket of each."""
+    """Encode a plan as two integers for each parameter: the parameters' order, then the bucket of each."""
     order = [index for bucket in plan for index in bucket]
     return order + [position for position, bucket in enumerate(plan) for _ in bucket]
 

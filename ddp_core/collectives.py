@@ -25,7 +25,7 @@ def all_reduce(group: dist.ProcessGroup, tensor: Tensor, op: Any = dist.ReduceOp
 
 
 def broadcast(group: dist.ProcessGroup, tensor: Tensor, source: int) -> dist.Work:
-    """Start to overwrite ``tensor`` with that of group rank ``source``."""
+    """Start to overwrite ``tensor`` with group rank ``source``'s."""
     options = dist.BroadcastOptions()
     options.rootRank = source
     return group.broadcast([tensor], options)
@@ -48,7 +48,7 @@ def all_gather_object(group: dist.ProcessGroup, value: Any, device: torch.device
 
 
 def finish(work: dist.Work) -> None:
-    """Return when ``work`` is done; raise its error if it fails."""
+    """Wait until ``work`` is done; raise its error if it fails."""
     # Called "wait", this function would look to pybind11 like a super().wait(), so it would call the base class.
     kind: Any = type(work)
     if kind.wait is dist.Work.wait and kind.get_future is not dist.Work.get_future:
@@ -75,7 +75,7 @@ def result_of(work: dist.Work) -> Any:
 
 
 def number_of_ranks(group: dist.ProcessGroup, count: dist.Work | None) -> int:
-    """Return how many ranks to divide by: the sum that ``count`` all-reduces, or the size of ``group``."""
+    """Return the number of ranks to divide by: the sum that ``count`` all-reduces, or the size of ``group``."""
     if count is None:
         return group.size()
     ranks = result_of(count)

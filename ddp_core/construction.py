@@ -33,10 +33,10 @@ def choose_process_group(process_group: dist.ProcessGroup | None, device_mesh: A
 
 
 def check_module(module: nn.Module, parameters: Sequence[Tensor]) -> None:
-    """Raise for a module that cannot be wrapped; ``parameters`` are those not ignored, frozen ones included.
+    """Raise for a module that cannot be wrapped; ``parameters`` leaves out ignored ones and includes frozen ones.
 
-    Raises RuntimeError for uninitialised (lazy) parameters and where nothing requires a gradient; ValueError for
-    mixed device types and SyncBatchNorm on the CPU.
+    Raises RuntimeError for uninitialised (lazy) parameters or if no parameter requires a gradient; ValueError for mixed
+    device types or SyncBatchNorm on the CPU.
     """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
@@ -74,7 +74,7 @@ def choose_devices(
 ) -> tuple[list[torch.device] | None, torch.device | None]:
     """Return the one device to which inputs are moved, as a list, and the output device; (None, None) for neither.
 
-    Raises ValueError for more than one id, and for ids with a module on the CPU or on several devices.
+    Raises ValueError for more than one id, or for ids with a module on the CPU or on several devices.
     """
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(f"device_ids can only be None or contain a single element. (got {list(device_ids)})")
@@ -96,7 +96,7 @@ def _device(device: int | torch.device, kind: str) -> torch.device:
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Return whether buffers are copied from rank 0 (at construction, before each forward pass)."""
+    """Return two bools: whether rank 0's buffers are copied at construction, and before each forward pass."""
     if broadcast_buffers is not None:
         warnings.warn(
             f"`broadcast_buffers` is deprecated{' and ignored' if forward_sync_buffers is not None else ''}. Use "
@@ -110,7 +110,7 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
 
 
 def sparse_parameters(module: nn.Module) -> set[int]:
-    """Return the ids of parameters that will get sparse gradients: those of embeddings with ``sparse=True``."""
+    """Return the ids of parameters that will get sparse gradients: weights of embeddings with ``sparse=True``."""
     embeddings = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     return {id(m.weight) for m in embeddings if m.sparse}
 

@@ -2,8 +2,8 @@
 
 They accumulate in their own memory. The all-reduce starts once all of them and the gradient of one chosen parameter are
 ready, and every bucket has been launched; at the latest, at the end of the backward pass. With a communication hook it
-starts there, once everything that the hook returned is done, since its callbacks may issue collectives too. So it is
-always the iteration's last collective, and ranks always issue theirs in the same order.
+starts at the end of the backward pass, after the hook's futures are done, since their callbacks may issue collectives
+too. So it is always the iteration's last collective, and all ranks issue collectives in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ddp_core.hooks import Pending
 
 
 class Delay(NamedTuple):
-    """Which parameters are delayed, and the parameter whose gradient they wait for."""
+    """The delayed parameters, and the parameter whose gradient they wait for."""
 
     named: tuple[tuple[str, Parameter], ...] = ()
     trigger: Parameter | None = None
@@ -84,14 +84,14 @@ class DelayedGradients:
         return self.triggered and not self.missing and not self.in_flight
 
     def lend_memory(self) -> None:
-        """Make the coming backward pass accumulate in this memory; a gradient that is None becomes zeros."""
+        """Make the next backward pass accumulate in this memory, which is zeroed for gradients that are None."""
         for bucket in self.buckets:
             for member, view in zip(bucket.members, bucket.views, strict=True):
                 if member.grad is None:
                     member.grad = view.zero_()
 
     def gather(self, divisor: int) -> None:
-        """Move what autograd has put elsewhere into this memory, and divide everything."""
+        """Move gradients that autograd has put elsewhere into this memory, and divide all of them."""
         for bucket in self.buckets:
             bucket.reset()
             for member in bucket.members:

@@ -165,7 +165,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
     # ---------------------------------------------------------------- forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module, and prepare to reduce the gradients of what it returns."""
+        """Run the wrapped module, and prepare to reduce its parameters' gradients."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
             self._before_forward(synchronises)
@@ -218,7 +218,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
 
     @_disable_dynamo  # as in Layout.rebuild_in_order
     def broadcast_module_buffers(self, source: int, buffers: Sequence[Tensor] | None = None) -> None:
-        """Overwrite every rank's buffers (None: all that are not ignored) with those of group rank ``source``."""
+        """Overwrite every rank's buffers (None: all that are not ignored) with group rank ``source``'s."""
         broadcast_coalesced(buffers or list(self.module_buffers().values()), self.process_group, source)
 
     # ---------------------------------------------------------------- accumulation
@@ -236,8 +236,8 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank only; use it around the forward pass or the backward pass.
 
-        The first iteration outside reduces what was accumulated. Inside ``join`` it must include the forward
-        pass: there, ranks that have joined are told whether to take part.
+        The first iteration outside reduces the accumulated gradients. Inside ``join`` it must include the forward pass,
+        in which ranks that have joined learn whether to take part.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -254,8 +254,8 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         The hook receives undivided gradients, and returns a ``Future[Tensor]``, a ``Future[list[Tensor]]``, a
         ``Work`` or a ``Tensor``: the bucket's mean. A hook registered later replaces the earlier one.
 
-        ``hook_timeout``: how many seconds the end of a backward pass waits for one bucket before raising
-        HookTimeoutError; None: the process group's timeout. Raise it for slow links.
+        ``hook_timeout``: seconds that the end of a backward pass waits for one bucket before raising HookTimeoutError;
+        None: the process group's timeout. Raise it for slow links.
 
         Returns a handle whose ``remove()`` restores the all-reduce. Raises TypeError or ValueError for an invalid
         hook or timeout, and RuntimeError during a backward pass.
@@ -277,9 +277,9 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
     # ---------------------------------------------------------------- buckets in a checkpoint
 
     def bucket_plan(self) -> dict[str, Any]:
-        """Return what ``load_bucket_plan`` needs to give a resumed run these buckets: integers, names and a flag.
+        """Return the plan with which ``load_bucket_plan`` gives a resumed run these buckets.
 
-        ``limits``: those of the rebuilt buckets, in bytes. ``buckets``: the parameters' names, in the order in which
+        ``limits``: the rebuilt buckets' limits, in bytes. ``buckets``: the parameters' names, in the order in which
         they are sent. ``rebuilt``: False until the second iteration begins (static graph: the third), and always with
         ``find_unused_parameters``, whose buckets are the same from the first iteration on.
         """
@@ -293,12 +293,12 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
     def load_bucket_plan(self, plan: dict[str, Any]) -> bool:
         """Use the buckets of ``bucket_plan()`` from the next iteration on, without rebuilding them.
 
-        A sum's last bits depend on where in its bucket a gradient lies (on Gloo, from three ranks on), and a
-        resumed run begins with different buckets than the run that it continues. Call it between iterations, on all
-        ranks, with the same plan, and inside ``join`` only while no rank has joined. A copy or a pickle of this module
-        does not contain the buckets: load the plan into it too. If gradients stay bucket views between steps
-        (``gradient_as_bucket_view``, ``zero_grad(set_to_none=False)``), bit equality requires that every ``p.grad``
-        is a tensor of zeros before the plan is loaded.
+        A sum's last bits depend on the gradient's place in its bucket (on Gloo, from three ranks on), and a resumed run
+        begins with different buckets than the run that it continues. Call it between iterations, on all ranks, with the
+        same plan, and inside ``join`` only while no rank has joined. A copy or a pickle of this module does not contain
+        the buckets: load the plan into it too. If gradients stay bucket views between steps
+        (``gradient_as_bucket_view``, ``zero_grad(set_to_none=False)``), bit equality requires that every ``p.grad`` is
+        a tensor of zeros before the plan is loaded.
 
         Returns False, and changes nothing, if the plan's buckets were not rebuilt yet, this module never rebuilds them
         (``find_unused_parameters``), limits differ, or the plan does not match the trained parameters: their

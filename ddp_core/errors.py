@@ -98,7 +98,7 @@ def unannounced_sparse(name: str) -> RuntimeError:
 
 
 def amid_reduction(what: str) -> RuntimeError:
-    """Return the error for something that cannot be done during a backward pass."""
+    """Return the error for a call that is not possible during a backward pass."""
     return RuntimeError(
         f"{what} while gradients are being reduced; do it between the end of one backward pass and the start of the "
         "next"

@@ -1,4 +1,4 @@
-"""PyTorch's communication-hook contract: what may be registered, and what a hook may return.
+"""PyTorch's communication-hook contract: the callables that may be registered, and the results that they may return.
 
 ``hook(state, bucket) -> Future[Tensor]``. The state is the user's; the bucket is a ``GradBucket``.
 """
@@ -28,7 +28,7 @@ RESULTS = (Future, torch._C.Future, dist.Work, Tensor)
 
 
 class CommHook(NamedTuple):
-    """A registered hook with its state, and the name by which errors and logs refer to it."""
+    """A registered hook with its state, and its name in errors and logs."""
 
     state: Any
     function: Hook
@@ -36,7 +36,7 @@ class CommHook(NamedTuple):
     timeout: float | None = None  # seconds for one bucket's future; None: the process group's timeout
 
     def start(self, bucket: GradBucket, group: dist.ProcessGroup) -> Pending:
-        """Call the hook for one bucket; raise RuntimeError if it returns something that cannot be waited for."""
+        """Call the hook for one bucket; raise RuntimeError if its result cannot be waited for."""
         try:
             returned = self.function(self.state, bucket)
         except Exception as error:
@@ -51,7 +51,7 @@ class CommHook(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A bucket being reduced: what a hook returned for it, or the all-reduce of a model without a hook."""
+    """A bucket being reduced, with a hook's result for it, or the all-reduce of a model without a hook."""
 
     returned: Any
     bucket: GradBucket
@@ -60,7 +60,7 @@ class Pending(NamedTuple):
     timeout: float | None = None
 
     def result(self) -> Tensor:
-        """Wait for the mean: as many elements as the bucket, flattened (a sparse bucket's is returned unchanged).
+        """Wait for the mean, and return it flattened, in the bucket's size (a sparse bucket's unchanged).
 
         Raises the future's error, HookTimeoutError if it does not complete in time, and RuntimeError if the result does
         not match the bucket.
@@ -185,7 +185,7 @@ def _type_hints(hook: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _fits(annotation: Any, types: tuple[type, ...]) -> bool:
-    """Return True for Any, one of ``types``, what it derives from, a generic of one, or a union that contains one."""
+    """Return True for Any, one of ``types``, a subclass or base of one, a generic of one, or a union with one."""
     if annotation is Any or isinstance(annotation, typing.TypeVar) or getattr(annotation, "_is_protocol", False):
         return True
     origin = typing.get_origin(annotation) or annotation

@@ -1,4 +1,4 @@
-"""Uneven inputs: what a rank that has run out of data does so that the others can continue.
+"""Uneven inputs: a rank that has run out of data takes part in the others' collectives.
 
 ``torch.distributed.algorithms.join`` calls ``ShadowHook.main_hook`` once for every iteration in which some rank still
 trains; the hook issues the collectives of that rank's forward and backward passes, with zeros.
@@ -52,11 +52,11 @@ class MayRunOut(Joinable):
     ) -> Join:
         """Return a context in which ranks may run out of inputs at different times.
 
-        A rank that leaves its loop early takes part in the others' collectives with zeros, until all have left; then
-        all receive the model of the last one.
+        A rank that leaves its loop early takes part in the others' collectives with zeros until all have left; then all
+        receive the last one's model.
 
         Args:
-            divide_by_initial_world_size: True divides by the number of all ranks, so that every input has the same
+            divide_by_initial_world_size: True divides by the number of all ranks, which gives every input the same
                 weight; False by the number of ranks that still train.
             enable: False makes this context have no effect.
             throw_on_early_termination: raise RuntimeError on every rank instead of continuing.
@@ -141,7 +141,7 @@ class ShadowHook(JoinHook):
 
 
 def elect(ddp: MayRunOut, candidate: bool) -> int:
-    """Agree on the highest rank among those that are candidates."""
+    """Agree on the highest rank among the candidates, and return it."""
     rank = torch.tensor([ddp.join_process_group.rank() if candidate else -1], device=ddp.join_device)
     finish(all_reduce(ddp.join_process_group, rank, dist.ReduceOp.MAX))
     assert rank.item() >= 0, "some rank has not joined, and it is a candidate"
@@ -149,7 +149,7 @@ def elect(ddp: MayRunOut, candidate: bool) -> int:
 
 
 def exchange_sync_flag(ddp: MayRunOut, joined: bool) -> bool:
-    """Tell the joined ranks, or learn as one of them, whether this iteration's backward pass synchronises."""
+    """Tell joined ranks, or learn as one of them, whether this iteration's backward pass synchronises."""
     flag = torch.full((1,), float(not joined and ddp.require_backward_grad_sync), device=ddp.join_device)
     finish(all_reduce(ddp.join_process_group, flag))
     return bool(flag.item())

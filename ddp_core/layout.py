@@ -1,4 +1,4 @@
-"""A model's buckets: laid out by size at first, and once more in the order in which gradients became ready."""
+"""A model's buckets: laid out by size at first, then rebuilt in the order in which gradients became ready."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Layout:
 
     @_disable_dynamo  # torch.compile cannot trace a process group's methods (tests/torch_suite)
     def rebuild_in_order(self, group: dist.ProcessGroup) -> None:
-        """Lay out again, on every rank of ``group``, in the order in which rank 0's gradients became ready."""
+        """Lay out the buckets on every rank of ``group`` in the order in which rank 0's gradients became ready."""
         plan = assign_buckets(self.specs, self.settings.rebuilt_limits, self.ready_order)
         numbers = torch.tensor(plan_to_numbers(plan), device=self.parameters[0].device)
         finish(broadcast(group, numbers, source=0))

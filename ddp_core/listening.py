@@ -58,7 +58,7 @@ def _node_of(parameter: Parameter) -> Node:
 
 
 def _never_traced(function: Callable[..., None]) -> Callable[..., None]:
-    """Tell ``torch.compile`` to trace neither ``function`` nor anything that it calls, and return it.
+    """Return ``function``, marked so that ``torch.compile`` traces neither it nor the functions that it calls.
 
     ``torch._compile._disable_dynamo``, used elsewhere in this package, takes half a microsecond in every call. With a
     thousand short gradients that is 2 to 3 % of a step.

@@ -1,4 +1,4 @@
-"""What a wrapped module reports about itself, under the keys of PyTorch's ``_get_ddp_logging_data``."""
+"""A wrapped module's report about itself, under the keys of PyTorch's ``_get_ddp_logging_data``."""
 
 from __future__ import annotations
 

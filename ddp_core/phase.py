@@ -1,4 +1,4 @@
-"""The phases of an iteration: in which order they follow each other, and how an exception ends them all."""
+"""The phases of an iteration: their order, and their end by an exception."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddp_core.watch import give_up
 
 
 class Phase(Enum):
-    """What a reducer is doing.
+    """A phase of a reducer's iteration.
 
     ::
 
@@ -43,7 +43,7 @@ class Progress:
         self.failure = ""  # in FAILED: what has led there
 
     def enter(self, phase: Phase) -> None:
-        """Enter ``phase``, but stay in FAILED: what still runs after a failure must not hide it."""
+        """Enter ``phase``, but stay in FAILED: code that still runs after a failure must not hide it."""
         if self.phase is not Phase.FAILED:
             self.phase = phase
 
@@ -54,7 +54,7 @@ class Progress:
 
     @contextmanager
     def fatal(self, in_flight: Iterable[Pending | None]) -> Iterator[None]:
-        """Allow no later step if the body raises: some gradients are means then, and some are not."""
+        """Allow no later step if the body raises, since some gradients are then means, and others not."""
         try:
             yield
         except BaseException as error:  # Ctrl-C too

@@ -1,7 +1,7 @@
-"""From gradients becoming ready, in any order, to buckets reduced in one order.
+"""The reducer: gradients become ready in any order, and buckets are reduced in one order.
 
 Every parameter's AccumulateGrad node calls ``Reducer.gradient_ready`` once its gradient is in ``p.grad``. When all of a
-bucket's gradients are there and every earlier bucket has been launched, the bucket is launched: passed to the
+bucket's gradients have arrived and every earlier bucket has been launched, the bucket is launched: passed to the
 communication hook, or all-reduced. Gradients become ready at different times and in different orders on each rank, but
 buckets are launched in the same order, so that their collectives pair up. When the last bucket is launched, a callback
 at the end of the backward pass waits for all of them and gives every parameter its mean.
@@ -42,7 +42,7 @@ REDUCING = Phase.REDUCING  # checked for every gradient, and ten times faster to
 
 
 class Reducer:
-    """Counts gradients, launches buckets in order, writes the means back. See the module's docstring."""
+    """A counter of gradients that launches buckets in order and writes the means back; see the module's docstring."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Reducer:
         return self.layout.parameters + [parameter for _, parameter in self.delayed.named]
 
     def release_group(self) -> None:
-        """Drop the process group and everything that may hold it: the process is ending."""
+        """Drop the process group and everything that may hold it, since the process is ending."""
         self.hook = self.join_work = None
         vars(self).pop("process_group", None)
 
@@ -136,7 +136,7 @@ class Reducer:
 
     @property
     def wants_order(self) -> bool:
-        """True while the order of readiness is to be learned (never if unused parameters are searched for)."""
+        """True until the order of readiness has been learned (never if unused parameters are searched for)."""
         return not self.layout.rebuilt and not self.unused.searches
 
     # ---------------------------------------------------------------- forward
@@ -192,7 +192,7 @@ class Reducer:
             raise self.progress.noted(complaint(index, self.layout.names[index]))
 
     def _takes_part(self, name: str) -> bool:
-        """Return True if this gradient is to be reduced; if it is the iteration's first one, begin."""
+        """Return True if this gradient must be reduced; if it is the iteration's first one, begin."""
         phase = self.progress.phase
         if phase is Phase.EXPECTING and not self.paused:
             self._begin()
@@ -268,7 +268,7 @@ class Reducer:
             self._launch_delayed_if_due()
 
     def trigger_ready(self, _: int) -> None:
-        """Launch the delayed gradients as soon as all of them are there and every bucket has been launched."""
+        """Launch the delayed gradients once all of them have arrived and every bucket has been launched."""
         if not self.paused:
             self.delayed.triggered = True
             self._launch_delayed_if_due()
@@ -285,7 +285,7 @@ class Reducer:
             self.delayed.in_flight = self.delayed.launch(self.process_group, memories)
 
     def await_hook(self, in_flight: Sequence[Pending | None]) -> None:
-        """Wait for what a hook returned, if gradients are delayed."""
+        """Wait for a hook's results if gradients are delayed."""
         # Callbacks of its futures may issue their own collectives at any time, as those of PyTorch's PowerSGD do; the
         # delayed all-reduce would come between them, at a different point on every rank.
         if self.hook is not None and self.delayed.buckets:
@@ -297,7 +297,7 @@ class Reducer:
 
     @torch.no_grad()
     def reduce_all_at_once(self) -> None:
-        """End the first iteration of a static graph: only now is it known what fires, so everything is reduced now."""
+        """End the first iteration of a static graph: reduce everything, as the used parameters are known only now."""
         if self.paused or self.progress.phase is not Phase.LEARNING:
             return  # already reduced; or no_sync, or an autograd.grad, which ends in no parameter
         self.unused.learn()
@@ -310,7 +310,7 @@ class Reducer:
     @_disable_dynamo  # as in listening._on_node
     @torch.no_grad()
     def _finish(self) -> None:
-        """At the end of the backward pass, wait for every bucket in order, and give parameters their means."""
+        """Wait for every bucket in order, at the end of the backward pass, and give parameters their means."""
         if not self.delayed.in_flight:
             self.await_hook(self.in_flight)
             self._launch_delayed()

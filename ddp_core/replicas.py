@@ -21,7 +21,7 @@ JOINED_BYTES = 1024 * 1024  # to put several dtypes into one message is to copy 
 
 
 class Signature(NamedTuple):
-    """What must agree on all ranks for one parameter or buffer."""
+    """The properties of a parameter or buffer that must agree on all ranks."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]  # of trained parameters: their gradients are reduced in memory order
@@ -38,8 +38,8 @@ class Signature(NamedTuple):
 def verify_same_model(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup, device: torch.device) -> None:
     """Check that all ranks of ``group`` have the same parameters and buffers: number, sizes, strides, dtypes.
 
-    One all-gather of a digest; only if digests differ do the ranks exchange descriptions. Raises RuntimeError on
-    *every* rank if any differs from rank 0, naming the parameter, the rank and the difference.
+    Ranks gather each other's digests; if digests differ, they exchange descriptions. Raises RuntimeError on *every*
+    rank if any differs from rank 0, naming the parameter, the rank and the difference.
     """
     mine = [(name, Signature.of(tensor)) for name, tensor in named]
     text = repr([signature for _, signature in mine])
@@ -73,7 +73,7 @@ def _differences(
 
 @torch.no_grad()
 def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
-    """Overwrite ``tensors`` on every rank of ``group`` with those of group rank ``source``.
+    """Overwrite ``tensors`` on every rank of ``group`` with group rank ``source``'s.
 
     Tensors of one device are sent together as bytes, with two messages in flight: at most 250 MiB of one dtype in each,
     or 1 MiB of several.

@@ -1,4 +1,4 @@
-"""A reducer's settings: what a user chose at construction, in the reducer's own units."""
+"""A reducer's settings: the user's choices at construction, in the reducer's own units."""
 
 from __future__ import annotations
 

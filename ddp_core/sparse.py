@@ -1,8 +1,8 @@
 """The group for sums of sparse gradients, which runs one collective at a time.
 
 Gloo's sum of sparse tensors corrupts the heap if another collective of its process group ends at the same moment: the
-group's two threads write the name of what ended into one string, without a lock, and this is the only name too long for
-the string's inline buffer (PyTorch 2.13; docs/guide/ddp_core.md).
+group's two threads write the name of the finished collective into one string, without a lock, and this is the only name
+too long for the string's inline buffer (PyTorch 2.13; docs/guide/ddp_core.md).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDict
 
 
 def group_for_sparse_sums(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return a Gloo group of one thread over the ranks of ``group``, the same one every time.
+    """Return a Gloo group with one thread over the ranks of ``group``, always the same one.
 
     Every rank must call it; the first call blocks until all have. Returns ``group`` itself if another backend reduces
     tensors on ``device``, or if it is written in Python, has one thread already, or has no store in which ranks could

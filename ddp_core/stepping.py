@@ -1,4 +1,4 @@
-"""Optimisers of ``_apply_optimizer_in_backward``, which step in the backward pass: here, once there is a mean."""
+"""Optimisers of ``_apply_optimizer_in_backward``, which step in the backward pass: here, once the mean is known."""
 
 from __future__ import annotations
 

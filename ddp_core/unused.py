@@ -3,7 +3,7 @@
 A parameter that this rank does not use gets no gradient, so it must count as ready from the start; otherwise its bucket
 would wait forever. Such parameters are found by searching the graph after every forward pass
 (``find_unused_parameters``), or learned in the first iteration (``static_graph``). A parameter that *no* rank uses
-keeps its gradient, if any, while all others get a mean: to identify these, an all-reduce counts how many ranks used
+keeps its gradient, if any, while all others get a mean: to identify these, an all-reduce counts the ranks that used
 each parameter.
 """
 
@@ -36,7 +36,7 @@ class Usage:
 
 
 class UnusedParameters:
-    """Those of ``parameters`` that this rank does not use (``here``), or that no rank uses (``everywhere``)."""
+    """The parameters that this rank does not use (``here``), or that no rank uses (``everywhere``)."""
 
     def __init__(self, parameters: Sequence[Parameter], accumulators: Mapping[Node, int], searches: bool):
         self.parameters = parameters
@@ -65,18 +65,18 @@ class UnusedParameters:
         return self.static and not self.learned
 
     def search(self, outputs: Iterable[Tensor], first: bool) -> None:
-        """Find the parameters that no tensor in ``outputs`` depends on; ``first``: there was no search before."""
+        """Search for parameters that no tensor in ``outputs`` depends on; ``first``: there was no search before."""
         with torch.autograd.profiler.record_function("search_unused_parameters"):
             here = unreachable(outputs, self.accumulators)
         self.constant &= first or here == self.here
         self.here = here
 
     def learn(self) -> None:
-        """Take the parameters whose nodes did not fire: the first backward pass of a static graph is over."""
+        """Record the parameters whose nodes did not fire, after the first backward pass of a static graph."""
         self.here = [index for index, firings in enumerate(self.firings) if firings == 0]
 
     def untouched(self, indices: Sequence[int], usage: Usage | None) -> set[int]:
-        """Return what no rank used, and so keeps its gradient; empty if this rank used all of ``indices``.
+        """Return the parameters that no rank used, which keep their gradients; empty if this one used all ``indices``.
 
         Reads ``usage`` only if necessary: on a GPU, that is a round trip. None: the earlier answer still holds.
         """

@@ -24,7 +24,7 @@ REST_SECONDS = 2.0  # how long the end of the process may wait for Gloo's thread
 
 
 class Watched(Protocol):
-    """The part of a reducer that is used here; see its own file for the meaning."""
+    """The part of a reducer that is used here; its own file describes it."""
 
     @property
     def unfinished(self) -> bool: ...  # noqa: D102
@@ -44,7 +44,7 @@ def watch(reducer: Watched) -> None:
 
 
 def give_up(futures: Iterable[torch._C.Future[Any] | None]) -> None:
-    """Remember, until the end of the process, which of these futures are still to be completed by a collective."""
+    """Record, until the end of the process, the futures that a collective has yet to complete."""
     # not those made in Python: whatever completes them, no Gloo thread waits for it
     _given_up.extend(future for future in futures if future is not None and not isinstance(future, Future))
     _given_up[:] = [future for future in _given_up if not future.done()]
@@ -64,7 +64,7 @@ def _keep_groups() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Keep an optimiser from stepping on gradients whose reduction was begun and never finished.
+    """Raise before an optimiser steps on gradients whose reduction was begun and never finished.
 
     PyTorch notices at the *next* forward pass; by then the optimiser has used gradients that differ between ranks.
     """
@@ -77,7 +77,7 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
 
 
 def _before_exit(process: int) -> None:
-    """Let Gloo's threads end, or at least become idle, while the interpreter still runs.
+    """Wait until Gloo's threads have ended, or at least become idle, while the interpreter still runs.
 
     A thread that releases a finished collective needs the interpreter; if that is gone, the thread is killed inside C++
     code and the process aborts (tests/soak; PyTorch's own class does so in about 6 % of runs). A hook's collective that
