@@ -21,7 +21,7 @@ Plan = TypeVar("Plan")
 
 
 class Slot:
-    """One parameter's place in a bucket."""
+    """A parameter's place in a bucket."""
 
     def __init__(
         self, parameter: Tensor, gradient: Tensor, remembered: ParameterState, mean: Tensor | None = None
@@ -29,16 +29,16 @@ class Slot:
         self.parameter = parameter
         self.gradient = gradient
         """1-D view of the bucket's memory: the gradient's elements in the memory order of the parameter. In a bucket of
-        shards: [world size, chunk], whose row r holds the elements that rank r keeps, and padding."""
+        shards: [world size, chunk], with rank r's elements, and padding, in row r."""
         self.mean = gradient if mean is None else mean
-        """1-D view of the bucket's output, where the mean is written: by default the gradient's place."""
+        """1-D view of the bucket's output, for the mean: by default the same as `gradient`."""
         self.remembered = remembered
         self.tile: Tile
         """The whole gradient; a bucket of shards has `shards` instead."""
         self.shards: Sequence[Tile] = ()
-        """In a bucket of shards: for each rank, the elements that it keeps, without padding."""
+        """For a bucket of shards: each rank's elements, without padding."""
         self.scratch: Scratch
-        """What the bucket's tiles share."""
+        """The scratch memory and counters that the bucket's tiles share."""
         self._layouts: dict[int, Layout] = {}
 
     @property
@@ -47,7 +47,7 @@ class Slot:
         return self.remembered.key
 
     def layout(self, elements: int) -> Layout:
-        """Return the layout of so many elements, all of this parameter; the same object in every step."""
+        """Return the layout of `elements` elements, all of this parameter; the same object in every step."""
         if elements not in self._layouts:
             self._layouts[elements] = Layout((self.name,), (elements,))
         return self._layouts[elements]
@@ -66,7 +66,7 @@ class Slot:
         return self.tile.room
 
     def keep(self, unsent: Tensor, finite: Tensor) -> None:
-        """Keep what was not sent, 1-D; call it before using `room` or `write` for the mean. See `Tile.keep`."""
+        """Keep the unsent part, 1-D; call it before using `room` or `write` for the mean. See `Tile.keep`."""
         self.tile.keep(unsent, finite)
 
     def write(self, mean: Tensor) -> None:
@@ -79,7 +79,7 @@ class Slot:
 
     @property
     def choice(self) -> int:
-        """What `Compressor.choose` last returned for the parameter; 0 at first."""
+        """The last choice of `Compressor.choose` for the parameter; 0 at first."""
         return self.remembered.choice
 
     def commit(self, name: str, value: Tensor, allowed: Tensor) -> None:
@@ -95,24 +95,24 @@ class BucketView:
     index: int
     memory: Tensor
     """1-D and dense, or one parameter's sparse gradient; [world size, width] if it consists of shards. It holds this
-    rank's gradient, and is the compressor's to overwrite."""
+    rank's gradient, and the compressor may overwrite it."""
     slots: Sequence[Slot] = ()
-    """One for each parameter, in memory order; none if parameters are not known."""
+    """A slot for each parameter, in memory order; none if parameters are not known."""
     feeds_back: Callable[[Slot], bool] | None = None
-    """Which slots have their residual added by `form`; None: none."""
+    """A function that is true for slots whose residual `form` adds; None: no slot's."""
     decay: float = 1.0
     """The fraction of a residual that remains after a step in which it was not sent."""
     scratch: Scratch = None  # type: ignore[assignment]  # "None": made below unless taken from another view
     is_whole: bool = True
-    """Whether the slots fill the memory."""
+    """True if the slots fill the memory."""
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
-    """What `plan` returned, by compressor."""
+    """The results of `plan`, by compressor."""
     output: Tensor | None = None
-    """Where the mean is to be written: as `memory`, or [width] for shards; None: over the gradient."""
+    """Memory for the mean: of `memory`'s shape, or [width] for shards; None: the mean overwrites the gradient."""
 
     def __post_init__(self) -> None:
         self.is_sharded = self.memory.dim() == 2 and not self.memory.is_sparse
-        """Whether row r of the memory holds those shards that rank r keeps; see `Compressor.scatter`."""
+        """True if row r of the memory holds rank r's shards; see `Compressor.scatter`."""
         self.scratch = self.scratch or Scratch(self.memory)
         for slot in self.slots:
             slot.scratch = self.scratch
@@ -126,7 +126,7 @@ class BucketView:
 
     @property
     def mean(self) -> Tensor:
-        """Where the mean ends up: `output` if there is one, otherwise `memory` unless that is sparse."""
+        """The mean, once written: `output` if there is one, otherwise `memory`, or a tensor of its own if sparse."""
         if self.scratch.sparse_mean is not None:
             return self.scratch.sparse_mean
         return self.memory if self.output is None else self.output
@@ -138,14 +138,14 @@ class BucketView:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """Whose elements `memory` holds; the bucket's own layout if parameters are not known."""
+        """The parameters' layout of `memory`; the bucket's own layout if parameters are not known."""
         if not self.slots:
             return Layout(("gradients",), (self.memory.numel(),))
         return Layout(tuple(slot.name for slot in self.slots), tuple(slot.gradient.numel() for slot in self.slots))
 
     @functools.cached_property
     def tiles(self) -> list[Tile]:
-        """All gradients, in as few tiles as possible: one if the slots fill the memory, otherwise one for each slot."""
+        """All gradients, as one tile if the slots fill the memory, otherwise as one for each slot."""
         if not self.is_whole:
             return [slot.tile for slot in self.slots]
         return [Tile(self.scratch, self.memory, self.layout, self._residuals(self.slots), self.decay, self.output)]
@@ -161,20 +161,20 @@ class BucketView:
 
     @functools.cached_property
     def rows(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """In a bucket of shards: rows to send, [world size, n], and where the mean of this rank's row goes, 1-D.
+        """Pairs, in a bucket of shards: rows to send, [world size, n], and memory for the mean of this rank's row, 1-D.
 
-        All shards together if the slots fill the memory, otherwise a pair for each slot. The rows may end with padding,
+        There is one pair if the slots fill the memory, otherwise one for each slot. The rows may end with padding,
         which has no place in the mean.
         """
         return [(self.memory, self.mean)] if self.is_whole else [(slot.gradient, slot.mean) for slot in self.slots]
 
     @property
     def keeps(self) -> bool:
-        """Whether anything is to be kept of what is not sent; see `Tile.keeps`."""
+        """True if any tile keeps its unsent part; see `Tile.keeps`."""
         return any(tile.keeps for slot in self.slots for tile in slot.shards or (slot.tile,))
 
     def with_residuals(self, loses: Callable[[Slot], bool], decay: float = 1.0) -> BucketView:
-        """Return the bucket, with `form` adding the residuals of those slots that lose something."""
+        """Return the bucket, with `form` adding the residuals of the slots for which `loses` is true."""
         return self._derived(self.slots, loses, decay, is_whole=self.is_whole)
 
     def subset(self, slots: Sequence[Slot]) -> BucketView:
@@ -182,7 +182,7 @@ class BucketView:
         return self._derived(slots, self.feeds_back, self.decay, is_whole=False)
 
     def places(self, world_size: int) -> Sequence[Place]:
-        """Return the places of the slots' state, among so many ranks; the first one leads the bucket if it is whole."""
+        """Return the places of the slots' state among `world_size` ranks; the first leads the bucket if it is whole."""
         led = [self.layout if self.is_whole else None, *[None] * len(self.slots)]
         return [
             Place(slot.name, slot.parameter, world_size, bucket=bucket, is_sharded=self.is_sharded)
@@ -202,11 +202,11 @@ class BucketView:
         return self.scratch.loans.borrow(torch.Size(shape), dtype, self.memory.device)
 
     def give_back(self, *borrowed: Tensor) -> None:
-        """Give back memory that nobody reads any more. Without this, the end of the exchange does it."""
+        """Give back borrowed memory that is no longer read; otherwise the end of the exchange gives it back."""
         self.scratch.loans.give_back(*borrowed)
 
     def plan(self, compressor: object, make: Callable[[], Plan]) -> Plan:
-        """Return what `make` returned for this bucket the first time: views and scratch memory, never state."""
+        """Return the result of `make`, called once for bucket and compressor: views and scratch memory, never state."""
         if compressor not in self.plans:
             self.plans[compressor] = make()
         return cast(Plan, self.plans[compressor])

@@ -32,7 +32,7 @@ Exchange = Generator[Asked, Any, None]
 request is a list of tensors, to several at once a list of such lists, and to `Judge` a 0-dim bool."""
 
 Carry = Callable[[Asked], Generator[Asked, Any, Any]]
-"""Carries out a request, possibly by yielding other requests, and returns its answer."""
+"""A function that carries out a request, possibly by yielding others, and returns its answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Context:
     step: int
     """The number of steps before this one, warm-up included."""
     wire: torch.dtype | None = None
-    """The dtype in which sums are sent, if a wrapper sets one; what it rounds away also counts as unsent.
+    """The dtype in which sums are sent, if a wrapper sets one; its rounding errors also count as unsent.
 
     It is set here, not in the bucket, which persists between steps and may be shared by compressors with other wire
     dtypes.
@@ -96,27 +96,27 @@ _REMOVED = {
     "state(place), which leaves out what place.step does not use,": ("resting",),
     "StartAfter around the compressors of two phases": ("phase",),
 }
-"""Former members, by their successors: whoever still defines one would silently be taken to lose nothing."""
+"""Former members, by their successors: a class that still defines one would silently be taken to lose nothing."""
 
 
 class Compressor(ABC):
     """The interface of compressors, which average gradients over ranks by sending something smaller.
 
     Subclasses are frozen dataclasses: their fields are settings, which are checked on construction. They hold no
-    tensors; `state` declares what is to be remembered.
+    tensors; `state` declares the tensors to remember.
     """
 
     __signature__ = _NoSignature()
     message_format: ClassVar[int] = 1
-    """Which version of its messages a compressor sends: ranks whose versions differ do not begin, and a checkpoint of
-    another version is continued with a warning, as its run would have sent something else."""
+    """The version of the compressor's messages: if ranks differ in it, they raise an error at the beginning, and a
+    checkpoint of another version is continued with a warning, because its messages would have been different."""
 
     def __post_init__(self) -> None:
-        """Raise `SettingsError` for a setting that is not what its field says; subclasses check what depends on two."""
+        """Raise `SettingsError` for a setting that its field does not allow; subclasses check combinations."""
         check_settings(self)
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Raise `CompressorError` for a member that compressors no longer have, and name what takes its place."""
+        """Raise `CompressorError` for a member that compressors no longer have, naming its successor."""
         super().__init_subclass__(**settings)
         for successor, names in _REMOVED.items():
             for name in filter(vars(cls).__contains__, names):
@@ -136,20 +136,20 @@ class Compressor(ABC):
         raise no_hook(self)
 
     def __str__(self) -> str:
-        """Return what `make_compressor` can parse, such as "powersgd:rank=4"."""
+        """Return text that `make_compressor` can parse, such as "powersgd:rank=4"."""
         return str(spelled(self))
 
     def by_name(self, decay: float | None = None) -> Spelling | None:
-        """Return its spelling by the name under which `make_compressor` makes it; None if none does.
+        """Return its spelling by a name that `make_compressor` knows; None if there is none.
 
-        `decay` is that of an `ErrorFeedback` around it (None: there is none). Wrappers that such a name includes answer
-        for themselves.
+        `decay` is the decay of an `ErrorFeedback` around it (None: there is none). Wrappers that such a name covers
+        have their own `by_name`.
         """
         return name_of(self, takes_feedback(self), decay)
 
     @property
     def sends(self) -> Sends:
-        """What `compress` requests, which decides whether a wrapper may cast it."""
+        """The kind of `compress`'s requests, which decides whether a wrapper may cast them."""
         return Sends.SUMS
 
     def takes(self, gradient: Tensor) -> bool:
@@ -157,11 +157,11 @@ class Compressor(ABC):
         return not gradient.is_sparse and gradient.is_floating_point()
 
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
-        """Return what may be left unsent of a parameter's gradient; None: nothing.
+        """Return a bound on the part of a parameter's gradient that may be left unsent; None: nothing is.
 
-        Unless `Loss.is_kept` is false, `compress` passes it to `slot.keep`. It may depend on the name, and on the
-        parameter's shape, strides and dtype, but not on its values: wrappers ask about a large matrix without a name or
-        memory when they are built.
+        Unless `Loss.is_kept` is false, `compress` passes the unsent part to `slot.keep`. The loss may depend on the
+        name, and on the parameter's shape, strides and dtype, but not on its values: wrappers ask about a large matrix
+        without a name or memory when they are built.
         """
         return None
 
@@ -171,31 +171,32 @@ class Compressor(ABC):
     def state(self, place: Place) -> Declared:
         """Return the entries remembered for a parameter, by name, except the residual (see `ErrorFeedback`).
 
-        If the parameter leads `place.bucket`, they include those of the bucket as a whole. If `place.step` is given,
-        they are those that this step uses: when the next compressor of a schedule takes over, what others owe is handed
-        over to the residual in use. They must depend only on the settings and the place.
+        If the parameter leads `place.bucket`, they include the entries of the bucket as a whole. If `place.step` is
+        given, return only the entries that this step uses: when the next compressor of a schedule takes over, unsent
+        values in other entries are added to the residual in use. Entries must depend only on the settings and the
+        place.
         """
         return {}
 
     def choose(self, states: Mapping[Tensor, ParameterState], step: int) -> Mapping[Tensor, int]:
-        """Return an integer for each of some parameters, such as a rank, given the state of all; {} in most steps.
+        """Return an integer, such as a rank, for some of the parameters, given the state of all; {} in most steps.
 
-        Called before every step's first bucket. What is chosen may affect what is sent, so it must depend only on
-        settings, the step and replicated state. It is available as `slot.choice`, and saved as the entry `CHOICE`,
-        which `state` must declare. Reading state on a GPU makes the host wait for the last step.
+        It is called before every step's first bucket. Choices may affect messages, so they must depend only on
+        settings, the step and replicated state. A choice is available as `slot.choice`, and saved as the entry
+        `CHOICE`, which `state` must declare. Reading state on a GPU makes the host wait for the last step.
         """
         return {}
 
     @property
     def scatters(self) -> bool:
-        """Whether it has `scatter`, and so have the compressors in its settings."""
+        """True if it and all compressors in its settings implement `scatter`."""
         return type(self).scatter is not Compressor.scatter and all(inner.scatters for inner in inner_of(self))
 
     def scatter(self, bucket: BucketView, context: Context) -> Exchange:
         """Yield requests until the mean of this rank's shard of every slot is written; see `BucketView.is_sharded`.
 
-        Each rank gets another answer, so if anything is kept, `Flags` must travel with the first request, and `Judge`
-        be given their answer. The default refuses: most compressors' means are made of what all ranks have.
+        Each rank gets a different answer, so if anything is kept, send `Flags` with the first request, and pass their
+        answer to `Judge`. The default raises `CompressorError`: most compressors' means need the messages of all ranks.
         """
         raise CompressorError(f"{self!r} can average whole gradients only, not shards, of which each rank keeps one.")
 
@@ -204,13 +205,13 @@ class Compressor(ABC):
         """Yield requests until the mean of every slot is written.
 
         If a collective fails, its error is thrown into the generator at the `yield`; the generator may clean up, but
-        must let the exception propagate. State may be written only after `Judge` was answered, and only where the
-        answer is true.
+        must let the exception propagate. State may be written only after `Judge` was answered, and only if the answer
+        is true.
         """
 
 
 def never_chooses(compressor: Compressor) -> bool:
-    """Return whether a compressor is known to choose nothing, so that it need not be given any state for that."""
+    """Return whether a compressor is known to choose nothing, so that no state needs to be collected for it."""
     return type(compressor).choose is Compressor.choose
 
 
@@ -246,7 +247,7 @@ def inner_of(compressor: Compressor) -> list[Compressor]:
 
 
 def message_formats(compressor: Compressor) -> dict[str, int]:
-    """Return the versions of a compressor's messages and of those in its settings, by class, where they are not 1."""
+    """Return the versions of messages, if not 1, of a compressor and of those in its settings, by class."""
     found = {type(compressor).__name__: compressor.message_format} if compressor.message_format != 1 else {}
     for inner in inner_of(compressor):
         found |= message_formats(inner)
@@ -254,7 +255,7 @@ def message_formats(compressor: Compressor) -> dict[str, int]:
 
 
 def loss_of_a_matrix(compressor: Compressor) -> Loss:
-    """Return what may be left unsent of a large matrix, when no parameter is at hand yet; an error of 0 for nothing."""
+    """Return a compressor's loss for a large matrix, if no parameter is known yet; an error of 0 if nothing is lost."""
     return compressor.loss("", torch.empty(4096, 4096, device="meta")) or Loss(0.0)
 
 
@@ -266,9 +267,9 @@ def compressors_in(value: object) -> list[Compressor]:
 
 
 def takes_feedback(compressor: Compressor) -> bool:
-    """Return whether `ErrorFeedback` may wrap a compressor: whether all that is in it leave what they lose to others.
+    """Return whether `ErrorFeedback` may wrap a compressor: all compressors in it pass their loss to `slot.keep`.
 
-    They are asked about a large matrix; none is at hand when a compressor is made.
+    They are asked about a large matrix, since no parameter is known when a compressor is made.
     """
     inner = inner_of(compressor)
     return all(map(takes_feedback, inner)) if inner else loss_of_a_matrix(compressor).is_kept
@@ -301,10 +302,10 @@ def map_requests(carry: Carry, exchange: Exchange) -> Exchange:
 
 
 def judged(bucket: BucketView, exchange: Exchange) -> Exchange:
-    """Run an exchange; if it asks for no verdict, include its means in the verdict of the step.
+    """Run an exchange; if it does not ask for a verdict, include its means in the step's verdict.
 
-    Means of shards differ between ranks: instead, unless the exchange sends `Flags`, each rank says whether its own
-    gradients are finite.
+    Means of shards differ between ranks: for them, unless the exchange sends `Flags`, each rank tells the others
+    whether its own gradients are finite.
     """
     if bucket.is_sharded:
         of_shards = _SeenOfShards()
@@ -317,7 +318,7 @@ def judged(bucket: BucketView, exchange: Exchange) -> Exchange:
 
 
 class _Seen:
-    """Records whether an exchange has asked for a verdict."""
+    """A record of whether an exchange has asked for a verdict."""
 
     judge = False
 
@@ -327,7 +328,7 @@ class _Seen:
 
 
 class _SeenOfShards:
-    """Records whether an exchange has sent flags."""
+    """A record of whether an exchange has sent flags."""
 
     flags = False
 
@@ -338,7 +339,7 @@ class _SeenOfShards:
 
 
 def _flagged(bucket: BucketView, seen: _SeenOfShards) -> Exchange:
-    """Tell all ranks whether this one's gradients are finite, beside an exchange that has not said so."""
+    """Tell all ranks whether this one's gradients are finite, in addition to an exchange that has not told them."""
     if not seen.flags:
         rows = [memory for memory, _ in bucket.rows]
         (flags,) = yield AllToAll(Flags.of(rows, len(bucket.memory)), last=True)

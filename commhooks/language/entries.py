@@ -1,4 +1,4 @@
-"""What a compressor remembers between steps: declared by kind, kept for each parameter, owned by a table.
+"""A compressor's state between steps: declared by kind, kept for each parameter, owned by a table.
 
 An entry's kind decides what happens to it in everything that does not involve the compressor: checkpoints, a different
 world size, a change of the loss scale, a rank that has run out of inputs, a step that does not count.
@@ -19,7 +19,7 @@ from commhooks.errors import CompressorError, SettingsError
 CHOICE = "choice"
 """The name of the integer that `Compressor.choose` returned for a parameter: 0-dim, 0 at first."""
 RESIDUAL = "residual"
-"""The name of what this rank has not sent yet; see `ErrorFeedback`."""
+"""The name of the entry for this rank's unsent values; see `ErrorFeedback`."""
 
 Kind = Literal["replicated", "residual", "private", "share"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -27,37 +27,38 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The shape and behaviour of one tensor that is remembered for a parameter.
+    """The shape and behaviour of a tensor that is remembered for a parameter.
 
     - "replicated": the same on every rank, such as a warm start. Kept when the world size changes.
-    - "residual": what this rank has not sent yet, one value for each element, in units of the gradient. Redistributed
-      when the world size changes; a rank that has joined sends none of it, and keeps it.
+    - "residual": this rank's unsent values, one for each element, in units of the gradient. Redistributed when the
+      world size changes; a rank that has joined sends none of it, and keeps it.
     - "private": other sums of this rank's own gradients, such as a momentum. Treated like residuals.
-    - "share": what this rank holds for the blocks that it serves for all ranks, in units of the mean, such as the
-      server error of a two-hop compressor: [blocks served, block]. Redistributed when the world size changes. A rank
-      that has joined continues to serve its blocks. It is still to be sent: if the next compressor does not use it, it
-      is added to the residual.
+    - "share": this rank's values for the blocks that it serves for all ranks, in units of the mean, such as the server
+      error of a two-hop compressor: [blocks served, block]. Redistributed when the world size changes. A rank that has
+      joined continues to serve its blocks. Its values are unsent: if the next compressor does not use it, they are
+      added to the residual.
     """
 
     kind: Kind
     shape: tuple[int, ...] | None = None
-    """None: one value for each element of the gradient, 1-D, in the memory order of the parameter."""
+    """Its shape. None: one value for each element of the gradient, 1-D, in the memory order of the parameter."""
     dtype: torch.dtype | None = None
-    """None: at least fp32; if not replicated, then stored as `attach(residuals=)` says."""
+    """Its dtype. None: at least fp32 or, if not replicated, as `attach(residuals=)` sets."""
     init: Callable[[Tensor], Tensor] | None = None
-    """Maps a tensor of the right shape, dtype and device, which it may overwrite, to the first value; None: zeros."""
+    """A function from a tensor of the right shape, dtype and device, which it may overwrite, to the first value; None:
+    zeros."""
     units: int | None = None
     """The power of the loss scale that it follows: 1 if it is scaled like gradients, 2 like their squares, or 0. None:
     0 for replicated entries, and 1 for the others."""
     block: int = 0
-    """For a share: the number of elements in a block."""
+    """A share's number of elements in a block; 0 for other entries."""
     holders: int = 1
-    """How many consecutive ranks share one value and act as one, as a machine does under `Hierarchical`. A rank that
-    has joined continues with what it shares with others."""
+    """The number of consecutive ranks that share one value and act as one, as a machine does under `Hierarchical`. A
+    rank that has run out of inputs continues to use a shared value."""
 
     along: tuple[int, ...] = ()
-    """For a replicated entry: the dimensions of the parameter that its last axis runs over, the outermost in memory
-    first. A run with another memory format then gets it in its own order."""
+    """The dimensions of the parameter that a replicated entry's last axis runs over, the outermost in memory first. A
+    run with another memory format then gets the entry in its own order."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -71,7 +72,7 @@ class Entry:
 
     @property
     def by_element(self) -> bool:
-        """Whether it has one value for each element of the gradient."""
+        """True if it has one value for each element of the gradient."""
         return self.shape is None and not self.block
 
     @property
@@ -80,7 +81,7 @@ class Entry:
         return self.units if self.units is not None else int(self.kind != "replicated")
 
     def is_like(self, other: Entry) -> bool:
-        """Return whether both may share a tensor: only their first values may differ."""
+        """Return whether two entries may share a tensor: they differ in their first values at most."""
         return dataclasses.replace(self, init=None) == dataclasses.replace(other, init=None)
 
     def cut(self, kept: Tensor, shape: Sequence[int]) -> Tensor:
@@ -93,7 +94,7 @@ class Entry:
         return cut.permute(*range(before), *(before + axis for axis in axes)).contiguous()
 
     def joined(self, saved: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return what `cut` returned with one last axis again, in this entry's order; anything else as it is."""
+        """Undo `cut`: join the last axes to one, in this entry's order; return any other tensor unchanged."""
         ordered, before = sorted(self.along), saved.dim() - len(self.along)
         if len(ordered) < 2 or before < 0 or list(saved.shape[before:]) != [shape[d] for d in ordered]:
             return saved
@@ -102,12 +103,12 @@ class Entry:
 
     @property
     def is_own(self) -> bool:
-        """Whether each rank has its own value."""
+        """True if each rank has its own value."""
         return self.kind != "replicated"
 
 
 class ParameterState:
-    """What is remembered for one parameter: tensors by name, each with the entry that declared it."""
+    """A parameter's state: tensors by name, each with the entry that declared it."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -169,5 +170,5 @@ def first_server(name: str, world_size: int) -> int:
 
 
 def blocks_served(name: str, blocks: int, rank: int, world_size: int) -> range:
-    """Return the numbers of the blocks that a rank serves, given how many blocks a parameter has."""
+    """Return the numbers of the blocks that a rank serves, of a parameter with `blocks` blocks."""
     return range((rank - first_server(name, world_size)) % world_size, blocks, world_size)

@@ -1,7 +1,7 @@
-"""Memory that exchanges borrow and give back, so that a step allocates none anew.
+"""Memory that exchanges borrow and give back, so that steps allocate none.
 
-What is allocated in every step costs more than the arithmetic on it: an allocator returns large memory to the system,
-which fills it with zeros before it lends it again. On a GPU, PyTorch's allocator keeps what is freed, by stream, so
+Allocating memory in every step costs more than the arithmetic on it: an allocator returns large blocks to the system,
+which fills them with zeros before it lends them again. On a GPU, PyTorch's allocator keeps freed memory, by stream, so
 nothing is kept here.
 """
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 IS_CHECKED = os.environ.get("COMMHOOKS_CHECK_TILES", "0") not in ("", "0")
-"""Whether to find mistakes that pass unnoticed otherwise, at some cost."""
+"""If True, check for mistakes that would pass unnoticed, at some cost."""
 _SMALLEST = 1 << 12
 """Blocks have a power of two of bytes, or a sixteenth more, up to the next; none is smaller than this."""
 _MOST = 4
-"""A block is at most so many times as large as what it is lent for."""
+"""The largest ratio of a block's size to the size that it is lent for."""
 _LOANS_UNTIL_UNUSED = 64
-"""A block is dropped if it was not borrowed among so many loans of each block."""
+"""Loans per free block between two clean-ups, which drop the blocks that nobody has borrowed."""
 
 
 class Pool:
@@ -28,11 +28,11 @@ class Pool:
     def __init__(self) -> None:
         self._free: list[Tensor] = []
         self._lent: set[int] = set()
-        """The addresses of blocks that were borrowed since the last look."""
+        """The addresses of blocks that were borrowed since the last clean-up."""
         self._loans = 0
 
     def take(self, size: int) -> Tensor:
-        """Return a block of at least so many bytes, uint8."""
+        """Return a block of at least `size` bytes, uint8."""
         wanted = _rounded(size)
         self._loans += 1
         fitting = [block for block in self._free if wanted <= block.numel() <= _MOST * wanted]
@@ -65,7 +65,7 @@ class Loans:
     def __init__(self) -> None:
         self.pool = Pool()
         self.blocks: dict[int, Tensor] = {}
-        """By address."""
+        """The borrowed blocks, by address."""
 
     def borrow(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory, not initialised, until it is given back; the exchange's end gives everything back."""
@@ -77,7 +77,7 @@ class Loans:
         return block[:size].view(dtype).view(shape)
 
     def give_back(self, *borrowed: Tensor) -> None:
-        """Give back memory that nobody reads any more; what was not borrowed here is left alone."""
+        """Give back memory that is no longer read; ignore memory that was not borrowed here."""
         for tensor in borrowed:
             block = self.blocks.pop(tensor.untyped_storage().data_ptr(), None)
             if block is not None:
@@ -90,6 +90,6 @@ class Loans:
 
 
 def _rounded(size: int) -> int:
-    """Return a size of a block for so many bytes: few sizes, so that one block serves for several purposes."""
+    """Round bytes up to one of few block sizes, so that one block serves several purposes."""
     step = max(_SMALLEST, 1 << (size - 1).bit_length()) >> 5
     return -(-size // step) * step if size > _SMALLEST else _SMALLEST

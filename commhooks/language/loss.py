@@ -1,4 +1,4 @@
-"""What a compressor leaves out: one answer to everything that error feedback, warnings and plans must know of it."""
+"""The part of a gradient that a compressor leaves out, as error feedback, warnings and plans need to know it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LITTLE = 1e-4
 
 
 class Sends(enum.IntEnum):
-    """What a compressor's `compress` may request, which decides whether a wrapper may cast it."""
+    """The requests that a compressor may make, which decide whether a wrapper may cast them."""
 
     SUMS = 0
     """Sums only, in the dtype of their parts."""
@@ -22,22 +22,22 @@ class Sends(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """How much of one parameter's gradient may be left unsent, or be added to it by chance, in a step."""
+    """A bound on the part of a parameter's gradient that is left unsent, or added by chance, in a step."""
 
     error: float
     """The largest |unsent|² / |formed|², or its expectation if it is random."""
     in_another_norm: float | None = dataclasses.field(default=None, kw_only=True)
-    """The same in another norm, such as the largest magnitude's, if that is smaller."""
+    """The same error in another norm, such as the largest magnitude's, if that is smaller."""
     unbiased: bool = dataclasses.field(default=False, kw_only=True)
-    """Whether the mean has the mean of the gradients as its expectation, over the random draws."""
+    """True if the mean's expectation, over the random draws, is the mean of the gradients."""
     is_kept: bool = dataclasses.field(default=True, kw_only=True)
-    """Whether what is unsent is passed to `slot.keep`. False if the mean is right on average, or if the compressor
-    keeps track by itself: `ErrorFeedback` then rejects it."""
+    """True if the unsent part is passed to `slot.keep`. False if the mean is right on average, or if the compressor
+    keeps the unsent part itself: `ErrorFeedback` then rejects it."""
     damped: bool = dataclasses.field(default=False, kw_only=True)
-    """Whether a damping factor was set explicitly, so that `ErrorFeedback` accepts contractions of 1 or more."""
+    """True if a damping factor was set explicitly, so that `ErrorFeedback` accepts contractions of 1 or more."""
     of_bucket: bool = dataclasses.field(default=False, kw_only=True)
-    """Whether a bucket loses it as a whole, so that `compress` must be given all its slots: `PerParameter` then rejects
-    the compressor."""
+    """True if the loss is that of a bucket as a whole, so that `compress` needs all its slots: `PerParameter` then
+    rejects the compressor."""
 
     @property
     def contraction(self) -> float:
@@ -49,7 +49,7 @@ class Loss:
 
     @property
     def is_worth_keeping(self) -> bool:
-        """Whether it is more than the rounding to a narrower dtype, and passed to `slot.keep`."""
+        """True if the loss is more than the rounding to a narrower dtype, and passed to `slot.keep`."""
         return self.is_kept and self.error > _LITTLE
 
     @classmethod

@@ -51,13 +51,13 @@ def add_residuals(memories: Sequence[Tensor], residuals: Sequence[Tensor], decay
 
 
 def surely(mask: Tensor) -> bool:
-    """Return whether all of a mask is known to be true.
+    """Return whether a mask is known, without waiting, to be true everywhere.
 
-    Always False on a GPU, where finding out would mean waiting, and without memory (meta tensors).
+    It is always False on a GPU, where reading would mean waiting, and for meta tensors.
     """
     return not (runs_later(mask) or mask.is_meta) and bool(mask if mask.dim() == 0 else mask.all())
 
 
 def elements_at_once(device: torch.device) -> int:
-    """Return how many elements to compute with at a time: in fp32 they fill a part of a core's cache; on a GPU, all."""
+    """Return the number of elements to compute with at a time: in fp32 they fit in a core's cache; on a GPU, all."""
     return _IN_CACHE if device.type == "cpu" else sys.maxsize

@@ -1,9 +1,10 @@
-"""Random numbers for blocks: few are drawn, and each block adds one of its own.
+"""Random numbers for blocks: few are drawn, and each block adds its own number to them.
 
 A step draws one table of 16-bit numbers. A block takes a row of it and adds, modulo 2**16, a number that depends on its
 key. Any two of the sums are independent and uniform, so every linear functional of rounding errors has the variance
-that it would have with a number drawn for each element. This holds for blocks with different keys or rows. Those of one
-parameter have different keys; those of two parameters share a key with a probability of 2**-32, and seldom a row too.
+that it would have with a number drawn for each element. This holds for blocks with different keys or rows. Blocks of
+one parameter have different keys; blocks of two parameters share a key with a probability of 2**-32, and seldom a row
+too.
 
 Source: Carter and Wegman, "Universal Classes of Hash Functions", 1979; keys are hashed as (a·key + c) mod 2**63, of
 which the upper 16 bits are pairwise independent for keys of 32 bits (Dietzfelbinger, STACS 1996).
@@ -23,11 +24,11 @@ from commhooks.devices import copied_to
 from commhooks.language.randomness import stable_seed
 
 _NUMBERS = 1 << 16
-"""How many numbers a table has, if its rows are not longer."""
+"""The size of a table, in numbers, unless a row is longer."""
 
 
 class Keys(NamedTuple):
-    """The keys of some blocks: all that their noise depends on, except for step, rank and hop."""
+    """The keys of some blocks, which determine their noise together with step, rank and hop."""
 
     keys: Tensor
     """int64 [B], 32 bits of which are used."""
@@ -51,7 +52,7 @@ class Keys(NamedTuple):
         )
 
     def at(self, numbers: Tensor) -> Keys:
-        """Return those of some blocks."""
+        """Return the keys of some blocks."""
         return Keys(self.keys[numbers], self.rows[numbers])
 
     def on(self, device: torch.device) -> Keys:
@@ -63,13 +64,13 @@ class Noise(NamedTuple):
     """The numbers of one step, rank and hop, for k blocks of n elements."""
 
     numbers: Tensor
-    """The table: int16 [R, n], on the CPU, of which the bits count."""
+    """The table of 16-bit patterns: int16 [R, n], on the CPU."""
     parts: Tensor
     """The table in parts of 1, fp32, on the blocks' device: the middles of intervals of 2**-16."""
     rows: Tensor
     """int32 [k]: each block's row of the table."""
     shifts: Tensor
-    """int64 [k], of 16 bits: what is added to it, modulo 2**16."""
+    """int64 [k], of 16 bits: the number that each block adds to its row, modulo 2**16."""
 
     @classmethod
     def of(cls, keys: Keys, width: int, table_seed: int, shift_seed: int) -> Self:
@@ -81,11 +82,11 @@ class Noise(NamedTuple):
         return cls(numbers, copied_to(keys.rows.device, parts), keys.rows, shifts)
 
     def at(self, blocks: slice) -> Self:
-        """Return those of some blocks."""
+        """Return the numbers of some blocks."""
         return self._replace(rows=self.rows[blocks], shifts=self.shifts[blocks])
 
     def split(self, sizes: Sequence[int]) -> Iterator[Self]:
-        """Yield those of so many blocks at a time."""
+        """Yield the numbers in pieces of `sizes` blocks."""
         for rows, shifts in zip(self.rows.split(sizes), self.shifts.split(sizes), strict=True):
             yield type(self)(self.numbers, self.parts, rows, shifts)
 

@@ -1,4 +1,4 @@
-"""Where state is kept, as `Compressor.state` is asked about it."""
+"""The place of a parameter's state, the argument of `Compressor.state`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Place:
     name: str
     """The parameter's name, or a placeholder for it."""
     parameter: Tensor
-    """Its shape, strides and dtype may be asked for, but not its values."""
+    """The parameter; use its shape, strides and dtype, but not its values."""
     world_size: int
     """The number of ranks."""
     _: dataclasses.KW_ONLY
@@ -24,6 +24,6 @@ class Place:
     """The whole bucket that this parameter leads, whose own state is kept with it; None: it leads none, or buckets are
     not known yet."""
     is_sharded: bool = False
-    """Whether its bucket consists of shards; see `Compressor.scatter`."""
+    """True if its bucket consists of shards; see `Compressor.scatter`."""
     step: int | None = None
-    """None: any step, so that what every step may use is to be declared."""
+    """The step. None: any step, so declare the entries of all steps."""

@@ -1,4 +1,4 @@
-"""Names of compressors: how each one is made, and back from a compressor to its name."""
+"""Names of compressors: the making of a compressor from a name, and the name of a compressor."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from commhooks.language.spelling import Spelling, changed
 
 
 class Registered(NamedTuple):
-    """How to make the compressor of some name."""
+    """A maker of the compressors of a name."""
 
     make: Callable[..., Any]
     """Its class, a method of it that takes a codec's class first, or a function; some arguments may be given."""
     feeds_back: bool = False
-    """Whether `make_compressor` wraps it in `ErrorFeedback` by default, if it takes feedback."""
+    """True if `make_compressor` wraps it in `ErrorFeedback` by default, if it takes feedback."""
     decay: float = 1.0
     """The default decay of that `ErrorFeedback`."""
 
 
 COMPRESSORS: dict[str, Registered] = {}
-"""By name; `commhooks.compressors` fills it."""
+"""The registered makers, by name; `commhooks.compressors` fills it."""
 
 
 def name_of(made: Any, takes_feedback: bool, decay: float | None) -> Spelling | None:
     """Return the shortest spelling by a registered name; None if there is none.
 
-    `decay` is that of the `ErrorFeedback` around it (None: it has none). What the compressor's own name says is
-    preferred: bf16 is not fp16 with another dtype.
+    `decay` is the decay of the `ErrorFeedback` around it (None: it has none). The compressor's own name is preferred:
+    bf16 is not fp16 with another dtype.
     """
     found = []
     for name, registered in COMPRESSORS.items():
@@ -42,7 +42,7 @@ def name_of(made: Any, takes_feedback: bool, decay: float | None) -> Spelling | 
 
 
 def _settings(made: Any, make: Callable[..., Any]) -> dict[str, Any] | None:
-    """Return the settings with which a function makes this; None if it makes something else."""
+    """Return the settings with which `make` makes this object; None if it makes something else."""
     inner = make.func if isinstance(make, functools.partial) else make
     if type(made) is not getattr(inner, "__self__", inner):
         return None
@@ -62,7 +62,7 @@ def _given(make: Callable[..., Any]) -> dict[str, Any]:
 def _feedback(
     made: Any, registered: Registered, settings: dict[str, Any], takes_feedback: bool, decay: float | None
 ) -> dict[str, Any]:
-    """Return the settings that say whether it has error feedback, if not what the name means by itself."""
+    """Return the settings of error feedback that differ from the name's defaults."""
     expected = registered.feeds_back and takes_feedback
     if decay is None:
         if not expected:

@@ -1,4 +1,4 @@
-"""What a compressor may request. A request is what is asked for; a collective is what then runs.
+"""The requests of compressors. A compressor asks for a request; a collective is what then runs.
 
 A request is made of parts: tensors of any dtype, each with the names of the parameters whose elements it holds. The
 answer is a list with one tensor for each part, in the part's dtype. The scheduler packs parts into messages, so a
@@ -23,9 +23,9 @@ from commhooks.tensors import tensor_bytes
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Which parameter owns which range of a 1-D tensor, from its first element to its last.
+    """The parameters that own the ranges of a 1-D tensor, from its first element to its last.
 
-    Compared by identity, so that counters and caches can look one up quickly.
+    Layouts are compared by identity, so that counters and caches can look one up quickly.
     """
 
     keys: tuple[str, ...]
@@ -45,16 +45,17 @@ class Part:
 
     tensor: Tensor
     layout: Layout | None = None
-    """Whose elements these are; None: the bucket's parameters', in proportion to their sizes."""
+    """The parameters that own the elements; None: the bucket's, in proportion to their sizes."""
     wire: torch.dtype | None = None
     """The dtype in which a sum is sent; None: the tensor's own."""
     in_place: bool = False
-    """A sum may be written into the tensor, which is then the answer: nothing is copied if it is sent alone. No other
-    part that is requested at the same time may share its memory."""
+    """True if a sum may be written into the tensor, which is then the answer: nothing is copied if it is sent alone. No
+    other part that is requested at the same time may share its memory."""
     rows: Rows | None = None
-    """The memory that the tensor is a place in, if it is to be exchanged together with the other places there."""
+    """The memory in which the tensor is a place, if it is exchanged together with the other places there."""
     borrow: Borrow | None = None
-    """Lends the memory in which a sum is sent in another dtype, until the exchange ends; None: it is allocated."""
+    """A function that lends memory, until the exchange ends, for sending a sum in another dtype; None: it is
+    allocated."""
 
     def __post_init__(self) -> None:
         if self.in_place and self.layout is not None and self.layout.elements != self.tensor.numel():
@@ -70,7 +71,7 @@ class Part:
 
 
 class Rows:
-    """Memory for a message with several parts side by side, which they are written into, and for its answer.
+    """Memory for a message with several parts side by side, and for its answer.
 
     The message of an all-gather is one row of bytes, that of an all-to-all (with `ranks`) one for each rank. The widest
     elements come first, so that all are aligned. `borrow` returns memory, which is not initialised.
@@ -94,7 +95,7 @@ class Rows:
 
     @functools.cached_property
     def room(self) -> Tensor:
-        """Where the answer goes; borrowed when the message is sent."""
+        """Memory for the answer, borrowed when the message is sent."""
         return self._borrow(self._answer, torch.uint8)
 
     def parts(self, layout: Layout) -> list[Part]:
@@ -102,7 +103,7 @@ class Rows:
         return [Part(place, layout, rows=self) for place in self.places]
 
     def are_all_of(self, parts: Sequence[Part]) -> bool:
-        """Return whether the parts are these places, and all of them."""
+        """Return whether the parts are exactly these places."""
         return len(parts) == len(self.places) and all(
             part.tensor is place for part, place in zip(parts, self.places, strict=True)
         )
@@ -122,7 +123,7 @@ def cuts_of(sizes: Sequence[int], widths: Sequence[int]) -> tuple[list[tuple[int
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Some of the ranks, which alone take part in a request; every `size` consecutive ranks form a machine.
+    """Some of the ranks, the only participants of a request; every `size` consecutive ranks form a machine.
 
     All groups of one kind work side by side: every rank is in one "inner" group, its machine, and in one "outer" group,
     which has the rank at the same position in every machine.
@@ -139,12 +140,12 @@ class Group:
         return range(rank - rank % self.size, rank - rank % self.size + self.size)
 
     def count(self, world_size: int) -> int:
-        """Return how many members each of the groups has."""
+        """Return the number of members of each group."""
         return self.size if self.kind == "inner" else world_size // self.size
 
 
 def ranks_in(group: Group | None, world_size: int) -> int:
-    """Return how many ranks take part: those of the group, or all for None."""
+    """Return the number of participating ranks: the group's, or all for None."""
     return world_size if group is None else group.count(world_size)
 
 
@@ -153,7 +154,7 @@ class Request(ABC):
 
     kind: ClassVar[str]
     is_sum: ClassVar[bool] = False
-    """Whether parts are added up, and therefore sent in the dtype `Part.wire`."""
+    """True if parts are added up, and therefore sent in the dtype `Part.wire`."""
 
     def __init__(self, *parts: Part, last: bool = False, group: Group | None = None) -> None:
         if not parts or not all(isinstance(part, Part) for part in parts):
@@ -162,7 +163,8 @@ class Request(ABC):
             )
         self.parts = parts
         self.last = last
-        """No further collective follows for this bucket: the next bucket may begin before this one is answered."""
+        """True if no further collective follows for this bucket: the next bucket may begin before this request is
+        answered."""
         self.group = group
         """The ranks that take part; None: all. Sums, rows and answers then cover the ranks of the group only."""
 
@@ -187,7 +189,7 @@ class Request(ABC):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to send. An empty sparse tensor is sent: other ranks' may be non-empty."""
+        """True if there is nothing to send. An empty sparse tensor is sent: other ranks' may be non-empty."""
         return not (self.parts[0].tensor.is_sparse or any(self.part_bytes))
 
 
@@ -234,9 +236,9 @@ class AllToAll(Request):
 
 
 class ReduceScatter(Sum):
-    """A request for sums or means, of which each rank gets one: rank r's answer is that of row r over the ranks.
+    """A request for sums or means, one for each rank: rank r's answer is the sum or mean of row r over the ranks.
 
-    Every part is [world size, ...], and travels in its own dtype; for a mean, the division comes first, as in
+    Every part is [world size, ...], and is sent in its own dtype; for a mean, the division comes first, as in
     `AllReduce`. Ranks get different answers, so do not pass them to `Judge`.
     """
 
@@ -244,11 +246,11 @@ class ReduceScatter(Sum):
 
 
 class Judge:
-    """A request for one verdict: a 0-dim bool, true if no element of these tensors is inf or NaN.
+    """A request for a verdict: a 0-dim bool, true if no element of these tensors is inf or NaN.
 
-    It must be the last request of an exchange, and nothing is sent. Under "fused" all buckets of a step get one
-    verdict, once all of them have asked; under "fifo" each bucket is judged by itself. Pass only what is identical on
-    every rank, in a form that shows inf and NaN: a mean in the bucket's own dtype, a code's scales.
+    It must be the last request of an exchange, and nothing is sent. Under "fused" all buckets of a step share one
+    verdict, given once all of them have asked; under "fifo" each bucket is judged separately. Pass only tensors that
+    are identical on every rank and show inf and NaN: a mean in the bucket's own dtype, a code's scales.
     """
 
     kind: ClassVar[str] = "judge"
@@ -262,7 +264,7 @@ class Judge:
 
 
 Borrow = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Returns memory of a shape and dtype."""
+"""A function that returns memory of a shape and dtype."""
 Asked = Request | Judge | tuple[Request, ...]
-"""What may be yielded: a request, several at once (answered together by a list of answers), or a request for a
-verdict."""
+"""The values that a compressor may yield: a request, several at once (answered together by a list of answers), or a
+request for a verdict."""

@@ -1,4 +1,4 @@
-"""Settings: the fields of compressors and codecs, each declared with what it may be, and checked here."""
+"""Settings: the fields of compressors and codecs, each declared with its bounds, and checked here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HINTS = {"Compressor": "; make one from a name with make_compressor", "Codec": 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What a number may be: above and below are exclusive, least and most inclusive."""
+    """The bounds of a number: `above` and `below` are exclusive, `least` and `most` inclusive."""
 
     above: float | None = None
     least: float | None = None
@@ -27,7 +27,7 @@ class Bounds:
     most: float | None = None
 
     def hold(self, value: float) -> bool:
-        """Return whether a number is within them; NaN never is."""
+        """Return whether a number is within the bounds; NaN never is."""
         return (
             (self.above is None or value > self.above)
             and (self.least is None or value >= self.least)
@@ -37,7 +37,7 @@ class Bounds:
         )
 
     def in_words(self, kind: type) -> str:
-        """Return what such an int or float must be."""
+        """Return the bounds of an int or a float in words, for errors."""
         if kind is int:
             until = f"from {self.least} to {self.most}" if self.most is not None else f"of at least {self.least}"
             return f"an integer {until}" if self.least is not None else "an integer"
@@ -69,8 +69,7 @@ def setting(
 def check_settings(owner: Any) -> None:
     """Raise `SettingsError` unless every field of a dataclass is of its annotated type, and within its bounds.
 
-    Types are checked as far as a simple look can tell: numbers, bools, strings, classes, literals, and any of these or
-    None.
+    Only simple types are checked: numbers, bools, strings, classes, literals, and any of these or None.
     """
     kind: Any = type(owner)
     for name, kinds, bounds in _fields_of(kind):
@@ -82,7 +81,7 @@ def check_settings(owner: Any) -> None:
 
 
 def refusal(owner: Any, name: str, why: str) -> SettingsError:
-    """Return the error for a setting, which says why it is refused."""
+    """Return the error for a setting, with the reason `why`."""
     return SettingsError(f"{type(owner).__name__}({name}={getattr(owner, name)!r}): {name} {why}.")
 
 

@@ -1,4 +1,4 @@
-"""What only buckets of shards need: the flags by which ranks whose answers differ still reach one verdict."""
+"""Flags for buckets of shards, by which ranks whose answers differ still reach one verdict."""
 
 from __future__ import annotations
 

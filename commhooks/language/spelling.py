@@ -1,4 +1,4 @@
-"""How a compressor is written: `name:key=value,…`, in commands, files, tables and `make_compressor` alike.
+"""The spelling of compressors, `name:key=value,…`, in commands, files, tables and `make_compressor` alike.
 
     spelling = name [":" settings]            powersgd:rank=4,start_after=10
              | name "(" [settings] ")"        PowerSGD(rank=4), which is read and never written
@@ -7,8 +7,8 @@
              | "(" [value ","] … ")"          dimensions=(2,4), rules=(("head.*",(fp16)),)
              | text in quotes | a number, True, False, None | other text, such as fp16 or weight+bias
 
-This module knows the grammar only. `commhooks.making` says what a name means, and `commhooks.language.registry` which
-name a compressor has.
+This module knows only the grammar. `commhooks.making` makes the compressor of a name, and `commhooks.language.registry`
+finds the name of a compressor.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _CONSTANTS = {"true": True, "false": False, "none": None}
 
 @dataclasses.dataclass(frozen=True)
 class Spelling:
-    """A name with those settings that differ from its defaults.
+    """A name, with the settings that differ from its defaults.
 
-    Settings are in alphabetical order, and whole numbers are ints, so that what means the same is written alike.
+    Settings are in alphabetical order, and whole numbers are ints, so that equal compressors are written alike.
     """
 
     name: str
@@ -53,27 +53,27 @@ class Spelling:
         return f"{self.name}:{settings}" if settings else self.name
 
     def has(self, *names: str) -> bool:
-        """Return whether any of these settings is among its own."""
+        """Return whether it has any of these settings."""
         return not set(names).isdisjoint(dict(self.settings))
 
     def having(self, **settings: Any) -> Self:
-        """Return it with these settings in place of those of the same names; None removes one."""
+        """Return a copy with these settings added or replaced; None removes one."""
         kept = {key: value for key, value in self.settings if key not in settings}
         given = {key: value for key, value in settings.items() if value is not None}
         return dataclasses.replace(self, settings=tuple((kept | given).items()))
 
 
 def parse(text: str, what: str = "compressor", name: re.Pattern[str] = NAME) -> Spelling:
-    """Return what a text spells; raise `SettingsError` if it does not have the form above.
+    """Parse a text; raise `SettingsError` if it does not have the form above.
 
-    Whether there is such a name, and whether it has these settings, is not checked. `what` it is is said in errors, and
-    `name` matches the outermost name.
+    It does not check that the name exists, or has these settings. `what` describes the object in errors, and `name`
+    matches the outermost name.
     """
     return _Reader(text, what).whole(name)
 
 
 def spelled(value: object) -> Spelling:
-    """Return how a dataclass is written: as it calls itself (`by_name`), or as its class with its settings.
+    """Return the spelling of a dataclass: its own (`by_name`), or its class with its settings.
 
     A class from outside this package is written with its module, as in "mypackage.sparse:TopK:ratio=0.1".
     """
@@ -82,7 +82,7 @@ def spelled(value: object) -> Spelling:
 
 
 def changed(value: Any, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return those settings of a dataclass that differ from its own defaults, or from these; ready for a `Spelling`."""
+    """Return the settings of a dataclass that differ from its own defaults, or from these, in a `Spelling`'s form."""
     defaults = defaults or {}
     found = {}
     for field in dataclasses.fields(value):
@@ -93,7 +93,7 @@ def changed(value: Any, defaults: dict[str, Any] | None = None) -> dict[str, Any
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in text: "bf16", or "torch.int8" where there is no shorter one."""
+    """Return the name of a dtype in text: "bf16", or "torch.int8" if there is no shorter one."""
     return next((name for name, one in DTYPES.items() if one == dtype), str(dtype))
 
 
@@ -103,7 +103,7 @@ def lower_name(kind: type) -> str:
 
 
 def value_in(text: str) -> bool | int | float | str | None:
-    """Return the bool, None or number that a text without quotes stands for, otherwise the text."""
+    """Convert a text without quotes to a bool, None or a number; return any other text unchanged."""
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
     for kind in (int, float):
@@ -115,7 +115,7 @@ def value_in(text: str) -> bool | int | float | str | None:
 
 
 class _Reader:
-    """A text, and how far it has been read."""
+    """A reader: a text, and its position in it."""
 
     def __init__(self, text: str, what: str) -> None:
         self._text, self._what = text.strip(), what
@@ -138,7 +138,7 @@ class _Reader:
         return Spelling(name.strip(), tuple(settings.items()))
 
     def _settings(self, end: str = "") -> dict[str, Any]:
-        """Read settings, and what ends them."""
+        """Read settings and the sign that ends them."""
         found: dict[str, Any] = {}
         while True:
             match = _KEY.match(self._text, self._at)
@@ -177,7 +177,7 @@ class _Reader:
             raise self._error(f"{quoted!r} is no text in quotes ({error})") from error
 
     def _group(self) -> Any:
-        """Read what stands between parentheses: a compressor, or a tuple."""
+        """Read the content of parentheses: a compressor, or a tuple."""
         found = []
         while not self._take(")"):
             found.append(self._item())
@@ -197,7 +197,7 @@ class _Reader:
         return self._spelling() if is_spelling else self._value()
 
     def _taken(self, pattern: re.Pattern[str]) -> str:
-        """Read what the pattern matches here, after spaces."""
+        """Skip spaces, and read the text that the pattern matches there, if any."""
         self._skip_spaces()
         match = pattern.match(self._text, self._at)
         if match:

@@ -1,13 +1,13 @@
 """Tiles: ranges of a bucket's memory to compute with.
 
-A tile combines gradient and residual. `form` returns their sum, `keep` takes what was not sent, and `write` takes the
+A tile combines gradient and residual. `form` returns their sum, `keep` takes the unsent part, and `write` takes the
 mean. The compressor need not know whether there is a residual, or its dtype and location.
 
 Finish with a tile before forming the next one, in the order form, keep, room, write; with COMMHOOKS_CHECK_TILES=1 in
-the environment, as in this project's tests, what is kept or written out of order raises `CompressorError`. If gradients
-are fp32 or wider, `form` and `room` are the bucket's own memory. If they are narrower, all tiles share one scratch
-buffer, so forming another tile overwrites it: copy what is to be sent, and call `form` again after a `yield`. A stack
-of tiles always uses that buffer.
+the environment, as in this project's tests, keeping or writing out of order raises `CompressorError`. If gradients are
+fp32 or wider, `form` and `room` are the bucket's own memory. If they are narrower, all tiles share one scratch buffer,
+so forming another tile overwrites it: copy the tensor to be sent, and call `form` again after a `yield`. A stack of
+tiles always uses that buffer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from commhooks.tensors import computing_dtype
 
 
 class Form(Protocol):
-    """How a range of memory forms a matrix of n rows."""
+    """A view of a range of memory as a matrix of n rows."""
 
     @property
     def n(self) -> int:
@@ -45,7 +45,7 @@ class Form(Protocol):
 
 
 class Scratch:
-    """What a bucket's tiles share: memory of the computing dtype, a step counter, and the mean if it is sparse.
+    """The shared part of a bucket's tiles: memory of the computing dtype, a step counter, and the mean if it is sparse.
 
     Tiles hold this rather than the bucket, which would otherwise refer to itself through them: its memory would then be
     freed only by the cyclic garbage collector, which some training loops turn off.
@@ -53,12 +53,13 @@ class Scratch:
 
     def __init__(self, memory: Tensor) -> None:
         self.turn = 0
-        """Counts steps: a sum formed in an earlier step is no longer valid."""
+        """A counter of steps: a sum formed in an earlier step is no longer valid."""
         self.sparse_mean: Tensor | None = None
         self.loans = lending.Loans()
-        """What the bucket's exchange has borrowed."""
+        """The memory that the bucket's exchange has borrowed."""
         self.used: Mapping[int, Tensor] = {}
-        """On a GPU, where a parameter may be unused on every rank: whether it is not, for each storage of its state."""
+        """On a GPU, if parameters may be unused on every rank: for each storage of state, whether its parameter was
+        used."""
         self._device = memory.device
         self._dtype = computing_dtype(memory.dtype)
         self.is_needed = memory.dtype != self._dtype and not memory.is_sparse
@@ -66,19 +67,19 @@ class Scratch:
         self._user = 0  # an identity: a reference would make a cycle
 
     def permits(self, kept: Tensor, finite: Tensor) -> Tensor:
-        """Return where a parameter's state may be written: where `finite` is true, if some rank used the parameter."""
+        """Return a mask of a parameter's state that may be written: `finite`, if some rank used the parameter."""
         return finite & self.used[place_of(kept)] if self.used else finite
 
     def permits_each(self, kept: Sequence[Tensor], finite: Tensor) -> Tensor:
-        """Return `finite`, or, where parameters may be unused, one bool for each memory: see `permits`."""
+        """Return `finite` or, if parameters may be unused, one bool for each memory; see `permits`."""
         return finite & torch.stack([self.used[place_of(each)] for each in kept]) if self.used else finite
 
     def lend(self, user: object) -> None:
-        """Note who uses the memory from now on, so that `check` can tell that another's contents are gone."""
+        """Record the user of the memory from now on, so that `check` can detect that another's contents are gone."""
         self._user = id(user)
 
     def check(self, user: object, tensor: Tensor, what: str) -> None:
-        """Raise `CompressorError` if a tensor lies in memory that someone else has been using since."""
+        """Raise `CompressorError` if a tensor lies in memory that another tile has used since."""
         is_here = self._memory is not None and _share_memory(tensor, self._memory)
         if is_here and self._user != id(user):
             raise CompressorError(f"what is {what} lies in memory that another tile has used since; see Tile.")
@@ -105,7 +106,7 @@ class Tile:
         self.gradient = gradient
         """A view of the bucket's memory, of any shape; or one parameter's sparse gradient."""
         self.mean = gradient if mean is None else mean
-        """Where the mean is written, of the same shape: a view of the bucket's output, by default `gradient`."""
+        """Memory of the same shape for the mean: a view of the bucket's output, by default `gradient`."""
         self.layout = layout
         self._scratch = scratch
         self._residuals = residuals
@@ -117,14 +118,14 @@ class Tile:
 
     @property
     def keeps(self) -> bool:
-        """Whether `keep` keeps anything; if not, what is not sent is lost and need not be computed."""
+        """True if `keep` keeps anything; otherwise the unsent part is lost and need not be computed."""
         return bool(self._residuals)
 
     def in_own_range(self, means: Iterable[Tensor]) -> list[Tensor]:
-        """Return what a verdict must include beside means that are finite in fp32: the largest, in the bucket's dtype.
+        """Return each mean's largest magnitude, in the bucket's dtype, for a verdict on means that are finite in fp32.
 
-        Only fp16 has a shorter range, in which such a mean may be inf; otherwise nothing is returned, and no mean is
-        computed if they come from a generator.
+        Only fp16 has a shorter range, in which such a mean may be inf; for other dtypes the list is empty, and means
+        that come from a generator are not computed.
         """
         if torch.finfo(self.gradient.dtype).max >= torch.finfo(torch.bfloat16).max:
             return []
@@ -170,9 +171,9 @@ class Tile:
         return self._scratch.loans.borrow(torch.Size(shape), dtype, self.gradient.device)
 
     def residual_room(self, finite: Tensor) -> Tensor:
-        """Return memory in which to compute what was not sent: the residual's own memory if it may be overwritten now.
+        """Return memory to compute the unsent part in: the residual's own if it may be overwritten now.
 
-        Pass it to `keep` afterwards.
+        Pass the result to `keep` afterwards.
         """
         room, whole = self.room, self._whole
         if whole is not None and whole.dtype == room.dtype and whole.device == room.device and surely(finite):
@@ -180,7 +181,7 @@ class Tile:
         return room
 
     def keep(self, unsent: Tensor, finite: Tensor) -> None:
-        """Keep what was not sent, of the tile's shape, for the next step; if `finite` is false, change nothing."""
+        """Keep the unsent part, of the tile's shape, for the next step; if `finite` is false, change nothing."""
         if unsent.shape != self.gradient.shape:
             raise CompressorError(
                 f"what was not sent, of shape {tuple(unsent.shape)}, was kept for gradients of shape "
@@ -214,7 +215,7 @@ class Tile:
             self.mean.copy_(mean)
 
     def rows(self, form: Form, rows: int) -> list[Tile]:
-        """Return the tile, viewed as a matrix by `form`, in tiles of so many rows, leaving out a remainder at the end.
+        """Return the tile, viewed as a matrix by `form`, in tiles of `rows` rows, without elements beyond the matrix.
 
         In one step, form either these tiles or the whole, not both.
         """
@@ -232,7 +233,7 @@ class Tile:
         return [Tile(self._scratch, block, self.layout, own, self._decay, mean) for block, own, mean in places]
 
     def rest(self, start: int) -> list[Tile]:
-        """Return everything from an element on as one tile with the layout of the whole; no tile if nothing is left."""
+        """Return the elements from `start` on, if any, as a list of one tile with the layout of the whole."""
         end = self.gradient.numel()
         if start == end:
             return []
@@ -257,7 +258,7 @@ class Tile:
 
 
 def form_together(tiles: Sequence[Tile]) -> None:
-    """Form tiles of one bucket in as few calls as possible; leave those that must be formed where they are used."""
+    """Form tiles of one bucket in as few calls as possible, except those that share the scratch buffer."""
     memories, residuals = [], []
     for tile in tiles:
         if not tile._scratch.is_needed and tile._formed_in != tile._scratch.turn:
@@ -288,13 +289,13 @@ class TileStack:
 
     @staticmethod
     def takes(tile: Tile) -> bool:
-        """Return whether a tile can be stacked with others of its shape: it has one residual beside it, or none."""
+        """Return whether a tile can be stacked with others of its shape: it has one residual on its device, or none."""
         whole = tile._whole
         return not tile.keeps if whole is None else whole.device == tile.gradient.device
 
     @property
     def keeps(self) -> bool:
-        """Whether `keep` keeps anything; either all tiles have a residual, or none has."""
+        """True if `keep` keeps anything; either all tiles have a residual, or none has."""
         return bool(self._residuals)
 
     @property
@@ -324,7 +325,7 @@ class TileStack:
         return room
 
     def keep(self, unsent: Tensor, finite: Tensor) -> None:
-        """Keep what was not sent, for the next step; if `finite` is false, change nothing."""
+        """Keep the unsent part for the next step; if `finite` is false, change nothing."""
         if lending.IS_CHECKED:
             self._scratch.check(self, unsent, "kept")
         commit_all(self._residuals, unsent, self._scratch.permits_each(self._residuals, finite))
