@@ -77,7 +77,7 @@ __all__ = [
 
 
 _two_hop_unfed = functools.partial(TwoHop.of, server_feedback=False)
-"""For codes that are exactly or nearly right on average: error feedback gains little."""
+"""`TwoHop.of` without server feedback, for codes that are exactly or nearly right on average: feedback gains little."""
 
 COMPRESSORS |= {
     "adaptive-rank": Registered(AdaptiveRank, feeds_back=True),

@@ -43,7 +43,7 @@ class Affine(Compressor):
         return Loss(channel / (channel + 255**2 - 1))
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Gather scales, zero points and codes; the mean is that of the decoded values, in rank order."""
+        """Gather scales, zero points and codes; average the decoded values in rank order."""
         tiles = [tile for tile in bucket.tiles if tile.gradient.numel()]
         if not tiles:
             return

@@ -1,8 +1,8 @@
 """Small non-negative integers, packed into bytes.
 
-Numbers are split into runs: their lowest 8 bits, a byte each, as often as 8 bits are left; then 4, 2 or 1 bits, of
-which a byte holds those of 2, 4 or 8 numbers. These are far apart: of k numbers of 4 bits, byte i holds number i and
-number i + ⌈k/2⌉. So packing and unpacking are a few operations on runs, without one for each bit.
+Numbers are split into runs of bits: the lowest 8 bits, a byte each, while at least 8 bits are left; then 4, 2 or 1
+bits, a byte for 2, 4 or 8 numbers. The numbers of a byte are far apart: with k numbers of 4 bits, byte i holds number i
+and number i + ⌈k/2⌉. So packing and unpacking take a few operations on runs, instead of one for each bit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 
 def packed_bytes(numbers: int, bits: int) -> int:
-    """Return the size of so many numbers of so many bits: ⌈k·bits/8⌉, and at most 2 more."""
+    """Return the bytes of `numbers` numbers of `bits` bits: at least ⌈numbers·bits/8⌉, and at most 2 more."""
     return sum(_run_bytes(numbers, width) for width in _widths(bits))
 
 
@@ -60,5 +60,5 @@ def _run_bytes(numbers: int, width: int) -> int:
 
 
 def _shifts(width: int, like: Tensor) -> Tensor:
-    """Return how far each of a byte's numbers is shifted, [8/width, 1]."""
+    """Return the shift of each of a byte's numbers, [8/width, 1]."""
     return torch.arange(0, 8, width, dtype=torch.uint8, device=like.device).unsqueeze(1)

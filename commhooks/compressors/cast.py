@@ -3,7 +3,7 @@
 Source: PyTorch's fp16_compress_hook and bf16_compress_hook.
 Idea: half the bytes for half the digits. The division by the number of ranks comes first, in the gradient's own dtype,
 so the narrow dtype must hold only each rank's contribution to the mean, not the sum of the gradients.
-Bytes on the wire: 2 per element. Weakness: it saves at most half of the dense bytes. What the cast rounds away is lost,
+Bytes on the wire: 2 per element. Weakness: it saves at most half of the dense bytes. The cast's rounding error is lost,
 unless `ErrorFeedback` keeps it; in fp16 a contribution of at most 2**-25 = 3.0e-8 becomes 0 (64 ranks: a gradient of
 1.9e-6).
 """
@@ -74,7 +74,7 @@ class Cast(Compressor):
     def scatter(self, bucket: BucketView, context: Context) -> Exchange:
         """Exchange the rows, cast; each rank adds up its own, in rank order and in the gradient's own dtype.
 
-        So nothing is rounded but what each rank sends, where a sum in the narrow dtype rounds at every addition.
+        So each rank's tensor is rounded once, while a sum in the narrow dtype rounds at every addition.
         """
         if not self._narrows(bucket.memory):
             yield from AllReduceMean().scatter(bucket, context)

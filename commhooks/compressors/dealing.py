@@ -1,6 +1,6 @@
-"""How two hops deal a bucket's blocks to the ranks, and where they are in its memory and in messages.
+"""The dealing of a bucket's blocks to the ranks for two hops, and their places in its memory and in messages.
 
-Legend: B blocks of n elements; W ranks; b rows for each rank in a message, as many as the rank with most blocks serves.
+Legend: B blocks of n elements; W ranks; b rows for each rank in a message, the most blocks that any rank serves.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from commhooks.language.tile import Tile
 
 
 class Share(NamedTuple):
-    """The blocks of one parameter that this rank serves, and their rows among all that it serves."""
+    """The blocks of a parameter that this rank serves, and their rows among all that it serves."""
 
     slot: Slot
     rows: slice
 
 
 class Piece(NamedTuple):
-    """Some of a bucket's blocks, one after another in its memory, and where their codes are in messages."""
+    """Some of a bucket's blocks, one after another in its memory, and the places of their codes in messages."""
 
     tile: Tile
     places: Places
 
 
 class Deal:
-    """Which rank serves which of a bucket's blocks: the next one is always served by the next rank."""
+    """The assignment of a bucket's blocks to ranks: the next block is always served by the next rank."""
 
     def __init__(
         self, bucket: BucketView, block: int, at_once: int, pays: Callable[[int], bool], context: Context
@@ -50,7 +50,7 @@ class Deal:
         self.coded = [slot for slot in bucket.slots if pays(slot.gradient.numel())]
         blocks = [slot.gradient.numel() // block for slot in self.coded]
         self.rest = [(slot, slot.tile) for slot in bucket.slots if not pays(slot.gradient.numel())]
-        """What is averaged uncompressed: slots, and the tiles of them that are."""
+        """Slots with elements that are averaged uncompressed, and the tiles of these."""
         tiles, total = list[Tile](), 0
         for run in _runs(self.coded, block):
             tile = bucket.run(run)
@@ -74,7 +74,7 @@ class Deal:
         servers, places = numpy.concatenate(found).reshape(-1, 2).T
         flat = servers * self.longest + places
         self.sizes = [len(tile.gradient) for tile in tiles]
-        """How many blocks to send and write at a time, in the bucket's order."""
+        """The numbers of blocks to send and write at a time, in the bucket's order."""
         on_device = (
             copied_to(device, torch.from_numpy(one.copy())).split(self.sizes) for one in (servers, places, flat)
         )
@@ -84,7 +84,7 @@ class Deal:
         unused = numpy.flatnonzero(of_rows == total)
         rows = (unused // self.longest, unused % self.longest, unused)
         self.padding = Places(*(copied_to(device, torch.from_numpy(one)) for one in rows))
-        """Of rows without a block."""
+        """The places of rows without a block."""
         named = [
             Keys.of("", 0, block),
             *(Keys.of(slot.name, n, block) for slot, n in zip(self.coded, blocks, strict=True)),
@@ -94,9 +94,9 @@ class Deal:
         served = of_rows[context.rank * self.longest :][: held[context.rank]]
         self.own_keys = keys.at(torch.from_numpy(served)).on(device)
         self.served = len(served)
-        """How many blocks this rank serves."""
+        """The number of blocks that this rank serves."""
         self.own_sizes = [min(at_once, self.served - first) for first in range(0, self.served, at_once)]
-        """How many of them to serve at a time."""
+        """The numbers of them to serve at a time."""
         self.layout = Layout(tuple(slot.name for slot in self.coded), tuple(blocks))
 
 
@@ -116,14 +116,14 @@ def _runs(slots: Sequence[Slot], block: int) -> Iterator[list[Slot]]:
 
 
 class Column(NamedTuple):
-    """Where a slot's blocks begin in each row of a message of shards, and the ends of its shards."""
+    """The first places, in each row of a message of shards, of a slot's blocks and of the ends of its shards."""
 
     block: int
     end: int
 
 
 class Columns(NamedTuple):
-    """How the rows of a message of shards are divided among slots: room for the most that any rank has of each."""
+    """The division of rows of a message of shards among slots: room for the most that any rank has of each."""
 
     columns: Sequence[Column]
     blocks: int
@@ -131,7 +131,7 @@ class Columns(NamedTuple):
     block: int
     at_once: int
     keys: Sequence[Keys]
-    """Of every slot's shards, in the order of `tiles`."""
+    """The keys of every slot's shards, in the order of `tiles`."""
 
     @classmethod
     def of(cls, bucket: BucketView, block: int) -> Columns:

@@ -3,11 +3,11 @@
 Source: Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization", 2024, algorithms 1 and 2; the one-bit messages
 are those with which Nous Research trains (DisTrO).
 Idea: each rank keeps its own momentum, which is never synchronised: the residual of `ErrorFeedback(decay=β)`. The k
-largest coefficients of each tile's discrete cosine transform (DCT) are sent and subtracted from it; the mean is the
-inverse transform of all ranks' coefficients.
+largest coefficients of each tile's discrete cosine transform (DCT) are sent and subtracted from the momentum; the mean
+is the inverse transform of all ranks' coefficients.
 Bytes on the wire: 6·k for a tile of up to 64×64 elements: k values of 4 bytes and k indices of 2. With `one_bit`,
-17/8·k, so 8.5 for k = 4, and 4 more per bucket, since bits cannot show an inf. A parameter of which 6·k bytes for each
-tile are more than its elements in fp32 is sent uncompressed, such as a vector of fewer than 48 elements for k = 32.
+17/8·k, so 8.5 for k = 4, and 4 more per bucket, since bits cannot show an inf. A parameter is sent uncompressed if 6·k
+bytes for each tile exceed its elements in fp32, such as a vector of fewer than 48 elements for k = 32.
 Biased, ω ≤ 1 - k/4096. With `one_bit` or `sign` the mean consists of signs only, without magnitudes: so no gradient
 scaler may unscale it. With `sign`, training diverges under SGD with momentum 0.9 and its usual learning rates: use SGD
 without momentum, and about Adam's learning rate.
@@ -15,7 +15,7 @@ The authors' code (bloc97/DeMo) averages over the ranks that sent a coefficient,
 always takes the mean's signs. It sends 32 coefficients for every 64 elements of a vector; here a vector is cut into
 tiles of up to 64 rows of 64 elements, with 32 coefficients each. Its tiles' sides divide those of the matrix; here the
 last tiles are padded.
-Weakness: every rank receives what all others send, so the bytes grow with the number of ranks. If the ranks' processors
+Weakness: every rank receives all others' messages, so the bytes grow with the number of ranks. If the ranks' processors
 differ, the sign of a mean near zero may differ too. On a CPU a step takes as long as more than 40 copies of the
 gradient: two transforms of every tile, and a selection in each.
 
@@ -56,13 +56,13 @@ class DeMo(Compressor):
     chunk: int = setting(64, least=2, most=128)
     """The longest side of a tile. Larger: smaller messages, but more left in the momentum."""
     one_bit: bool = False
-    """On: only the signs of coefficients are sent, with equal weight. The full coefficients are subtracted from the
+    """True: only the signs of coefficients are sent, with equal weight. The full coefficients are subtracted from the
     momentum."""
     sign: bool = False
-    """On: the mean is replaced by its signs, as in the paper's optimiser."""
+    """True: the mean is replaced by its signs, as in the paper's optimiser."""
     mean_over: MeanOver = "ranks"
-    """"senders", as in the authors' code: a coefficient's sum is divided by the number of ranks that sent it, not by
-    that of all ranks, so the mean is up to W times as long."""
+    """"senders", as in the authors' code: a coefficient's sum is divided by the number of ranks that sent it, not of
+    all ranks, so the mean is up to W times as long."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +74,7 @@ class DeMo(Compressor):
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return 1 - k/chunk², unless all of a tile's coefficients are sent.
 
-        What is sent has at least the average size, and the transform preserves norms.
+        The coefficients sent have at least the average size, and the transform preserves norms.
         """
         if not parameter.numel():
             return None
@@ -82,7 +82,7 @@ class DeMo(Compressor):
         return Loss(1 - self.k / self.chunk**2) if self.k < tiling.a * tiling.b else None
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Gather every rank's coefficients; average uncompressed what is too small for them."""
+        """Gather every rank's coefficients; average parameters that are too small for them uncompressed."""
         places, rest = bucket.plan(self, lambda: self._plan(bucket))
         exchanges = [self._gather(bucket, places)] if places else []
         yield from side_by_side([*exchanges, average_whole(rest)] if rest else exchanges)
@@ -100,7 +100,7 @@ class DeMo(Compressor):
         return self.one_bit or sent * (4 + 2) <= 4 * parameter.numel()
 
     def _plan(self, bucket: BucketView) -> tuple[list[_Place], list[tuple[Slot, Tile]]]:
-        """Return the places of what is transformed, and what is averaged uncompressed."""
+        """Return the places of parameters to transform, and the slots to average uncompressed."""
         slots = bucket.filled
         places = [self._place(slot) for slot in slots if self.pays(slot.parameter)]
         return places, [(slot, slot.tile) for slot in slots if not self.pays(slot.parameter)]
@@ -144,7 +144,7 @@ class DeMo(Compressor):
         return values, at.masked_fill(values == 0, C.shape[1]).to(torch.int16)
 
     def _values(self, sent: Tensor, like: Tensor, place: _Place) -> Tensor:
-        """Return what all ranks have sent as values [W, T, k]: if they are bits, of the coefficients 1 or -1."""
+        """Return all ranks' coefficients [W, T, k]; bits stand for coefficients of 1 and -1."""
         if not self.one_bit:
             return sent
         return (1 - 2 * unpack(sent, 1, tuple(like.shape)).to(like.dtype)) * place.shrunk
@@ -168,7 +168,7 @@ class _Place(NamedTuple):
         return transform(self.tiling.cut(self.slot.form()), self.left, self.right).flatten(1)
 
     def mean(self, values: Tensor, places: Tensor, over: MeanOver = "ranks") -> Tensor:
-        """Return the mean of what the ranks' coefficients [W, T, k] represent, in rank order, 1-D."""
+        """Return the mean that the ranks' coefficients [W, T, k] represent, added up in rank order, 1-D."""
         a, b, T = self.tiling.a, self.tiling.b, self.tiling.count
         C = values.new_zeros(T, a * b + 1)  # the last column takes zeros
         runs = runs_of([places.shape[2]] * T)

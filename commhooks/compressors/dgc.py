@@ -4,12 +4,12 @@ Source: Lin, Han, Mao, Wang, Dally, "Deep Gradient Compression", ICLR 2018, sect
 Idea: each rank accumulates its own momentum, instead of its gradients, and sends the k largest elements of the sum; for
 the elements sent, momentum and sum restart from zero (momentum factor masking). Gradients are clipped on each rank, and
 the first steps send more.
-Bytes on the wire: those of top-k. Biased: for any size, at most 1 - k/n of |sum|² is left for later steps. Weakness:
-two values per element are kept, and training diverges if the optimiser has a momentum of its own, since the mean
-already includes it: give the optimiser none, or set momentum=0 here; and on short runs raise the ratio to 0.01. It
+Bytes on the wire: the same as top-k's. Biased: for any size, at most 1 - k/n of |sum|² is left for later steps.
+Weakness: two values per element are kept, and training diverges if the optimiser has a momentum of its own, since the
+mean already includes it: give the optimiser none, or set momentum=0 here; and on short runs raise the ratio to 0.01. It
 takes as long as top-k.
 
-Legend: g gradient; m momentum; u velocity; v what was not sent; N ranks.
+Legend: g gradient; m momentum; u velocity; v the unsent sum; N ranks.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class DGC(Compressor):
     """The norm above which a parameter's gradient is clipped, without the loss scale; each rank clips its own gradient
     at this over the square root of the number of ranks. The paper clips all parameters as one vector."""
     warm_up: int = setting(0, least=0)
-    """For this many steps the ratio is higher: a quarter at first, then lowered after each quarter of them."""
+    """The number of first steps with a higher ratio: a quarter at first, then lowered after each quarter of them."""
     indices: Indices = "auto"
-    """How indices are sent, and what the largest are chosen from; see `TopK`."""
+    """The coding of indices, and the elements that the largest are chosen from; see `TopK`."""
 
     sends = Sends.ANYTHING  # what is sent cannot be summed
 
     def loss(self, name: str, parameter: Tensor) -> Loss:
-        """Return 1 - k/n of the last ratio; what is not sent is kept here."""
+        """Return 1 - k/n for the final ratio; DGC itself keeps the unsent part."""
         return Loss(largest_error(self.indices, parameter.numel(), self.ratio), is_kept=False)
 
     def state(self, place: Place) -> Declared:

@@ -1,6 +1,6 @@
 """No-op: nothing is exchanged, and every rank keeps its own gradient.
 
-Idea: shows what remains of a step when communication costs nothing; for measuring, never for training.
+Idea: measures the rest of a step, as if communication cost nothing; never train with it.
 Bytes on the wire: none. Weakness: replicas drift apart.
 """
 

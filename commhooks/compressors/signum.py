@@ -39,7 +39,7 @@ class Signum(Compressor):
 
     message_format = TwoHop.message_format
     beta: float = setting(0.9, least=0, below=1)
-    """Higher: a longer memory. 0: signSGD with majority vote, and nothing is remembered."""
+    """Higher: a longer memory. 0: signSGD with majority vote, without state."""
     block: int = 128
     """Larger: longer ends of parameters are sent whole, and the ranks' shares of the work are less even."""
     seed: int = 0
@@ -60,7 +60,7 @@ class Signum(Compressor):
         return {"momentum": Entry(kind="private")} if self.beta else {}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        """Replace each gradient by its momentum, let `TwoHop` vote, and take the signs of what it averages."""
+        """Replace each gradient by its momentum, vote with `TwoHop`, and take the signs of averaged elements."""
         momenta = _Momenta([self._momentum(slot) for slot in bucket.slots] if self.beta else [], bucket.slots)
         votes = TwoHop(codec=Vote(block=self.block), server_feedback=False, seed=self.seed)
         yield from map_requests(momenta.carry, votes.compress(bucket, context))
@@ -85,7 +85,7 @@ class Signum(Compressor):
 
 
 class _Momenta:
-    """What is to be remembered once the exchange's verdict is known, before votes take its place."""
+    """The momenta, to be kept once the exchange's verdict is known, before votes overwrite them."""
 
     def __init__(self, momenta: Sequence[Tensor], slots: Sequence[Slot]) -> None:
         self._momenta = momenta

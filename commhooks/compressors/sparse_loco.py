@@ -4,14 +4,13 @@ Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo"
 pseudo-gradients of H local steps this way; nothing here depends on what the gradients are.
 Idea: each tile of 64×64 elements sends its 64 largest. A parameter's sent elements fall into four bins, by sign and by
 magnitude (above the mean magnitude or not); an element is sent as the number of its bin, and decoded as the bin's mean.
-The authors' code (tplr-ai/templar) averages over the ranks that sent an element, and clips what a rank has sent to the
+The authors' code (tplr-ai/templar) averages over the ranks that sent an element, and clips each rank's message to the
 median norm: `mean_over="senders"` and `clip_to_median=True`.
 Bytes on the wire: 64·12/8 + 64·2/8 = 112 for a tile of 4,096 elements, and four means of 4 bytes for each parameter.
 The places of a bucket are sent in two runs, of their lowest 8 bits and of the other 4 (bits.py), and then the bins.
-Biased: the residual fades, by a factor of 0.95 per step in the paper, and what has faded is never sent. ω for n
-elements is at most 1 - 1/(4n), if magnitudes differ most; for normally distributed ones it is slightly above that of
-top-k.
-Weakness: every rank receives what all others send, so the bytes grow with the number of ranks. On a CPU a step takes as
+Biased: the residual fades, by a factor of 0.95 per step in the paper, and the faded part is never sent. ω for n
+elements is at most 1 - 1/(4n), if magnitudes differ most; for normally distributed ones it is slightly above top-k's.
+Weakness: every rank receives all others' messages, so the bytes grow with the number of ranks. On a CPU a step takes as
 long as 14 to 19 copies of the gradient, or 6 to 9 compiled, most of it for the selection in every tile.
 
 Legend: T tiles of a×b elements; k sent of each tile; W ranks.
@@ -54,11 +53,11 @@ class SparseLoCo(Compressor):
     chunk: int = setting(64, least=2, most=1024)
     """The side of a tile. Larger: smaller messages, but more left in the residual."""
     mean_over: MeanOver = "ranks"
-    """"senders", as in the authors' code: an element's sum is divided by the number of ranks that sent it, not by that
-    of all ranks, so the mean is up to W times as long."""
+    """"senders", as in the authors' code: an element's sum is divided by the number of ranks that sent it, not of all
+    ranks, so the mean is up to W times as long."""
     clip_to_median: bool = False
-    """On: what a rank has sent of a parameter is scaled down to the median of all ranks' norms if it is longer; of two
-    norms in the middle, the lower one counts. What is cut off is lost."""
+    """True: a rank's elements of a parameter are scaled down to the median of all ranks' norms if theirs is larger; of
+    two norms in the middle, the lower one counts. The difference is lost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,7 +100,7 @@ class SparseLoCo(Compressor):
             piece.tile.write(of_all.overwrite(piece.tile.room))
 
     def _decoded(self, plan: _Plan, answers: Sequence[Tensor]) -> Sequence[Received | _Codes]:
-        """Return what the ranks' means [W, 4S], packed places and packed bins represent."""
+        """Decode the ranks' means [W, 4S], packed places and packed bins."""
         W, entries = len(answers[0]), plan.layout.elements
         means = answers[0].view(W, -1, 4)
         selection = Selection.chosen(means) if plan.is_small else None
@@ -135,18 +134,18 @@ class SparseLoCo(Compressor):
 
 
 class _Member(NamedTuple):
-    """A parameter, its tiles, and where it stands in its piece and in the message."""
+    """A parameter, its tiles, and its place in its piece and in the message."""
 
     slot: Slot
     number: int
     """Its index among the bucket's."""
     tiling: Tiling
     k: int
-    """How many elements are sent of each tile."""
+    """The number of elements sent of each tile."""
     starts: Tensor
     """[T, 1]: the index of each tile's first element in the piece's memory."""
     sides: Tensor
-    """[2, T, 1]: how many rows and columns of each tile are no padding."""
+    """[2, T, 1]: the numbers of rows and columns of each tile that are no padding."""
     place: slice
     entries: slice
 
@@ -175,7 +174,7 @@ class _Piece:
 
 
 class _Plan(NamedTuple):
-    """What a bucket sends: entries, tile by tile, and the means of each parameter's bins."""
+    """The message of a bucket: entries, tile by tile, and the means of each parameter's bins."""
 
     pieces: Sequence[_Piece]
     members: Sequence[_Member]
@@ -185,7 +184,7 @@ class _Plan(NamedTuple):
     """[entries]: the number of the first bin of each entry's parameter."""
     is_padded: bool
     is_small: bool
-    """Whether compiled code takes its tiles."""
+    """True if compiled code can process its tiles."""
 
     @classmethod
     def of(cls, bucket: BucketView, k: int, chunk: int) -> _Plan:
@@ -221,7 +220,7 @@ class _Plan(NamedTuple):
 
 
 class _Codes(NamedTuple):
-    """What all ranks have sent of one piece, which compiled code decodes and adds up."""
+    """All ranks' messages for one piece, which compiled code decodes and adds up."""
 
     selection: Selection
     piece: _Piece
@@ -240,7 +239,7 @@ class _Codes(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """What is sent of one parameter."""
+    """The message for one parameter."""
 
     means: Tensor
     """[4], not finite if an element is not."""
@@ -273,7 +272,7 @@ def _encoded(member: _Member, memory: Tensor) -> _Encoded:
 
 
 def _to_the_median(means: Tensor, bins: Tensor) -> Tensor:
-    """Return the factors [W, 1] that scale what ranks have sent, as means [W, 4] and bins [W, n], to the median norm.
+    """Return the factors [W, 1] that scale ranks' elements, given as means [W, 4] and bins [W, n], to the median norm.
 
     Squares are added up one bin after the other, so that ranks with different processors have the same bits.
     """

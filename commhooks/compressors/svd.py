@@ -3,13 +3,13 @@
 Source: Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsification", NeurIPS 2018, section 4, with
 the largest singular values in place of sampled ones.
 Idea: no matrix of rank r is closer to a matrix than its r largest singular values with their vectors (Eckart and
-Young). Every rank sends its own, and all ranks add up what was sent: the ideal that `PowerSGD` approximates.
+Young). Every rank sends its own, and all ranks add them up: the ideal that `PowerSGD` approximates.
 Bytes on the wire: 4·(n + m)·r for a matrix n×m, 8·(n + m)·r for float64; vectors and small matrices are sent whole.
 Biased: ω ≤ 1 - r/min(n, m). Weakness: it decomposes every matrix in every step, which on a GPU also makes the host
-wait; and every rank receives what all others send, so the bytes grow with the number of ranks. It is a reference for
+wait; and every rank receives all others' messages, so the bytes grow with the number of ranks. It is a reference for
 comparison, and the slowest: more than 100 copies of the gradient on a CPU.
-Range: no mean overflows if |M| ≤ L/2 on every rank, in the Frobenius norm, with L the largest number of the dtype that
-is computed in; from a singular value above L on, an inf is shown to all ranks.
+Range: no mean overflows if |M| ≤ L/2 on every rank, in the Frobenius norm, with L the largest number of the computing
+dtype; if a singular value exceeds L, all ranks see an inf.
 
 Legend: M n×m a gradient plus its residual; U·S n×r and Vᵀ r×m its factors; W ranks.
 """
@@ -92,7 +92,7 @@ def _factors(M: Tensor, r: int) -> tuple[Tensor, Tensor]:
 
 
 def _sum(slot: Slot, form: MatrixForm, US: Tensor, Vt: Tensor) -> Tensor:
-    """Add up what all ranks have sent, W×n×r and W×r×m, in the slot's room, in rank order."""
+    """Add up the products of all ranks' factors, W×n×r and W×r×m, in the slot's room, in rank order."""
     room = slot.room.zero_()
     for of_rank in zip(US, Vt, strict=True):
         form.view(room).addmm_(*in_full(*of_rank))

@@ -1,4 +1,4 @@
-"""Threshold: elements that have reached a fixed magnitude, as many as a message of fixed size holds.
+"""Threshold: elements that have reached a fixed magnitude, in a message of fixed size.
 
 Source: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015, which sends ±τ
 for each; with the elements themselves, Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimization",
@@ -6,9 +6,9 @@ NeurIPS 2021.
 Idea: an element below the threshold τ waits in the residual until it has reached it. All ranks must send the same
 number of elements, and comparing counts first would make the host wait for the GPU, so the k largest elements of each
 parameter are sent, with zeros in place of those below τ.
-Bytes on the wire: those of top-k, whatever τ is. Biased: for n elements at most 1 - k/n of |input|² is left, as for
-top-k, or n·τ² if that is more, whatever the size. Weakness: the same bytes are sent even if nothing is large, and the
-largest τ that training tolerates must be found by trial. It takes as long as top-k.
+Bytes on the wire: the same as top-k's, whatever τ is. Biased: for n elements at most 1 - k/n of |input|² is left, as
+for top-k, or n·τ² if that is more, whatever the size. Weakness: the same bytes are sent even if nothing is large, and
+the largest τ that training tolerates must be found by trial. It takes as long as top-k.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Threshold(OwnPlaces):
     capacity: float = setting(0.01, above=0, most=1)
     """The fraction of a parameter's elements that a message holds. Lower: smaller messages, but more elements wait."""
     indices: Indices = "auto"
-    """How indices are sent, and what the largest are chosen from; see `TopK`."""
+    """The coding of indices, and the elements that the largest are chosen from; see `TopK`."""
 
     def loss(self, name: str, parameter: Tensor) -> Loss:
-        """Return that of the largest elements; what is left because it is below τ does not grow."""
+        """Return the loss of top-k; an element of the residual that waits below τ is bounded by it."""
         return Loss(largest_error(self.indices, parameter.numel(), self.capacity))
 
     @property
     def most(self) -> tuple[Indices, float]:
-        """How indices are sent, and the fraction of the elements for which there is room."""
+        """The coding of indices, and the fraction of the elements that a message holds."""
         return self.indices, self.capacity
 
     def sent_of(self, piece: Piece, context: Context) -> Sent:
@@ -57,7 +57,7 @@ class Threshold(OwnPlaces):
         return own._replace(values=own.values.masked_fill_(is_small, 0.0))
 
     def left_of(self, own: Sent) -> Tensor:
-        """Return all others, and those that are zeros in the message."""
+        """Return the elements that were not sent, or were zeros in the message."""
         M = own.piece.tile.form()
         left = torch.where(own.values == 0, M.index_select(0, own.places), 0.0)
         return M.index_copy_(0, own.places, left)

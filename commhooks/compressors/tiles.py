@@ -16,7 +16,7 @@ from commhooks.devices import runs_later
 from commhooks.native.largest import MOST, Grid, Selection
 
 MeanOver = Literal["ranks", "senders"]
-"""What an element's sum is divided by: the number of all ranks, or of those that sent the element."""
+"""The divisor of an element's sum: the number of all ranks, or of the ranks that sent the element."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Tiling:
 
     @classmethod
     def of(cls, parameter: Tensor, side: int) -> Tiling:
-        """Return as few equal tiles as possible, of at most side×side elements, for a non-empty parameter.
+        """Return the fewest equal tiles, of at most side×side elements, for a non-empty parameter.
 
         A parameter is a matrix of its first dimension against the rest. One that is too narrow for a square tile, such
         as a vector, is arranged as rows of `side` elements instead. Rows and columns are distributed evenly, so that
@@ -54,7 +54,7 @@ class Tiling:
 
     @property
     def is_padded(self) -> bool:
-        """Whether there are more elements in the tiles than in the parameter."""
+        """True if the tiles have more elements than the parameter."""
         return self.count * self.a * self.b > self.elements
 
     def cut(self, memory: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Tiling:
         return tiles.clone() if tiles.data_ptr() == memory.data_ptr() else tiles
 
     def bands(self, memory: Tensor, height: int) -> Iterator[Tensor]:
-        """Return the tiles [.., a, b] of 1-D memory in the order of `cut`, so many rows of the grid at a time.
+        """Return the tiles [.., a, b] of 1-D memory in the order of `cut`, `height` rows of the grid at a time.
 
         They are a view of the memory if their elements lie side by side in it.
         """
@@ -84,7 +84,7 @@ class Tiling:
         return (rows.unsqueeze(1) * (self.a * down) + columns * (self.b * right)).view(-1, 1)
 
     def sides(self, dtype: torch.dtype) -> Tensor:
-        """Return how many rows and columns of each tile are no padding of the matrix, [2, Y·X, 1]."""
+        """Return the numbers of rows and columns of each tile that are no padding of the matrix, [2, Y·X, 1]."""
         (n, m, _), (Y, X) = self.form, self.grid
         rows = (n - torch.arange(0, Y * self.a, self.a, dtype=dtype)).repeat_interleave(X)
         columns = (m - torch.arange(0, X * self.b, self.b, dtype=dtype)).repeat(Y)
@@ -93,7 +93,7 @@ class Tiling:
     def indices(self, places: Tensor, starts: Tensor, sides: Tensor) -> Tensor:
         """Return the indices into 1-D memory of places [..., Y·X, k] in the tiles; of padding, -1.
 
-        `starts` are those of the tiles, plus the index of the parameter's first element in that memory.
+        `starts` are the results of `starts`, plus the index of the parameter's first element in that memory.
         """
         down, right = self._strides
         rows = places.div(self.b, rounding_mode="floor")
@@ -114,7 +114,7 @@ class Tiling:
 
     @property
     def _strides(self) -> tuple[int, int]:
-        """How far apart in memory two elements are that are neighbours in a column, or in a row."""
+        """The distances in memory between neighbours in a column, and in a row."""
         return (1, self.form.n) if self.form.transposed else (self.form.m, 1)
 
     def largest(self, memory: Tensor, k: int) -> Tensor:
@@ -136,9 +136,9 @@ class Tiling:
 
 
 def senders(values: Tensor, places: Tensor, elements: int) -> Tensor:
-    """Return how many ranks have sent something other than zero to each of the places [W, n]; at least 1.
+    """Return the number of ranks, at least 1, that have sent a nonzero value to each of the places [W, n].
 
-    A rank sends nothing but zeros to a place twice.
+    A rank may send several values to a place only if at most one is nonzero.
     """
     numbers = values.new_zeros(elements)
     for own, at in zip(values, places, strict=True):

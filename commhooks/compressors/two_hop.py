@@ -2,11 +2,10 @@
 
 Source: Tang et al., "1-bit Adam", ICML 2021, section 5, and "DoubleSqueeze", ICML 2019.
 Idea: each rank serves some blocks for all. It receives their codes from every rank, adds up the decoded blocks in fp32,
-and sends the code of the mean to all; what that code leaves out stays on this rank, as the server error, for the next
-step.
+and sends the code of the mean to all; that code's error stays on this rank, as the server error, for the next step.
 Bytes on the wire: two codes per element, whatever the number of ranks; elements beyond a parameter's last whole block
-are sent uncompressed, and so are parameters with so few blocks that their codes, padded to equally many for each rank,
-would take more bytes. Weakness: two rounds, and a mean that is coded twice.
+are sent uncompressed, as are parameters whose few blocks' codes, padded to the same number for each rank, would take
+more bytes. Weakness: two rounds, and a mean that is coded twice.
 
 Legend: n elements in B whole blocks; W ranks; b blocks per rank, padded; y the blocks that this rank serves.
 """
@@ -51,13 +50,13 @@ class TwoHop(Compressor):
     message_format = 2  # signed integers, bits by eighths of a block, and shared noise
     codec: Codec
     server_feedback: bool = True
-    """Off: what the second code leaves out is lost."""
+    """False: the second code's error is lost."""
     damping: float | None = setting(None, above=0, most=1)
     """Decoded values are multiplied by this: 1/(1 + ω) makes an unbiased codec with an error of ω ≥ 1 usable with error
     feedback. Lower: less is sent per step. None: 1, and error feedback rejects such a codec; any explicit number, even
     1, is accepted."""
     seed: int = 0
-    """Seeds what `codec` draws, together with the step, the parameter's name, the rank and the hop."""
+    """Seeds the random numbers of `codec`, together with the step, the parameter's name, the rank and the hop."""
 
     @classmethod
     def of(
@@ -69,7 +68,7 @@ class TwoHop(Compressor):
         seed: int = 0,
         **settings: Any,
     ) -> Self:
-        """Make one from a codec's class and its settings, side by side with the others."""
+        """Make a `TwoHop` from a codec's class and settings, and its own settings, all as arguments."""
         return cls(codec=codec(**settings), server_feedback=server_feedback, damping=damping, seed=seed)
 
     def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
@@ -90,8 +89,9 @@ class TwoHop(Compressor):
     def pays(self, elements: int, world_size: int) -> bool:
         """Return whether the codes of a parameter's whole blocks take no more bytes than sums in fp32 would.
 
-        Each rank sends as many rows as the one that serves most, to every rank and once to all. Nothing else counts, so
-        the answer does not depend on how buckets are cut, and no bucket sends more than its elements in fp32.
+        Each rank sends rows for the most blocks that any rank serves, to every rank and once to all. Nothing else
+        counts, so the answer does not depend on the division into buckets, and no bucket sends more than its elements
+        in fp32.
         """
         blocks = elements // self.codec.block
         rows = -(-blocks // world_size)
@@ -194,7 +194,7 @@ class TwoHop(Compressor):
         bucket: BucketView,
         context: Context,
     ) -> Tensor:
-        """Encode the means of the blocks that this rank serves; return what the codes leave out."""
+        """Encode the means of the blocks that this rank serves; return the codes' errors."""
         noises = _split(self._noise(deal.own_keys, context, "server"), deal.own_sizes)
         kept = deal.served if self.server_feedback else 0
         left = bucket.borrow((kept, self.codec.block), computing_dtype(bucket.memory.dtype))
@@ -218,9 +218,9 @@ class TwoHop(Compressor):
         return Noise.of(keys, self.codec.block, table, stable_seed(table, context.rank, hop))
 
     def scatter(self, bucket: BucketView, context: Context) -> Exchange:
-        """Exchange the codes of each rank's shard: one hop, since nobody else needs the mean.
+        """Exchange the codes of each rank's shard: one hop, since no other rank needs the mean.
 
-        A block is coded if it lies within one shard; what remains of a shard is sent uncompressed.
+        A block is coded if it lies within one shard; the rest of a shard is sent uncompressed.
         """
         plan = bucket.plan(self, lambda: Columns.of(bucket, self.codec.block))
         passes = Passes(self.codec, self.damping)
@@ -267,10 +267,10 @@ class TwoHop(Compressor):
 
 
 def _split(noise: Noise | None, sizes: Sequence[int]) -> Iterable[Noise | None]:
-    """Return the noise of so many blocks at a time."""
+    """Return the noise in pieces of `sizes` blocks."""
     return itertools.repeat(None, len(sizes)) if noise is None else noise.split(sizes)
 
 
 def _bytes_of_block(codec: Codec) -> int:
-    """Return how many bytes a block's code takes, of a parameter in fp32."""
+    """Return the bytes of a block's code, for a parameter in fp32."""
     return sum(shape.numel() * dtype.itemsize for shape, dtype in payloads_of(codec, torch.float32))

@@ -1,4 +1,4 @@
-"""What a compressor averages uncompressed, beside its codes: those would take more bytes."""
+"""Uncompressed averaging of parameters whose codes would take more bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commhooks.language.tile import Tile
 
 
 def average_whole(tiles: Sequence[tuple[Slot, Tile]]) -> Exchange:
-    """Average tiles, each of a slot, in fp32 at least; they owe nothing then.
+    """Average tiles, each of a slot, in fp32 at least; their residuals are then zero.
 
     They may still have a residual, from a run with another number of ranks.
     """

@@ -26,7 +26,7 @@ from commhooks.compressors.codecs.packing import pack_signs, unpack_masks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Codebook(Codec):
-    """The signs of elements, and those of what their magnitudes exceed, packed eight to a byte, and four means."""
+    """The sign and the size class of each element, packed eight to a byte, and four means."""
 
     block: int = 1024
 
@@ -35,7 +35,7 @@ class Codebook(Codec):
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the means [B, 4], of the large elements and then of the small, and two bits each [B, 2, block/8].
 
-        Of either, the positive ones come first. A class without elements has a mean of 0.
+        Within each pair, the positive class comes first. A class without elements has a mean of 0.
         """
         scales = scales_of(blocks.abs().amax(1, keepdim=True), 4.0)  # of the largest numbers 1/scale is normal as well
         x = in_units_of(scales, blocks)  # so that no square or sum is inf; NaN only in a block with an inf or a NaN
@@ -79,10 +79,10 @@ class Codebook(Codec):
 
 
 def _integers(dtype: torch.dtype) -> torch.dtype:
-    """Return the integers that have as many bits as a dtype."""
+    """Return the integer dtype with the same number of bits."""
     return torch.int32 if dtype == torch.float32 else torch.int64
 
 
 def _either(mask: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Return the bits of one, or of the other where a mask is -1."""
+    """Return the bits of `one`, or of `other` where the mask is -1."""
     return (one ^ other).bitwise_and(mask).bitwise_xor_(one)

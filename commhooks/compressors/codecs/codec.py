@@ -39,12 +39,12 @@ class Codec(ABC):
 
     @property
     def multiple(self) -> int:
-        """What `block` must be a multiple of: as many elements as fill whole bytes, or groups."""
+        """The number that `block` must be a multiple of: the elements that fill whole bytes, or groups."""
         return 1
 
     @property
     def draws(self) -> bool:
-        """Whether `encode` uses random numbers."""
+        """True if `encode` uses random numbers."""
         return False
 
     @property
@@ -54,12 +54,12 @@ class Codec(ABC):
 
     @property
     def is_unbiased(self) -> bool:
-        """Whether the expectation of the decoded block is the block itself."""
+        """True if the expectation of the decoded block is the block itself."""
         return False
 
     @property
     def shows_non_finite(self) -> bool:
-        """Whether `evidence` is inf or NaN for a block that is; if not, one extra element is sent for that."""
+        """True if `evidence` shows an inf or NaN in a block; if not, an extra element is sent for that."""
         return True
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Codec(ABC):
         """Return blocks [B, block], in fp32 at least, in newly allocated memory."""
 
     def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
-        """Decode into memory [B, block] and return it; the same numbers as those of `decode`, in fewer passes."""
+        """Decode into memory [B, block] and return it; override it to write `decode`'s numbers in fewer passes."""
         return blocks.copy_(self.decode(code))
 
     def evidence(self, code: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -95,9 +95,9 @@ class Codec(ABC):
 
 
 def scales_of(largest: Tensor, levels: float) -> Tensor:
-    """Return scales by which no block's largest magnitude exceeds `levels`; none is 0, even if numbers are not normal.
+    """Return nonzero scales, in units of which no block's largest magnitude exceeds `levels`.
 
-    There a scale may be up to a third too small, so that the largest magnitude is cut.
+    For numbers that are not normal, a scale may be up to a third too small; the largest magnitude is then cut.
     """
     return (largest / levels).clamp_(min=smallest(largest.dtype))
 

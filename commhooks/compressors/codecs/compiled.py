@@ -1,8 +1,8 @@
-"""The same three passes in C, where they are built, for the codes that have them: on a CPU, in fp32.
+"""The three passes in C, if they are built, for the codes that have them: on a CPU, in fp32.
 
-What the same bytes are decoded to is the same to the last bit, so ranks with and without them can be mixed. Codes
-are also the same, except that scales which are sums, of `Sign` and `QSGD`, are added up in another order: they agree to
-n·ε for blocks of n elements.
+Equal bytes are decoded to equal bits, so ranks with and without compiled passes can be mixed. Codes are also the same,
+except that scales which are sums, of `Sign` and `QSGD`, are added up in another order: they agree to n·ε for blocks of
+n elements.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CompiledPasses(Passes):
         self._message: tuple[Sequence[Tensor], Message] | None = None
 
     def blocks_at_once(self, device: torch.device) -> int:
-        """Return for how many blocks to call the passes at a time: more than eager ones, which have temporaries."""
+        """Return the number of blocks for one call of the passes: more than for eager ones, which have temporaries."""
         return 4 * super().blocks_at_once(device)
 
     def send(
@@ -56,7 +56,7 @@ class CompiledPasses(Passes):
     def serve(
         self, received: Sequence[Tensor], noise: Noise | None, coded: Sequence[Tensor], left: Tensor | None
     ) -> None:
-        """Encode the mean of what was received; see `Passes.serve`."""
+        """Encode the mean of the received blocks; see `Passes.serve`."""
         drawn = _native(noise)
         self._native.serve(self._form, received, coded, error=left, left=left, noise=drawn, damping=self._damping)
 
@@ -84,14 +84,14 @@ def passes_for(codec: Codec, damping: float | None, dtype: torch.dtype, device: 
 
 @functools.cache
 def _is_redefined(kind: type[Codec]) -> bool:
-    """Return whether a subclass of a codec with compiled passes encodes or decodes otherwise, perhaps in rare cases."""
+    """Return whether a subclass of a codec with compiled passes overrides encoding or decoding."""
     heirs = itertools.takewhile(lambda one: "compiled" not in vars(one), kind.__mro__)
     return any(name in vars(one) for one in heirs for name in ("encode", "decode", "decode_into", "scales"))
 
 
 @functools.cache
 def _agree(codec: Codec, native: NativePasses) -> bool:
-    """Return whether a codec's compiled passes do what its `encode` and `decode` do, on some blocks; warn if not."""
+    """Return whether a codec's compiled passes agree with its `encode` and `decode` on some blocks; warn if not."""
     eager, compiled = Passes(codec, None), CompiledPasses(codec, None, native)
     ranks, b = 3, 4
     generator = torch.Generator().manual_seed(0)
@@ -129,7 +129,7 @@ def _agree(codec: Codec, native: NativePasses) -> bool:
 
 
 def _close(one: Tensor, other: Tensor, *, tolerance: float) -> bool:
-    """Return whether tensors agree: floating-point numbers nearly, relative to the largest; of bytes 99 in 100."""
+    """Return whether tensors agree: floating-point numbers relative to the largest, and 99 in 100 bytes."""
     if one.is_floating_point():
         return bool((one - other).abs().max() <= tolerance * one.abs().max())
     return bool((one != other).float().mean() <= 0.01)

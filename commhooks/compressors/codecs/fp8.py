@@ -60,7 +60,7 @@ def to_e4m3(values: Tensor) -> Tensor:
 
 
 def from_e4m3(packed: Tensor, numbers: Tensor) -> Tensor:
-    """Write what bytes represent to memory of their shape, and return it: ten times as fast on a CPU as PyTorch's cast.
+    """Decode bytes into memory of their shape, and return it: ten times as fast on a CPU as PyTorch's cast.
 
     fp16 has one exponent bit more, so its bias is greater by 8, and seven fraction bits more.
     """

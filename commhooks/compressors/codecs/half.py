@@ -30,7 +30,7 @@ class Half(Codec):
     """`torch.float16` has more digits, `torch.bfloat16` a larger range."""
     block: int = 128
     stochastic: bool = False
-    """True: round at random, which loses twice as much of most elements, but is right on average. bf16 alone."""
+    """True: round at random, which loses twice as much of most elements, but is right on average; only for bf16."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,20 +46,20 @@ class Half(Codec):
 
     @property
     def draws(self) -> bool:
-        """Whether rounding is stochastic."""
+        """True if rounding is stochastic."""
         return self.stochastic
 
     @property
     def is_unbiased(self) -> bool:
-        """Whether rounding is stochastic."""
+        """True if rounding is stochastic."""
         return self.stochastic
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the elements [B, block].
 
-        bf16 numbers are fp32 numbers without their last 16 bits. 16 random bits are added to these, and carry with the
-        probability of what is cut off: exactly, down to the smallest number. Blocks in fp64 become fp32 first. A NaN is
-        left as it is, since the carry could turn it into 0.
+        bf16 numbers are fp32 numbers without their last 16 bits. 16 random bits are added to these, and carry with a
+        probability equal to the fraction that is cut off, down to the smallest number. Blocks in fp64 become fp32
+        first. A NaN is left unchanged, since the carry could turn it into 0.
         """
         if not self.stochastic:
             return [blocks.to(self.dtype)]

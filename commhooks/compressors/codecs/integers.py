@@ -29,7 +29,7 @@ class Integers(Uniform):
 
     @property
     def draws(self) -> bool:
-        """Whether rounding is stochastic."""
+        """True if rounding is stochastic."""
         return self.stochastic
 
     def contraction(self) -> float:

@@ -99,7 +99,7 @@ class MXFP8(Microscaled):
         return from_e4m3(packed, blocks)
 
     def relative_error(self) -> float:
-        """Return 1/64, as 512 becomes 448, plus the loss of small numbers: at most 2**-10 each, beside one of 256."""
+        """Return 1/64, as 512 becomes 448, plus the loss of small numbers: at most 2**-10 each, if one is 256."""
         return 2.0**-6 + GROUP * (2.0**-10 / 256) ** 2
 
 

@@ -1,7 +1,7 @@
 """Integers of 1, 2, 4 or 8 bits, packed into bytes.
 
-A block is cut into equal parts, as many as a byte holds numbers: byte k has the k-th number of each part, the first
-part's in its lowest bits. So packing and unpacking work on long runs, and neighbours are never shifted apart.
+A block is cut into as many equal parts as a byte holds numbers: byte k has the k-th number of each part, the first
+part's in its lowest bits. So packing and unpacking work on long runs, and neighbouring elements stay neighbours.
 """
 
 from __future__ import annotations

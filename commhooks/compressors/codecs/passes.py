@@ -21,7 +21,7 @@ from commhooks.tensors import mean_in_order
 
 
 class Places(NamedTuple):
-    """Where some blocks' codes are in a message, [k] each."""
+    """The places of some blocks' codes in a message, [k] each."""
 
     ranks: Tensor
     """The rank that serves each block."""
@@ -43,15 +43,15 @@ class Passes:
         )
 
     def blocks_at_once(self, device: torch.device) -> int:
-        """Return for how many blocks to call the passes at a time."""
+        """Return the number of blocks for one call of the passes."""
         return max(1, elements_at_once(device) // self.codec.block)
 
     def send(
         self, blocks: Tensor, noise: Noise | None, message: Sequence[Tensor], places: Places, *, keeps: bool
     ) -> Tensor | None:
-        """Encode blocks [k, n] into a message, tensors [W, b, ...]; if `keeps`, they become what that leaves out.
+        """Encode blocks [k, n] into a message, tensors [W, b, ...]; if `keeps`, they become the code's error.
 
-        Returns 0, 0-dim, or NaN if there is an inf or NaN; None if the codes show that themselves.
+        Returns a 0-dim 0, or NaN if there is an inf or NaN; None if the codes themselves show that.
         """
         code = self._encode(blocks, noise)
         flaw = None if self.codec.shows_non_finite else blocks.abs().amax() * 0
@@ -64,9 +64,9 @@ class Passes:
     def serve(
         self, received: Sequence[Tensor], noise: Noise | None, coded: Sequence[Tensor], left: Tensor | None
     ) -> None:
-        """Encode the mean of what was received, tensors [W, k, ...], into `coded`, tensors [k, ...].
+        """Encode the mean of the received codes, tensors [W, k, ...], into `coded`, tensors [k, ...].
 
-        `left` [k, n] is added to the mean, and then becomes what the code leaves out.
+        `left` [k, n] is added to the mean, and then becomes the code's error.
         """
         y = self.mean(received)
         if left is not None:
@@ -87,13 +87,13 @@ class Passes:
         return blocks if self.damping is None else blocks.mul_(self.damping)
 
     def mean(self, received: Sequence[Tensor]) -> Tensor:
-        """Return the mean over the ranks of what was received, tensors [W, k, ...], added up in rank order."""
+        """Return the mean over the ranks of the received codes, tensors [W, k, ...], added up in rank order."""
         ranks, k = received[0].shape[:2]
         decoded = self._of_ranks(received, max(1, elements_at_once(received[0].device) // (k * self.codec.block)))
         return mean_in_order(next(decoded), decoded, ranks)
 
     def evidence(self, message: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what shows inf and NaN in codes, tensors [W, b, ...]."""
+        """Return the tensors that show inf and NaN in codes, tensors [W, b, ...]."""
         if type(self.codec).evidence is Codec.evidence:
             return self.codec.evidence(message)  # of any shape
         return self.codec.evidence([payload.flatten(0, 1) for payload in message])
@@ -117,7 +117,7 @@ class Passes:
         return code
 
     def _of_ranks(self, received: Sequence[Tensor], at_once: int) -> Iterator[Tensor]:
-        """Yield what each rank's codes represent, decoded for some ranks at a time."""
+        """Yield each rank's blocks, decoded for some ranks at a time."""
         for of_some in zip(*(payload.split(at_once) for payload in received), strict=True):
             yield from self.decode([payload.flatten(0, 1) for payload in of_some]).unflatten(0, (len(of_some[0]), -1))
 
@@ -131,7 +131,7 @@ def payloads_of(codec: Codec, dtype: torch.dtype) -> Sequence[tuple[torch.Size, 
 
 
 def _put(payload: Tensor, part: Tensor, places: Places) -> None:
-    """Write rows [k, ...] to places in a payload [W, b, ...]; as few wide elements, if they can be."""
+    """Write rows [k, ...] to places in a payload [W, b, ...]; as wide elements, if possible."""
     wide, rows = _as_wide(payload, 2), _as_wide(part.to(payload.dtype), 1)
     if wide is None or rows is None:
         payload[places.ranks, places.rows] = part
@@ -147,7 +147,7 @@ def _rows(payload: Tensor, places: Places) -> Tensor:
 
 
 def _as_wide(rows: Tensor, leading: int) -> Tensor | None:
-    """View rows of bytes as rows of int64, after so many dimensions; None if they cannot be."""
+    """View rows as rows of int64, after `leading` dimensions; return None if that is not possible."""
     flat = rows.flatten(leading) if rows.dim() > leading else rows.unsqueeze(leading)  # a number for each block
     size = rows.element_size()
     numbers = (flat.shape[-1], flat.storage_offset(), *flat.stride()[:-1])

@@ -20,7 +20,7 @@ from commhooks.compressors.codecs.uniform import Uniform
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TernGrad(Uniform):
-    """One of three values per element, packed four to a byte, and the largest magnitude of each block."""
+    """Elements of three values, packed four to a byte, and the largest magnitude of each block."""
 
     block: int = 128
 

@@ -22,7 +22,7 @@ class Uniform(Codec):
 
     @property
     def multiple(self) -> int:
-        """As many numbers as fill a byte."""
+        """The number of elements that fill a byte."""
         return 8 // self.bits
 
     @property
@@ -47,7 +47,7 @@ class Uniform(Codec):
 
     @property
     def is_unbiased(self) -> bool:
-        """Whether rounding is stochastic."""
+        """True if rounding is stochastic."""
         return self.draws
 
     def scales(self, blocks: Tensor) -> Tensor:

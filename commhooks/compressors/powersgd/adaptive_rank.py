@@ -1,18 +1,17 @@
-"""Adaptive rank: PowerSGD with a rank for each layer, as high as pays off there.
+"""Adaptive rank: PowerSGD with a rank for each layer.
 
 Source: Markov, Alimohammadi, Frantar, Alistarh, "L-GreCo: Layerwise-Adaptive Gradient Compression", MLSys 2024,
 sections 3 and 4; Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, "Accordion: Adaptive Gradient Communication via
 Critical Learning Regime Identification", MLSys 2021, algorithm 1.
-Idea: PowerSGD's columns are nested, so one step at the highest rank shows what every lower rank would have sent of each
-layer: another |Qₖ|² for column k, as P is orthonormal. This determines which ranks leave the smallest error for the
-bytes of a uniform rank, or need the fewest bytes for its error. "accordion" uses gradient norms instead.
-Bytes on the wire: as PowerSGD at the chosen ranks. Two steps in `every` send `max_rank`: the first updates the
-columns that were not in use, the second measures. "least-error" counts them in its budget. "accordion" has no such
-steps, but sends one extra element per matrix in one step in `every`. Biased: ω is at most PowerSGD's at
-`min_rank`. Weakness: the choice is as old as the last measurement, and considers what one step leaves, not how error
-feedback makes up for it later, where "fewest-bytes" leaves more than the uniform rank; errors are compared across
-layers unweighted, which suits SGD better than Adam; and on a GPU the host waits once in `every` steps, to read the
-norms.
+Idea: PowerSGD's columns are nested, so one step at the highest rank shows the part of each layer that every lower rank
+would have sent: another |Qₖ|² for column k, as P is orthonormal. This determines which ranks leave the smallest error
+for the bytes of a uniform rank, or need the fewest bytes for its error. "accordion" uses gradient norms instead.
+Bytes on the wire: as PowerSGD at the chosen ranks. Two steps in `every` send `max_rank`: the first updates the columns
+that were not in use, the second measures. "least-error" counts them in its budget. "accordion" has no such steps, but
+sends one extra element per matrix in one step in `every`. Biased: ω is at most PowerSGD's at `min_rank`. Weakness: the
+choice is as old as the last measurement, and considers the error of one step, not its correction by error feedback,
+with which "fewest-bytes" leaves more than the uniform rank; errors are compared across layers unweighted, which suits
+SGD better than Adam; and on a GPU the host waits once in `every` steps, to read the norms.
 
 Legend: M n×m a gradient plus its residual; Q its right factor, r×m; R the highest rank that pays off for a matrix.
 """
@@ -57,14 +56,14 @@ class AdaptiveRank(Compressor):
 
     rank: int = setting(4, least=1)
     """Lower: smaller messages, but more left in the residual. The uniform rank whose bytes are spent, or whose error is
-    kept; used itself until something is measured and, with "accordion", in stable layers."""
+    kept; used as the rank until something is measured and, with "accordion", in stable layers."""
     min_rank: int = setting(2, least=1)
-    """Lower: more freedom to choose. At rank 1, what is left for later may grow for a long time; see `PowerSGD`."""
+    """Lower: more freedom to choose. At rank 1, the residual may grow for a long time; see `PowerSGD`."""
     max_rank: int = setting(8, least=1)
     """Higher: more freedom to choose, but larger messages in steps that measure."""
     rule: Rule = "least-error"
-    """What is chosen: the smallest error for the bytes of `rank`; the fewest bytes for its error; or `max_rank` for
-    layers whose gradient norm changes, and `rank` for the others."""
+    """The choice: the smallest error for the bytes of `rank`; the fewest bytes for its error; or `max_rank` for layers
+    whose gradient norm changes, and `rank` for the others."""
     every: int = setting(100, least=STEPS_TO_MEASURE + 1)
     """Higher: fewer steps that measure, but older choices."""
     eta: float = setting(0.5, least=0)
@@ -93,7 +92,7 @@ class AdaptiveRank(Compressor):
         return {**basis, CHOICE: Entry(kind="replicated", shape=(), dtype=torch.int64), NORMS: norms}
 
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
-        """Return PowerSGD's at the lowest rank that a layer may get, for a basis that sees the matrix."""
+        """Return PowerSGD's loss at the lowest rank that a layer may get, for a basis that sees the matrix."""
         lowest = self.rank if self.rule == "accordion" else self.min_rank
         is_compressed = self._powersgd.compresses(parameter, name)
         return Loss(error_of_rank(lowest, parameter.numel())) if is_compressed else None
@@ -161,7 +160,7 @@ class AdaptiveRank(Compressor):
         return PowerSGD(rank=self.rank, min_compression_rate=self.min_compression_rate, seed=self.seed)
 
     def _budget(self, layers: Sequence[Layer]) -> int:
-        """Return the elements that a step may send, so that the average, with measuring steps, is that of `rank`."""
+        """Return the elements that a step may send so that the average, with measuring steps, equals that of `rank`."""
         of_rank = sum(layer.cost * layer.uniform for layer in layers)
         of_measuring = sum(layer.cost * len(layer.gains) for layer in layers)
         left = self.every * of_rank - STEPS_TO_MEASURE * of_measuring
@@ -173,18 +172,18 @@ class AdaptiveRank(Compressor):
         return min(form.n, form.m, self.max_rank, math.ceil(form.n * form.m / ((form.n + form.m) * rate)) - 1)
 
     def _measurements(self, form: MatrixForm) -> int:
-        """Return how many norms are remembered for a matrix."""
+        """Return the number of norms remembered for a matrix."""
         return 2 if self.rule == "accordion" else self._highest(form)
 
 
 class _Plans:
-    """A bucket's matrices at their highest ranks, and at those chosen last, each with factors of their own."""
+    """A bucket's matrices at their highest ranks, and at the ranks chosen last, each with their own factors."""
 
     def __init__(self, bucket: BucketView, powersgd: PowerSGD, highest: Callable[[MatrixForm], int]) -> None:
         self.widest = self._chosen = LowRankPlan.of_slots(bucket, powersgd.paying_form, highest)
 
     def at(self, ranks: Sequence[int]) -> LowRankPlan:
-        """Return the matrices at these ranks; they are grouped anew when the choice changes."""
+        """Return the matrices at these ranks; they are grouped again when the choice changes."""
         for plan in (self.widest, self._chosen):
             if ranks == [x.r for x in plan.matrices]:
                 return plan

@@ -1,4 +1,4 @@
-"""How to distribute bytes over the layers' ranks for the largest gain: a knapsack, by dynamic programming.
+"""The distribution of bytes over the layers' ranks for the largest gain: a knapsack, by dynamic programming.
 
 Source: Markov et al., "L-GreCo", MLSys 2024, algorithm 1, with bytes in place of errors.
 """
@@ -19,27 +19,27 @@ _ROUNDING = 1e-12
 
 
 class Layer(NamedTuple):
-    """What can be bought for one layer: its columns, in order."""
+    """The columns that can be bought for a layer, in order."""
 
     gains: Sequence[float]
-    """By how much each column reduces what is left unsent."""
+    """The reduction of the unsent part by each column."""
     cost: int
     """The price of each column."""
     least: int
-    """How many columns must be bought."""
+    """The number of columns that must be bought."""
     uniform: int
-    """How many columns it has if all layers get the same rank."""
+    """The number of its columns if all layers get the same rank."""
 
 
 def least_error(layers: Sequence[Layer], budget: int) -> list[int]:
-    """Return how many columns of each layer gain most within a budget; the minimum if even that exceeds the budget."""
+    """Return the numbers of columns, by layer, that gain most within a budget; the minimum if that exceeds it."""
     table = _Table(layers, budget)
     affords = np.isfinite(table.best[-1])
     return table.bought_for(len(table.best) - 1) if affords else [layer.least for layer in layers]
 
 
 def fewest_bytes(layers: Sequence[Layer]) -> list[int]:
-    """Return how many columns of each layer gain as much as the uniform choice, at the lowest price.
+    """Return the cheapest numbers of columns, by layer, that gain as much as the uniform choice.
 
     If rounding prices up leaves no cheaper choice, the uniform one is returned.
     """
@@ -50,13 +50,13 @@ def fewest_bytes(layers: Sequence[Layer]) -> list[int]:
 
 
 class _Table:
-    """What each amount up to the budget can buy."""
+    """The largest gains, and their columns, for each amount up to the budget."""
 
     def __init__(self, layers: Sequence[Layer], budget: int) -> None:
         self._layers = layers
         self._step = max(math.gcd(*(layer.cost for layer in layers)), -(-budget // STEPS_OF_BUDGET))
         self.best: NDArray[np.float64] = np.zeros(budget // self._step + 1)
-        """By units of the budget, not all of which need be spent: the largest gain."""
+        """The largest gain by units of the budget, not all of which need be spent."""
         self._taken = []
         for layer in layers:
             counts = range(layer.least, len(layer.gains) + 1)
@@ -68,7 +68,7 @@ class _Table:
             self.best = options.max(axis=0)
 
     def bought_for(self, steps: int) -> list[int]:
-        """Return the columns of each layer that gain most for so many units of the budget."""
+        """Return the numbers of columns, by layer, that gain most for `steps` units of the budget."""
         chosen: list[int] = []
         for layer, columns in zip(reversed(self._layers), reversed(self._taken), strict=True):
             chosen.append(int(columns[steps]))
@@ -76,5 +76,5 @@ class _Table:
         return chosen[::-1]
 
     def _price(self, layer: Layer, columns: int) -> int:
-        """Return how many units of the budget so many columns cost."""
+        """Return the price of `columns` columns, in units of the budget."""
         return -(-layer.cost * columns // self._step)

@@ -1,8 +1,8 @@
 """Replacing the row of a warm-started basis that no longer sees its matrix.
 
-A row q of the basis shows M·q of a matrix M. If M has only columns in which q is zero, M·q is zero, so is what the next
-basis takes from it, and nothing of M is ever sent. Gradients that move to other rows and columns leave such a basis
-behind: those of a bag of words, for example, or of a second task.
+A row q of the basis shows M·q of a matrix M. If q is zero in all nonzero columns of M, M·q is zero, so is the next
+basis made from it, and nothing of M is ever sent. Gradients that move to other rows and columns leave such a basis
+behind: a bag of words' gradients, for example, or a second task's.
 
 Legend, as in low_rank.py: M n×m; P r×n and Q r×m its factors, transposed; r the rank; k the number of matrices.
 """
@@ -19,16 +19,16 @@ from commhooks.language.memory import surely
 from commhooks.language.randomness import seeded_normal
 
 EVERY = 16
-"""In one step of this many, rows are compared with a random direction. More often costs more, and recovers sooner."""
+"""Rows are compared with a random direction in one step of this many. Lower: more work, but sooner recovery."""
 LEAST = 0.25
-"""A row is replaced if it shows less than this part of what a random direction shows outside the factor P. Usually the
-part is about 1; in 6,500 comparisons on small matrices of flat spectrum it was at least 0.29."""
+"""A row is replaced if it shows less than this fraction of the part that a random direction shows outside the factor P.
+Usually the fraction is about 1; in 6,500 comparisons on small matrices of flat spectrum it was at least 0.29."""
 _ROUNDING = 1e-12
-"""The part of a squared length that counts as outside the other rows, so that dependent rows do no harm."""
+"""The fraction of a squared length that counts as outside the other rows, so that dependent rows do no harm."""
 
 
 class Probe(NamedTuple):
-    """What the matrices of a group show along one random direction."""
+    """The products of a group's matrices with one random direction."""
 
     direction: Tensor
     """A unit vector of m elements, the same for all k matrices."""
@@ -54,7 +54,7 @@ def is_due(step: int) -> bool:
 
 
 def with_probes(factors: Sequence[tuple[Tensor, Tensor]], seed: int) -> list[Probed]:
-    """Give each group's P and Q a probe, with memory for what it shows."""
+    """Return each group's P and Q with a probe, which has memory for the products."""
     directions: dict[int, Tensor] = {}
     for _, Q in factors:
         m = Q.shape[2]
@@ -65,13 +65,13 @@ def with_probes(factors: Sequence[tuple[Tensor, Tensor]], seed: int) -> list[Pro
 
 
 def replace_blind_rows(groups: Sequence[Probed]) -> None:
-    """Replace, in this rank's own P = M·Q, at most one row of each matrix by what its probe shows.
+    """Replace, in this rank's own P = M·Q, at most one row of each matrix by its probe's product.
 
-    That is the row whose product with M is smallest relative to its norm in Q. Only what the probe shows outside
-    the span of P counts against it, so a row for which the others leave little stays.
+    It is the row whose product with M is smallest relative to its norm in Q. It is compared only with the part of the
+    probe's product outside the span of P, so a row stays if the others leave little of M.
 
-    Any P will do: it only selects a basis, and what is sent and kept follows from the mean P. So each rank may decide
-    by itself. A P that is not finite stays as it is, since comparisons with NaN are false.
+    Any P is correct: it only selects a basis, and messages and residuals follow from the mean P. So each rank may
+    decide on its own. A P that is not finite stays unchanged, since comparisons with NaN are false.
     """
     for r in sorted({one.P.shape[1] for one in groups}):  # together, because their matrices are tiny
         _replace([one for one in groups if one.P.shape[1] == r], r)
@@ -91,13 +91,13 @@ def _replace(groups: Sequence[Probed], r: int) -> None:
 
 
 def _products(one: Probed) -> Tensor:
-    """Return all inner products of P's rows and what the probe shows, k×(r+1)×(r+1), without over- or underflow."""
+    """Return all inner products of P's rows and the probe's product, k×(r+1)×(r+1), without over- or underflow."""
     rows = torch.cat([one.P, one.probe.shown.unsqueeze(1)], dim=1).double()
     return rows @ rows.mT
 
 
 def _squares(products: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """Return the squared lengths of P's rows, k×r, and of what the probe shows outside their span, k."""
+    """Return the squared lengths of P's rows, k×r, and of the probe's product outside their span, k."""
     diagonal = products.diagonal(dim1=1, dim2=2)
     diagonal.mul_(1 + _ROUNDING).add_(torch.finfo(torch.float64).tiny)  # so that a factor exists
     factor = torch.linalg.cholesky_ex(products).L

@@ -1,4 +1,4 @@
-"""What a low-rank compressor prepares for a bucket's matrices: their factors, and the products with them.
+"""A low-rank compressor's preparations for a bucket's matrices: their factors, and the products with them.
 
 Matrices of one shape and rank form a group, whose factors are one batch. Large matrices are multiplied one by one: on a
 CPU in blocks of rows that stay in the cores' caches, on a GPU in one call, since each is a kernel that the host must
@@ -56,11 +56,11 @@ class LowRankMatrix:
     home: Slot
     """Holds the bases."""
     layout: Layout | None = None
-    """Whose elements it holds, if they are not all of `home`'s parameter."""
+    """The parameters that own its elements, if not all are `home`'s."""
 
     @property
     def kind(self) -> Hashable:
-        """What the matrices of a group have in common."""
+        """The common properties of a group's matrices."""
         return self.form, self.r, self.tile.keeps, TileStack.takes(self.tile), self.layout
 
 
@@ -89,7 +89,7 @@ class _Products(Protocol):
         """Compute this rank's own factor of one side: M times the factor of the other side; for P, also the probe."""
 
     def finish(self, mean: Factors, sent: Factors, finite: Tensor) -> None:
-        """Write the mean, and keep M less what this rank has sent as the residual."""
+        """Write the mean, and keep M minus this rank's sent part as the residual."""
 
     def write(self, mean: Factors) -> None:
         """Write the mean."""
@@ -216,7 +216,7 @@ class LowRankGroup:
             product.multiply(side, probe and probe.at(product.place))
 
     def finish(self, side: Side, mean: Tensor, sent: Tensor, turn: int, finite: Tensor) -> None:
-        """Write means and residuals, given the mean factors of the last side and what this rank has sent."""
+        """Write means and residuals, given the mean factors of the last side and this rank's sent ones."""
         of_mean = self._factors(side, mean)
         # The other side's factor is a basis that all ranks share, so what a rank sent stands for its product with that.
         of_sent = self._factors(side, sent) if side == "P" else of_mean._replace(Q=sent)
@@ -243,7 +243,7 @@ class LowRankGroup:
 
 
 class Uncompressed:
-    """What is averaged as it is, beside factors: small tiles side by side as one part, and one for each other tile."""
+    """The tiles that are averaged uncompressed: small ones side by side as one part, and a part for each other tile."""
 
     def __init__(self, tiles: Sequence[Tile], wire: torch.dtype | None) -> None:
         small = [tile for tile in tiles if _is_small(tile)]
@@ -274,18 +274,18 @@ class Uncompressed:
 
 
 class LowRankPlan(NamedTuple):
-    """A bucket's matrices in groups, and what is sent uncompressed beside them."""
+    """A bucket's matrices in groups, and the tiles that are sent uncompressed."""
 
     matrices: Sequence[LowRankMatrix]
     groups: Sequence[LowRankGroup]
     rest: Uncompressed
     rows: Tensor | None
-    """If work is queued, so that what concerns all groups is done in one: for each element of all Q, one group's
-    after another's, the number of its row."""
+    """The row number of each element of all groups' Q, one group's after another's, if work is queued: all groups are
+    then handled in one call. None otherwise."""
 
     @classmethod
     def of(cls, matrices: Sequence[LowRankMatrix], rest: Sequence[Tile]) -> LowRankPlan:
-        """Form groups, and the parts of what is sent uncompressed."""
+        """Form groups of matrices, and the parts of uncompressed tiles."""
         groups = _groups(matrices)
         # Sent together with factors, the rest is as wide as they are; sent alone, it keeps its own dtype.
         return cls(
@@ -299,7 +299,7 @@ class LowRankPlan(NamedTuple):
         form_of: Callable[[Tensor, str], MatrixForm | None],
         rank: Callable[[MatrixForm], int],
     ) -> LowRankPlan:
-        """Give each parameter for which there is a form its own matrix, with its rank; the rest stays uncompressed."""
+        """Make a matrix of each parameter that has a form, with its rank; the rest stays uncompressed."""
         forms = [(slot, form_of(slot.parameter, slot.name)) for slot in bucket.slots]
         matrices = [
             LowRankMatrix(slot.name, form, min(form.n, form.m, rank(form)), slot.tile, slot)
@@ -322,7 +322,7 @@ class LowRankPlan(NamedTuple):
             group.multiply(side, turn)
 
     def multiply_and_compare(self, seed: int) -> None:
-        """Compute this rank's own P, in which what a probe shows replaces rows that are blind."""
+        """Compute this rank's own P, in which a probe's product replaces blind rows."""
         if self.rows is not None:
             self._form_at_once()
         probed = with_probes([(group.P, group.Q) for group in self.groups], seed)
@@ -372,9 +372,10 @@ def _rows_of_right_factors(groups: Sequence[LowRankGroup]) -> Tensor | None:
 
 
 def keep_scaled(kept: Sequence[Tensor], means: Sequence[Tensor], rows: Tensor, allowed: Tensor) -> None:
-    """Keep each row of the means, scaled to a largest magnitude of 1, in as few calls for all groups as for one.
+    """Keep each row of the means, scaled to a largest magnitude of 1, with the same few calls for any number of groups.
 
-    Rows of zeros keep what is there, and so do rows where `allowed` is false: a 0-dim bool, or one for each of `kept`.
+    Rows of zeros leave the old row in place, and so do rows where `allowed` is false: a 0-dim bool, or one for each of
+    `kept`.
     """
     largest = torch.stack(torch._foreach_norm([row for mean in means for row in mean.flatten(0, 1).unbind()], math.inf))
     scale = largest.index_select(0, rows)
@@ -393,12 +394,12 @@ def there_and_back(items: Sequence[Item], turn: int) -> Sequence[Item]:
 
 
 def rows_of_a_block(m: int, r: int, threads: int) -> int:
-    """Return how many rows of a matrix of width m to process at a time, so that they stay in the cores' caches.
+    """Return the number of rows of a matrix of width m to process at a time, so that they stay in the cores' caches.
 
     Several threads share a block's rows or columns as their BLAS decides, and each needs enough of them. On one thread,
     products with one row or column stream through memory; those with more process a block a few columns at a time: if
-    the block has few rows, a multiple of what a BLAS takes at once, these are read like so many streams. (All rows of a
-    768×3072 matrix at once took 1.8 times as long at rank 4.)
+    the block has few rows, a multiple of the BLAS's own number, each row is read as a stream. (All rows of a 768×3072
+    matrix at once took 1.8 times as long at rank 4.)
     """
     most = max(1, threads * BLOCK_ELEMENTS // m)
     if r == 1 or threads > 1:

@@ -1,4 +1,4 @@
-"""How a bucket of gradients becomes matrices: the rules, as pure functions of shapes and strides."""
+"""The rules by which a bucket of gradients becomes matrices, as pure functions of shapes and strides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MatrixRule = Literal["first-dimension", "most-square", "whole-bucket"]
 
 
 class MatrixForm(NamedTuple):
-    """How a range of memory forms a matrix n×m: row by row or, if `transposed`, column by column."""
+    """A view of a range of memory as a matrix n×m: row by row or, if `transposed`, column by column."""
 
     n: int
     m: int
@@ -30,7 +30,7 @@ class MatrixForm(NamedTuple):
 
 
 def error_of_rank(rank: int, elements: int) -> float:
-    """Return the largest error of rank r for a matrix of so many elements, in squared norms: that of a square one."""
+    """Return the largest error of rank r for a matrix of `elements` elements, in squared norms: a square one's."""
     width = max(1, math.isqrt(elements))
     return 1 - min(rank, width) / width
 
@@ -68,7 +68,7 @@ def dimensions_of(parameter: Tensor, form: MatrixForm) -> tuple[tuple[int, ...],
 
 
 def form_of_bucket(elements: int, rank: int) -> MatrixForm:
-    """Return the nearly square matrix that holds most of so many elements, leaving fewer than `m` over at the end.
+    """Return the nearly square matrix that holds all but the last, fewer than `m`, of `elements` elements.
 
     Among the widths slightly below the square root, this is the one with the fewest elements in the factors of this
     rank and the remainder together, so no bucket is padded or copied.

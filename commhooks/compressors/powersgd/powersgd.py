@@ -1,16 +1,16 @@
 """PowerSGD: a gradient matrix as the product of two thin ones.
 
-Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", NeurIPS 2019, algorithms 1
-and 2. The alternating form is that of the authors' own later implementation.
-Idea: one step of a power iteration, warm-started from the last one, finds a rank-r basis P of the *mean* gradient,
-and the mean's coefficients Q in that basis; both are linear in the gradient, so they can be summed on the wire. What a
-rank's own factors miss stays in its residual and is added to its next gradient.
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", NeurIPS 2019, algorithms 1 and
+2. The alternating form is from the authors' own later implementation.
+Idea: one step of a power iteration, warm-started from the last one, finds a rank-r basis P of the *mean* gradient, and
+the mean's coefficients Q in that basis; both are linear in the gradient, so they can be summed on the wire. The part
+that a rank's own factors miss stays in its residual and is added to its next gradient.
 Bytes on the wire: (n + m)·r for a matrix n×m; vectors and small matrices are sent uncompressed with the first
 collective. Weakness: two rounds, the second of which cannot start before the first is done (one if alternating).
 Residuals that point in opposite directions on different ranks are sent only as the basis rotates: at rank 1, under one
 constant direction, such residuals grow. A warm-started basis can lose sight of a matrix (see blind_rows.py).
 Range: products overflow before their factors' product does. No mean overflows if |M| ≤ L/(4·√m) on every rank, in the
-Frobenius norm, with L the largest number of the dtype that is computed in; beyond that, an inf is shown to all ranks.
+Frobenius norm, with L the largest number of the computing dtype; beyond that, all ranks see an inf.
 
 Legend, as in low_rank.py: M n×m a gradient plus its residual; P r×n and Q r×m its factors, transposed; r the rank.
 """
@@ -56,7 +56,7 @@ class Exchanged(NamedTuple):
     means: Sequence[Tensor]
     """The mean of the last side's factors, for each group of matrices."""
     riders: Sequence[Tensor]
-    """The mean of what was sent uncompressed."""
+    """The means of the riders."""
 
 
 Exchanging = Generator[Asked, Any, Exchanged]
@@ -76,20 +76,20 @@ class PowerSGD(Compressor):
     min_compression_rate: float = setting(2.0, above=0)
     """Higher: fewer matrices are compressed: only those whose factors are this many times smaller (at least 1)."""
     warm_start: bool = True
-    """Off: every step starts from a new random basis, and needs more steps to find the same one."""
+    """False: every step starts from a new random basis, and needs more steps to find the same one."""
     epsilon: float = setting(0.0, least=0)
     """Higher: directions of a factor with a norm near or below it are damped. Zero columns need no damping."""
     seed: int = 0
     """Seeds the random bases, together with the parameter's name and, without warm start, the step."""
     alternating: bool = False
-    """On: each step computes and sends P or Q, in turns: half the products, bytes and collectives, but slower
+    """True: each step computes and sends P or Q, in turns: half the products, bytes and collectives, but slower
     convergence."""
     iterations: int = setting(1, least=1)
     """Higher: this many rounds of both factors per step (of one, if alternating): closer to the best rank r, but more
     sent."""
     matrices: MatrixRule = "first-dimension"
-    """How a gradient becomes a matrix: the first dimension against the rest; as square as possible; or the whole bucket
-    as one nearly square matrix, vectors included, which is fast but coarse."""
+    """The matrix of a gradient: the first dimension against the rest; as square as possible; or the whole bucket as one
+    nearly square matrix, vectors included, which is fast but coarse."""
     skip: tuple[str, ...] = ()
     """Names of parameters that are never compressed, or shell patterns such as "head.*"."""
 
@@ -125,14 +125,15 @@ class PowerSGD(Compressor):
         """Return the largest error of the best rank-r basis, that of a square matrix, if the gradient is compressed.
 
         It bounds the error only with a basis that sees the matrix, which a power iteration finds in some steps. Until
-        then, up to everything is left: for example, after gradients have moved to other rows and columns.
+        then the error may be as large as the gradient: for example, after gradients have moved to other rows and
+        columns.
         """
         of_bucket = self.matrices == "whole-bucket"
         is_compressed = of_bucket or self.compresses(parameter, name)
         return Loss(error_of_rank(self.rank, parameter.numel()), of_bucket=of_bucket) if is_compressed else None
 
     def sides(self, step: int) -> tuple[Side, ...]:
-        """Return which factors a step computes and sends, in order."""
+        """Return the factors that a step computes and sends, in order."""
         if not self.alternating:
             return ("P", "Q") * self.iterations
         first = step * self.iterations
@@ -143,7 +144,7 @@ class PowerSGD(Compressor):
         yield from self.exchange(bucket.plan(self, lambda: self._plan(bucket)), context)
 
     def exchange(self, plan: LowRankPlan, context: Context, riders: Sequence[Part] = ()) -> Exchanging:
-        """Exchange the factors in turn, each computed from the last; what is not compressed goes with the first.
+        """Exchange the factors in turn, each computed from the last; uncompressed parts go with the first.
 
         The plan's matrices may have other ranks than `rank`, up to the rows of their bases. `riders` are averaged too.
         """
@@ -190,7 +191,7 @@ class PowerSGD(Compressor):
         return Exchanged(finite, means, means_of_riders)
 
     def compresses(self, parameter: Tensor, name: str = "") -> bool:
-        """Return whether a parameter's gradient is sent as factors of its own; always False with "whole-bucket"."""
+        """Return whether a parameter's gradient is sent as its own factors; always False with "whole-bucket"."""
         return self.paying_form(parameter, name) is not None
 
     def paying_form(self, parameter: Tensor, name: str = "") -> MatrixForm | None:
@@ -199,7 +200,7 @@ class PowerSGD(Compressor):
         return form if form is not None and self._pays(form) else None
 
     def payload_elements(self, parameter: Tensor, name: str = "", step: int = 0) -> int:
-        """Return how many elements a step sends for this parameter (see `sides` for why the step matters)."""
+        """Return the number of elements that a step sends for a parameter (see `sides` for why the step matters)."""
         form = self.paying_form(parameter, name)
         if form is None:
             return parameter.numel()
@@ -265,7 +266,7 @@ class PowerSGD(Compressor):
             torch._foreach_copy_([matrix for factor in factors for matrix in factor.unbind()], kept)
 
     def _kept(self, group: LowRankGroup, side: Side) -> list[Tensor]:
-        """Return the memory of the bases, as many rows of each as are in use."""
+        """Return the memory of the bases, only the rows in use."""
         name, r = self._name(side), group.r
         bases = [x.home.state(name) for x in group.matrices]
         return bases if len(bases[0]) == r else [basis[:r] for basis in bases]
@@ -305,7 +306,7 @@ def _key_of(bucket: Layout) -> str:
 
 
 def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
-    """Return a matrix r×n, r ≤ n, with orthonormal rows that span those of `P`; for a batch of matrices, a batch.
+    """Return a matrix r×n, r ≤ n, with orthonormal rows that span the rows of `P`; for a batch of matrices, a batch.
 
     Householder QR: nothing is divided by a norm, so zero rows, dependent rows, and rows of 1e-30 or 1e30 all give
     finite orthonormal rows (arbitrary ones if `P` provides none), identical for identical `P`.

@@ -1,9 +1,10 @@
-"""Products in fp32 even if PyTorch may use fewer digits.
+"""Products in full fp32, even if PyTorch is allowed to use fewer digits.
 
 With `torch.set_float32_matmul_precision("high")`, products on CUDA round their operands to TF32, 11 significant bits;
-with "medium", products on some CPUs round to bf16, 8 bits. A low-rank compressor can afford that in what it sends: the
-rest stays in the residual. It cannot afford it in the products that compute what was sent, since that error is kept
-nowhere. The setting belongs to the whole process, and a backward pass may be running under it, so it is not changed.
+with "medium", products on some CPUs round to bf16, 8 bits. A low-rank compressor can afford that in the factors that it
+sends: their error stays in the residual. It cannot afford it in the products that compute the sent part, since no
+residual holds their error. The setting belongs to the whole process, and a backward pass may be running under it, so it
+is not changed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _LEADING = -(1 << 16)  # sign, exponent and the first 8 significant bits of an f
 
 
 def in_full(P: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return matrices whose product is that of `P` n×r and `Q` r×m, or batches, in fp32 whatever precision is set.
+    """Return matrices with the product of `P` n×r and `Q` r×m, or batches, in fp32 whatever precision is set.
 
     They are `P` and `Q` themselves if no precision would be lost. Otherwise each is split into three parts of 8
     significant bits, which TF32 and bf16 hold exactly, and all pairs of parts are placed side by side: n×9r and

@@ -5,10 +5,9 @@ the appendix on the unbiased form.
 Idea: if E[U·Uᵀ] is the identity, M·U·Uᵀ equals M on average. All ranks draw the same U, so M·U can be summed on the
 wire and U is not sent.
 Bytes on the wire: 4·n·r for a matrix n×m, 8·n·r for float64, about half of PowerSGD's; vectors and matrices with few
-columns are sent whole. Unbiased: ω = (m + 1)/r, as U is Gaussian. Weakness: ω is above 2 for everything that is
-compressed, so it must not be wrapped in `ErrorFeedback`, and steps must be small: at rank 1 training diverges under SGD
-with momentum 0.9. What works is a rank of at least (m + 1)/9, or no momentum; and PowerSGD, whose own error is far
-smaller at any rank.
+columns are sent whole. Unbiased: ω = (m + 1)/r, as U is Gaussian. Weakness: ω is above 2 for every compressed matrix,
+so it must not be wrapped in `ErrorFeedback`, and steps must be small: at rank 1 training diverges under SGD with
+momentum 0.9. A rank of at least (m + 1)/9 works, or no momentum; or PowerSGD, whose error is far smaller at any rank.
 
 Legend: M n×m a gradient; U m×r, kept transposed in place of PowerSGD's Q; P = M·U, kept as r×n.
 """
@@ -46,7 +45,7 @@ class UnbiasedPowerSGD(Compressor):
     """Seeds the random vectors, together with the parameter's name and the step."""
 
     def loss(self, name: str, parameter: Tensor) -> Loss:
-        """Return ω = (m + 1)/r for the matrix of so many elements that has most columns: one row, and so r = 1."""
+        """Return ω = (m + 1)/r for the worst matrix with as many elements: one row, and so r = 1."""
         return Loss(parameter.numel() + 1.0, unbiased=True, is_kept=False)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
@@ -69,7 +68,7 @@ class UnbiasedPowerSGD(Compressor):
         return min(form.n, form.m, self.rank)
 
     def _form(self, parameter: Tensor, name: str) -> MatrixForm | None:
-        """Return the matrix as which a parameter's gradient is sent; None if it is sent whole."""
+        """Return the matrix form in which a parameter's gradient is sent; None if it is sent whole."""
         form = form_of(parameter, "first-dimension")
         if form is None or not parameter.is_floating_point():
             return None

@@ -1,1 +1,1 @@
-"""What compressors that send some of the elements share: choosing them, coding their indices, adding them up."""
+"""Common parts of compressors that send some of the elements: choosing them, coding their indices, adding them up."""

@@ -22,42 +22,43 @@ from commhooks.native.largest import Packed, Selection
 from commhooks.tensors import computing_dtype
 
 _ENTRIES_AT_ONCE = 4096
-"""How many entries of each rank are added at a time on a CPU, so that the memory is still in its cache for the next."""
+"""The number of entries of each rank to add at a time on a CPU, so that the memory is still cached for the next
+rank."""
 
 
 def are_formed_together(bucket: BucketView) -> bool:
-    """Return whether the sums of gradients and residuals of all slots stand side by side, in the bucket's memory."""
+    """Return whether the sums of gradients and residuals of all slots lie side by side, in the bucket's memory."""
     return bucket.is_whole and not bucket.scratch.is_needed
 
 
 class Member(NamedTuple):
-    """A parameter of which elements are sent."""
+    """A parameter some of whose elements are sent."""
 
     slot: Slot
     tile: Tile
-    """The parameter's, or that of one rank's shard of it."""
+    """The tile of the parameter, or of one rank's shard of it."""
     coding: Coding
     number: int
     """Its index among the parameters of this coding."""
     place: slice
     """Its elements in the memory of its piece."""
     entries: slice
-    """Its entries among those of the bucket."""
+    """Its entries among the bucket's."""
     group: int
     """The index of its coding in the plan."""
     first: int
-    """Its first entry among those of its coding."""
+    """Its first entry among its coding's."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Piece:
-    """A tile, the parameters in it, and which entries of the bucket are sent of it."""
+    """A tile, the parameters in it, and its entries among the bucket's."""
 
     tile: Tile
     members: Sequence[Member]
     entries: slice
     starts: Tensor
-    """[k]: what to add to the number of an entry to get its index into the tile."""
+    """[k]: the offsets to add to the numbers of entries to get their indices into the tile."""
 
     @functools.cached_property
     def runs(self) -> Sequence[int]:
@@ -67,11 +68,11 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """What a bucket sends: entries, each a value and a number, sorted by coding and, within these, by parameter."""
+    """The entries that a bucket sends, each a value and a number, sorted by coding and then by parameter."""
 
     pieces: Sequence[Piece]
     codings: Sequence[tuple[Coding, Layout]]
-    """Each with the parameters whose entries these are."""
+    """Each coding, with the parameters that own its entries."""
     layout: Layout
     """The parameters of all entries."""
 
@@ -84,7 +85,7 @@ class Plan:
 
     @classmethod
     def of_shards(cls, bucket: BucketView, indices: Indices, ratio: float) -> list[Self]:
-        """Return a plan for each rank: for its shards in a bucket of such, with a piece for each that has elements."""
+        """Return a plan for each rank's shards in a bucket of shards, with a piece for each that has elements."""
         of_ranks = zip(*(slot.shards for slot in bucket.slots), strict=True)
         return [
             cls._over(
@@ -127,13 +128,13 @@ class Plan:
 
 
 def _layout(members: Sequence[Member]) -> Layout:
-    """Return whose entries those of members are."""
+    """Return the layout of members' entries."""
     counts = [member.entries.stop - member.entries.start for member in members]
     return Layout(tuple(member.slot.name for member in members), tuple(counts))
 
 
 class Sent(NamedTuple):
-    """What this rank sends of one piece."""
+    """The elements that this rank sends of a piece."""
 
     piece: Piece
     numbers: Tensor
@@ -153,7 +154,7 @@ class Sent(NamedTuple):
 
 
 def runs_of(shares: Iterable[int]) -> list[int]:
-    """Return the entries of runs of blocks, given how many each block has."""
+    """Return the numbers of entries in runs of blocks, given each block's number."""
     runs = [0]
     for share in shares:
         if runs[-1] >= _ENTRIES_AT_ONCE:
@@ -165,8 +166,8 @@ def runs_of(shares: Iterable[int]) -> list[int]:
 def add_in_rank_order(memory: Tensor, places: Tensor, values: Tensor, runs: Sequence[int]) -> Tensor:
     """Add the values [W, k] of each rank in turn at its places [W, k] in 1-D memory, and return the memory.
 
-    `runs` are the entries to add at a time: the same elements on every rank, such as whole blocks, since otherwise an
-    element that is an entry of two runs would not be added up in rank order.
+    `runs` are the numbers of entries to add at a time. They must cover the same elements on every rank, such as whole
+    blocks: an element in two runs would not be added up in rank order.
     """
     at_once = [places.shape[1]] if runs_later(memory) else list(runs)
     for some, of_some in zip(places.split(at_once, 1), values.split(at_once, 1), strict=True):
@@ -176,7 +177,7 @@ def add_in_rank_order(memory: Tensor, places: Tensor, values: Tensor, runs: Sequ
 
 
 class Run(NamedTuple):
-    """What all ranks have sent of one parameter, in blocks, which compiled code decodes and adds up."""
+    """All ranks' elements of one parameter, coded in blocks, which compiled code decodes and adds up."""
 
     selection: Selection
     member: Member
@@ -199,7 +200,7 @@ class Run(NamedTuple):
 
 
 class Received(NamedTuple):
-    """What all ranks have sent of one piece: entries, or runs of parameters that are decoded while they are added."""
+    """All ranks' elements of one piece: entries, or runs of parameters that are decoded while they are added."""
 
     entries: Sequence[tuple[Tensor, Tensor, Sequence[int]]]
     """Places [W, k], as indices into the tile, values [W, k], divided by W, and `runs_of` them."""
@@ -224,7 +225,7 @@ def encoded(plan: Plan, sent: Sequence[Sent]) -> tuple[Tensor, list[Tensor]]:
 
 
 def gather(plan: Plan, sent: Sequence[Sent], context: Context) -> Generator[Asked, Any, tuple[Tensor, list[Received]]]:
-    """Send to all ranks; return the verdict, and what was received of each piece."""
+    """Send to all ranks; return the verdict, and the received elements of each piece."""
     values, codes = encoded(plan, sent)
     parts = [Part(code, layout) for code, (_, layout) in zip(codes, plan.codings, strict=True)]
     answers = yield AllGather(Part(values, plan.layout), *parts, last=True)
@@ -234,7 +235,7 @@ def gather(plan: Plan, sent: Sequence[Sent], context: Context) -> Generator[Aske
 
 
 def received_of(plan: Plan, values: Tensor, codes: Sequence[Tensor]) -> list[Received]:
-    """Return what the values [W, entries] and the codes [W, bytes] of each coding say of each piece."""
+    """Decode values [W, entries] and the codes [W, bytes] of each coding into the elements of each piece."""
     selection = Selection.chosen(values)
     decoded = {
         group: coding.decode(code)

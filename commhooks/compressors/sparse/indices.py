@@ -1,11 +1,11 @@
-"""Codes that tell which elements of a parameter a message holds, in few bytes.
+"""Codes for the indices of a message's elements, in few bytes.
 
 Whole indices take 4 bytes. If a parameter is divided into blocks, and every block sends the same fraction of its
 elements, an index need only tell an element's position in its block: 12 bits for blocks of 4,096, 16 for blocks of
 65,536, without counts. One bit for every element, sent or not, is shorter if more than one element in twelve is sent.
 
-What is coded of an element is its number: an index, or a position in a block; `starts` says what to add to it. The
-parameters of a bucket that have the same coding share a code.
+The coded number of an element is an index, or a position in a block, to which `starts` gives the offset. The parameters
+of a bucket that have the same coding share a code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Numbers = NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True)
 class Coding(ABC):
-    """Which `ratio` of the elements of parameters may be sent, and how their indices are coded."""
+    """A choice of a fraction `ratio` of parameters' elements, and a code for their indices."""
 
     sizes: tuple[int, ...]
     """Each parameter's elements."""
@@ -41,15 +41,15 @@ class Coding(ABC):
     """The dtype of codes."""
 
     def block(self, elements: int) -> int:
-        """Return how many of a parameter's elements a share is chosen from; its last block may have fewer."""
+        """Return the size of a parameter's blocks, each of which sends a share; the last block may be smaller."""
         return elements
 
     def share(self, elements: int) -> int:
-        """Return how many elements are sent of a block of so many."""
+        """Return the number of elements sent of a block of `elements`."""
         return math.ceil(self.ratio * elements)
 
     def sent(self, elements: int) -> int:
-        """Return how many elements are sent of a parameter."""
+        """Return the number of elements sent of a parameter."""
         block = self.block(elements)
         return elements // block * self.share(block) + self.share(elements % block)
 
@@ -83,13 +83,13 @@ class Coding(ABC):
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def shares(self, number: int) -> list[int]:
-        """Return how many elements are sent of each block of one parameter, given its index."""
+        """Return the numbers of elements sent of each block of one parameter, given its index."""
         elements = self.sizes[number]
         block = self.block(elements)
         return [self.share(min(block, elements - first)) for first in range(0, elements, block)]
 
     def starts(self, offsets: Sequence[int]) -> Numbers:
-        """Return what to add to each number [k] to get an index into memory where parameters have these offsets."""
+        """Return offsets [k] that turn numbers into indices into memory where parameters have these offsets."""
         found = []
         for number, (elements, offset) in enumerate(zip(self.sizes, offsets, strict=True)):
             firsts = np.arange(0, elements, self.block(elements)) + offset
@@ -97,7 +97,7 @@ class Coding(ABC):
         return np.concatenate(found)
 
     def relative_error(self) -> float:
-        """Return the largest |unsent|²/|formed|²: in each block, what is sent has at least the average size."""
+        """Return the largest |unsent|²/|formed|²: in each block, the elements sent have at least the average size."""
         blocks = {size for n in self.sizes for size in (self.block(n), n % self.block(n)) if size}
         return max(1 - self.share(size) / size for size in blocks)
 
@@ -132,7 +132,7 @@ class InBlocks(Coding):
     bits: int = 16
 
     def block(self, elements: int) -> int:
-        """Return as many as the bits can address."""
+        """Return the number of elements that the bits can address, at most `elements`."""
         return min(elements, 1 << self.bits)
 
     @property
@@ -141,7 +141,7 @@ class InBlocks(Coding):
         return packed_bytes(self.k, self.bits)
 
     def encode(self, numbers: Tensor) -> Tensor:
-        """Return the bytes of so many bits each; see `commhooks.compressors.bits`."""
+        """Return bytes that pack the numbers' bits; see `commhooks.compressors.bits`."""
         return pack(numbers, self.bits)
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class InBlocks(Coding):
 
 
 class Bitmap(Coding):
-    """One bit per element, in the order of parameters; values are sent in index order."""
+    """A bit for each element, in the order of parameters; values are sent in index order."""
 
     def block(self, elements: int) -> int:
         """Return 65,536, which `torch.topk` searches in less time and memory than everything at once."""
@@ -223,7 +223,7 @@ def coding_of(indices: Indices, elements: int, ratio: float, value_bytes: int = 
 def codings_of(
     indices: Indices, sizes: Sequence[int], ratio: float, value_bytes: int
 ) -> list[tuple[Coding, list[int]]]:
-    """Return the codings for some parameters, each with the positions of those that share it."""
+    """Return the codings for some parameters, each with the positions of the parameters that share it."""
     alike: dict[Coding, list[int]] = {}
     for position, elements in enumerate(sizes):
         coding = coding_of(indices, elements, ratio, value_bytes)

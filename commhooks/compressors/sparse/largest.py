@@ -12,11 +12,12 @@ from commhooks.tensors import has_numpy
 
 _HEIGHT = 8
 _WORTH_IT = 8192
-"""From this many elements per row on, two calls of `torch.topk` take less time than one."""
+"""The number of elements per row from which on two calls of `torch.topk` take less time than one."""
 _PARTITION = 1 << 15
-"""From this many elements in all on, NumPy's partition takes less time than `torch.topk`."""
+"""The number of elements in all from which on NumPy's partition takes less time than `torch.topk`."""
 AT_ONCE = 1 << 18
-"""How many elements of short rows are searched at a time on a CPU, so that they and their magnitudes stay in its cache.
+"""The number of elements of short rows to search at a time on a CPU, so that they and their magnitudes stay in its
+cache.
 """
 _AT_ONCE_ON_GPU = 1 << 26
 """The same on a GPU, so that magnitudes take little memory."""
@@ -29,9 +30,9 @@ def largest(rows: Tensor, k: int) -> Tensor:
 
     A row is arranged as an array of 8 lines. The columns with the k largest maxima contain all k elements, so only
     these are searched. If the columns are many, the whole row is searched at once.
-    On a CPU, fp32 magnitudes are partitioned as integers, by NumPy: whatever they are, that takes a quarter of the
+    On a CPU, fp32 magnitudes are partitioned as integers, by NumPy: whatever the values, that takes a quarter of the
     time of `torch.topk` for k = 1 % of rows of 4,096 (one thread of an Intel Xeon with AVX-512, NumPy 2.4, PyTorch
-    2.13), and the NaN of a maximum is what it was, while PyTorch's may have its sign bit set.
+    2.13), and it leaves a maximum's NaN unchanged, while PyTorch may set its sign bit.
     """
     if rows.shape[1] <= MOST and (selection := Selection.chosen(rows)) is not None:
         return selection.largest(rows.contiguous(), k)
@@ -57,7 +58,7 @@ def largest(rows: Tensor, k: int) -> Tensor:
 
 
 def _magnitudes(rows: Tensor, as_integers: bool) -> Tensor:
-    """Return them, or integers in the same order, of which that of a NaN is the largest."""
+    """Return magnitudes, or integers in the same order, with NaN the largest."""
     return rows.abs().view(torch.int32) if as_integers else rows.abs()
 
 

@@ -1,4 +1,4 @@
-"""The base of compressors of which every rank sends the largest elements of its own, with their places."""
+"""The base of compressors with which every rank sends its own largest elements, with their places."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from commhooks.tensors import computing_dtype
 
 
 class OwnPlaces(Compressor):
-    """A compressor that adds up elements which each rank has chosen by itself: one collective per bucket."""
+    """A compressor that adds up elements that each rank has chosen on its own: one collective per bucket."""
 
     message_format: ClassVar[int] = 2  # places in runs of bytes
     sends = Sends.ANYTHING  # what is sent cannot be summed
@@ -27,15 +27,15 @@ class OwnPlaces(Compressor):
     @property
     @abstractmethod
     def most(self) -> tuple[Indices, float]:
-        """How indices are sent, and the fraction of a parameter's elements for which there is room in a message."""
+        """The coding of indices, and the largest fraction of a parameter's elements in a message."""
 
     @abstractmethod
     def sent_of(self, piece: Piece, context: Context) -> Sent:
-        """Choose what is sent of a piece."""
+        """Choose the elements to send of a piece."""
 
     @abstractmethod
     def left_of(self, own: Sent) -> Tensor:
-        """Return what is left of a piece's memory, and overwrite the memory with it."""
+        """Return the unsent part of a piece's memory, which it overwrites."""
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather every rank's elements and their places; the mean is their sum, in rank order."""
@@ -52,7 +52,7 @@ class OwnPlaces(Compressor):
     def scatter(self, bucket: BucketView, context: Context) -> Exchange:
         """Exchange the elements of each rank's shards and their places; each rank adds up its own, in rank order.
 
-        They are chosen from every shard by itself, as many as from a parameter of its size.
+        They are chosen from each shard separately, as from a parameter of its size.
         """
         plans = bucket.plan((self, "shards"), lambda: Plan.of_shards(bucket, *self.most))
         sent = [[self.sent_of(piece, context) for piece in plan.pieces] for plan in plans]

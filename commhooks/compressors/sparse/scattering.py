@@ -1,6 +1,6 @@
-"""Elements and their indices, exchanged so that each rank gets those of the shards that it keeps.
+"""Elements and their indices, exchanged so that each rank gets the elements of its own shards.
 
-Legend: W ranks; K entries and C bytes of codes in a row, as many as the rank with most has.
+Legend: W ranks; K entries and C bytes of codes in a row, the most that any rank has.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from commhooks.tensors import bytes_of, computing_dtype
 def scatter(
     bucket: BucketView, plans: Sequence[Plan], sent: Sequence[Sequence[Sent]], context: Context
 ) -> Generator[Asked, Any, tuple[Tensor | None, list[Received]]]:
-    """Send each rank what is chosen of its shards; return the verdict, and what was received of each piece.
+    """Send each rank the elements of its shards; return the verdict, and the received elements of each piece.
 
-    There is no verdict if nothing is to be kept.
+    The verdict is None if no unsent part is kept.
     """
     ranks, dtype = len(plans), computing_dtype(bucket.memory.dtype)
     values = bucket.memory.new_zeros(ranks, max(plan.layout.elements for plan in plans), dtype=dtype)  # [W, K]
@@ -54,7 +54,7 @@ def _code_bytes(plan: Plan) -> int:
 
 
 def _together(plans: Sequence[Plan]) -> Layout:
-    """Return whose entries those for all ranks are."""
+    """Return the layout of the entries for all ranks."""
     counts: dict[str, int] = {}
     for plan in plans:
         for name, count in zip(plan.layout.keys, plan.layout.sizes, strict=True):

@@ -28,16 +28,16 @@ class SharedPlaces(Compressor):
     ratio: float = setting(0.01, above=0, most=1)
     """Lower: smaller messages, but more left unsent. At least one element of each parameter is sent."""
     unbiased: bool = False
-    """On: what is sent is scaled by n/k, so that the mean is right on average, and nothing is kept for later steps."""
+    """True: elements are sent times n/k, so that the mean is right on average, and nothing is kept for later steps."""
     seed: int = 0
     """Seeds the indices, together with the parameter's name and the step."""
 
     @abstractmethod
     def places(self, name: str, gradient: Tensor, step: int) -> Tensor:
-        """Return the k indices of a step into a gradient [n], each as likely as any other, given what it is called."""
+        """Return the k indices of a step into a gradient [n], each equally likely, given its parameter's name."""
 
     def k(self, elements: int) -> int:
-        """Return how many of so many elements are sent."""
+        """Return the number of elements sent, of `elements`."""
         return math.ceil(self.ratio * elements)
 
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
@@ -74,7 +74,7 @@ class SharedPlaces(Compressor):
             slot.write(room.add_(torch.where(finite, 0.0, torch.nan)))  # one bad element shows on every rank
 
     def scatter(self, bucket: BucketView, context: Context) -> Exchange:
-        """Average elements of each rank's shards, chosen from every shard by itself; the other means are zero."""
+        """Average elements of each rank's shards, chosen from each shard separately; the other means are zero."""
         ranks, rank = context.world_size, context.rank
         sent, parts, seen = [], list[Part](), list[Tensor]()
         for slot in bucket.slots:
