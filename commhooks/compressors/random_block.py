@@ -4,9 +4,9 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compr
 NeurIPS 2019, where it is compared with others.
 Idea: all ranks draw the same start; the k elements from there on, wrapping around at the end, are summed. It is
 random-k with adjacent indices, which memory serves fastest.
-Bytes on the wire: 4 for each of k elements, and 4 for each parameter. Biased with ω = 1 - k/n, or unbiased with ω = n/k
-- 1, for any size, on average over the starts. Weakness: neighbouring elements are similar, so a block says less about
-the whole. With the default ratio training diverges under SGD with momentum 0.9, as with `RandomK`; ratio=0.1,
+Bytes on the wire: 4 for each of k elements, and 4 for each parameter. Biased with ω = 1 - k/n, or unbiased with ω =
+n/k - 1, for any size, on average over the starts. Weakness: neighbouring elements are similar, so a block says less
+about the whole. With the default ratio training diverges under SGD with momentum 0.9, as with `RandomK`; ratio=0.1,
 `ErrorFeedback(decay=0.9)`, or no momentum works.
 """
 

@@ -64,9 +64,9 @@ class LoadRules:
     world_size: str = "refuse"
     """The rule for a different world size: "refuse"; "spread", which keeps the sum of the residuals over the ranks,
     appropriate if the learning rate is scaled with their number; "spread-mean", which keeps their mean, appropriate if
-    it is not; "keep", with which each rank continues with the residuals of the rank of its number, a rank that has
-    joined starts from zero, and a warning gives the norm of the residuals lost with ranks that have left; or "reset",
-    which starts residuals from zero (also if this rank's are not in the checkpoint). Per-rank state of served blocks is
+    it is not; "keep", with which each rank continues with the state of the rank of its number, a rank that has joined
+    starts from zero, and a warning gives the norm of the residuals lost with ranks that have left; or "reset", which
+    starts residuals from zero (also if this rank's are not in the checkpoint). Per-rank state of served blocks is
     redistributed; under "spread" it is multiplied by the old number of ranks over the new, and under "keep" it starts
     from zero."""
     settings: str = "refuse"
