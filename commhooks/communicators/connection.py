@@ -43,7 +43,7 @@ _LONGEST_POLL_SECONDS = 0.2
 """Seconds between later looks: one store serves all ranks, and polling at the first rate would keep it busy."""
 
 _private_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-"""The number of private groups of each parent, by label; every rank creates those of one label in the same order."""
+"""The number of private groups of each parent, by label; all ranks create groups of one label in the same order."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Buckets:
         self._last_index = -1
 
     def view(self, bucket: Bucket, memory: Tensor) -> BucketView:
-        """Return a bucket's view, that of the last step if parameters and memory are the same."""
+        """Return a bucket's view; reuse the last step's if parameters and memory are the same."""
         if not self._by_parameter:
             view = BucketView(bucket.index(), memory)
             view.scratch.loans.pool = self.pool

@@ -37,7 +37,7 @@ class Resumed:
     def parts_of(self, bucket: Bucket, table: StateTable) -> list[Part]:
         """Return a bucket's parts; empty if it is not split, or the plan has the same bucket.
 
-        A part may be the whole bucket, with its parameters in another order: that of their first backward pass.
+        A part may be the whole bucket, with its parameters in the order of their first backward pass.
         """
         memory, parameters = bucket.buffer(), bucket.parameters()
         if (

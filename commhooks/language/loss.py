@@ -36,8 +36,8 @@ class Loss:
     damped: bool = dataclasses.field(default=False, kw_only=True)
     """True if a damping factor was set explicitly, so that `ErrorFeedback` accepts contractions of 1 or more."""
     of_bucket: bool = dataclasses.field(default=False, kw_only=True)
-    """True if the loss is that of a bucket as a whole, so that `compress` needs all its slots: `PerParameter` then
-    rejects the compressor."""
+    """True if a bucket as a whole has this loss, so that `compress` needs all its slots: `PerParameter` then rejects
+    the compressor."""
 
     @property
     def contraction(self) -> float:

@@ -24,7 +24,7 @@ from commhooks.scheduling.policy import POLICIES, Finish, Policy, PolicyName, Wa
 from commhooks.scheduling.task import BucketTask
 
 HEADER_BYTES = 32
-"""The size of a header. It is that of a comparison of settings, so that the two can meet and be told apart."""
+"""The size of a header, equal to that of a comparison of settings, so that the two can meet and be told apart."""
 _MAGIC = 0x636F6D6D686F6F6B
 """The first number of a header: no digest of settings begins with it, but by one chance in 2^64."""
 

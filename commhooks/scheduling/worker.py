@@ -80,7 +80,7 @@ class Worker(Scheduler):
         self._handed_in = 0
         """The number of tasks and comparisons handed in: the same on every rank at one place of the queue."""
         self._ended = 0
-        """The number of those that have ended."""
+        """The number of these tasks and comparisons that have ended."""
         self._comparisons: set[int] = set()
         """The numbers of this rank's own comparisons."""
         self._changed = threading.Condition()

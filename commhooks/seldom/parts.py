@@ -29,7 +29,7 @@ class Part(ABC):
 
     exchanger: Exchanger
     like: Mapping[str, Tensor]
-    """Tensors with the names, shapes, dtypes and devices of those that are sent."""
+    """Tensors with the names, shapes, dtypes and devices of the tensors that are sent."""
 
     def __init__(self, turn: int) -> None:
         self.turn = turn
