@@ -201,7 +201,9 @@ def _markdown(results: Results, folder: str) -> str:
     for task, steps in results.steps.items():
         rows, description = results.of(task), _description(task, results.size)
         cells = [standing_row(row) for row in rows]
-        names = [_marked(row, advised) for row in rows]
+        labels = [f"**`{row.contender.label}`**" if row.on_front else f"`{row.contender.label}`" for row in rows]
+        ticks = [" ✓" if row.contender in advised else "" for row in rows]
+        names = [label + tick for label, tick in zip(labels, ticks, strict=True)]
         titles = headings(task)
         page += [
             f"### {task}",
@@ -221,12 +223,6 @@ def _markdown(results: Results, folder: str) -> str:
     if results.left_out:
         page += ["### Left out", "\n".join(f"- `{one.label}`: {one.reason}" for one in results.left_out)]
     return markdown(page)
-
-
-def _marked(row: Standing, advised: Sequence[Contender]) -> str:
-    """Return a contender's name in Markdown: bold on the front, with a tick if it is recommended."""
-    name = f"`{row.contender.label}`"
-    return (f"**{name}**" if row.on_front else name) + (" ✓" if row.contender in advised else "")
 
 
 def _columns(names: Sequence[str], cells: Sequence[Sequence[str]], shown: Sequence[int]) -> list[list[str]]:
