@@ -128,3 +128,11 @@ def test_the_page_says_where_every_former_name_is_now(page: str) -> None:
     assert {room: re.findall(r"`(\w+)`", row) for room, row in rows.items()} == {
         room: sorted(moved.split()) for room, moved in names._MOVED.items()
     }
+
+
+def test_every_name_is_described_on_one_page_of_the_reference() -> None:
+    pages = [*(ROOT / "docs/reference").rglob("*.md")]
+    described = [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.M)]
+    assert len(described) == len(set(described))
+    found = {name: getattr(commhooks, name).__module__ for name in commhooks.__all__}
+    assert [name for name, module in found.items() if not {f"commhooks.{name}", module} & {*described}] == []
