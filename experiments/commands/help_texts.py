@@ -84,6 +84,10 @@ slow-links-long (two of these hooks for 200 steps at 100 Mbit/s: three quarters 
 [bold]Several folders[/bold] in one report, with another baseline than all-reduce.
 
     commhooks report runs/first runs/second --out runs/both --baseline fp16
+
+[bold]For a program[/bold]: the same figures as JSON, with units, spread and seeds.
+
+    commhooks report runs/demo --json demo.json
 """,
     "leaderboard": """
 The workers live in one process, and all runs have the same steps and data: only the averaging of gradients differs. \

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -15,6 +16,7 @@ from commhooks.units import unknown
 
 from ..cluster import ClusterError
 from ..launch import WorldError, check_real, reason_of, torchrun_world
+from ..report.as_json import summary
 from ..report.table import print_tables
 from ..report.writing import write
 from ..results.goals import GoingOn
@@ -172,8 +174,8 @@ def report_again(
     baseline: str | None = None,
     target_loss: float | None = None,
     command: str = "commhooks report",
-) -> None:
-    """Print the tables and write the report of all results in these folders.
+) -> dict[str, Any]:
+    """Print the tables, write the report of all results in these folders, and return what `report --json` writes.
 
     Raises:
         ValueError: A folder has no results, a result is damaged, or the folder for the report cannot be used.
@@ -184,10 +186,11 @@ def report_again(
     failures = {settings: text for settings, text in read_failures(folders).items() if settings not in finished}
     hooks = [settings.hook for settings in (*(result.settings for result in results), *failures)]
     check_presentation(baseline, target_loss, hooks)
+    notes = notes_about(results)
     beside = {folder.resolve() for folder in folders} == {out.resolve()} and (out / RESULTS).is_dir()
     with claimed(out):
         prepare_folder(out, dataclasses.replace(COMPARISON, folders=(PLOTS,)))
-        for note in notes_about(results):
+        for note in notes:
             _say(console, f"warning: {note}")
         print_tables(results, console, baseline=baseline, target_loss=target_loss, failures=list(failures))
         path = write(
@@ -196,11 +199,12 @@ def report_again(
             baseline=baseline,
             target_loss=target_loss,
             command=command,
-            notes=notes_about(results),
+            notes=notes,
             failures=failures,
             folders=[] if beside else [str(folder) for folder in folders],
         )
     _say(console, f"\nreport       {path}")
+    return summary(results, baseline=baseline, target_loss=target_loss, command=command, notes=notes, failures=failures)
 
 
 def _print_ending(sweep: Sweep, made: Made, console: Console) -> None:
