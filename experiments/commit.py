@@ -22,7 +22,7 @@ def commit_of_code(file: Path = _HERE) -> str | None:
 
 
 def _git(file: Path, *words: str) -> str | None:
-    """Return what git answers in the folder of a file; None if it fails."""
+    """Return git's output in the folder of a file; None if it fails."""
     try:
         ended = subprocess.run(
             ["git", "-C", str(file.resolve().parent), *words], capture_output=True, text=True, timeout=10, check=False

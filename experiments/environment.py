@@ -18,7 +18,7 @@ from commhooks.units import bytes_in_words, counted
 from .commit import commit_of_code
 
 FORMAT = 1
-"""Of the JSON text; increased when its readers must change."""
+"""The format of the JSON text; increased when its readers must change."""
 PACKAGES = (
     "torch", "numpy", "scipy", "typer", "rich", "matplotlib", "scikit-learn", "tensorboard", "jinja2", "pandas",
     "pyyaml", "lightning", "pytorch-lightning", "accelerate", "transformers", "ray", "torchft", "torchft-nightly",
@@ -57,14 +57,14 @@ def environment() -> dict[str, Any]:
 
 
 def in_words(found: Mapping[str, Any]) -> str:
-    """Return what `environment` found as lines of text, a heading and a value in each."""
+    """Return the result of `environment` as lines of text, each with a heading and a value."""
     rows = list(_rows(found))
     width = max(len(heading) for heading, _ in rows) + 2
     return "".join(f"{heading:{width}}{value}\n" for heading, value in rows)
 
 
 def print_environment(place: Path | None) -> None:
-    """Print what `environment` finds, or write it into a file as JSON; with '-', print the JSON.
+    """Print the result of `environment`, or write it into a file as JSON; with '-', print the JSON.
 
     Raises:
         OSError: The file cannot be written.
@@ -89,7 +89,7 @@ def _version(name: str) -> str | None:
 
 
 def _of_torch() -> dict[str, Any]:
-    """Return what PyTorch tells; if it cannot be imported, why not."""
+    """Return the facts that PyTorch reports; if it cannot be imported, the error."""
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
@@ -130,7 +130,7 @@ def _of_torch() -> dict[str, Any]:
 
 
 def _memory() -> dict[str, int | None]:
-    """Return the bytes of memory, and of those that programs can have now, where Linux tells."""
+    """Return the bytes of total memory, and of available memory; None if the system does not tell."""
     table = Path("/proc/meminfo")
     lines = table.read_text(encoding="ascii").splitlines() if table.exists() else []
     found = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.endswith(" kB")}

@@ -57,7 +57,7 @@ def run_jobs(
 
 
 def _share(process: int, processes: int, work: _Work, send: Send) -> None:
-    """Do this process's share of the jobs; when all are done, the first process does those that run alone."""
+    """Do this process's share of the jobs; when all are done, the first process does the jobs that run alone."""
     torch.set_num_threads(1)
     for job in work.jobs[process::processes]:
         send(job.run())

@@ -100,7 +100,7 @@ def run_world(
     ranks_per_host: int = 1,
     on_interrupt: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Call `function(rank, ranks, argument, send)` in new processes with a Gloo group, and pass on what they send.
+    """Call `function(rank, ranks, argument, send)` in new processes with a Gloo group, and pass on their messages.
 
     Each rank has the environment that torchrun would give it.
 
@@ -355,7 +355,7 @@ def _die_with_parent() -> None:
 
 
 def _rank_environment(cluster: Cluster | None) -> dict[str, str]:
-    """Return variables that ranks need before they import torch; those already set are kept.
+    """Return variables that ranks need before they import torch; variables that are already set keep their values.
 
     One thread per rank. A loopback device: Gloo otherwise looks up this machine's own name, which may fail. A cache
     folder that exists: torch.optim otherwise creates one on import, for compiled code, and leaves it behind. On a

@@ -45,7 +45,7 @@ class Compute:
 
     @classmethod
     def parse(cls, text: str) -> Compute:
-        """Return what a text such as '200ms', '1.5s' or '0.5x' states.
+        """Return the time or the factor in a text such as '200ms', '1.5s' or '0.5x'.
 
         Raises:
             ValueError: The text is not a positive time or factor.

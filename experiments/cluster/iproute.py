@@ -22,7 +22,7 @@ class ClusterError(RuntimeError):
 
 
 def run(*command: str, lines: Iterable[str] = (), lock: int | None = None) -> str:
-    """Run `ip` or `tc` and return what it prints.
+    """Run `ip` or `tc` and return its output.
 
     Args:
         command: The command and its arguments.

@@ -256,7 +256,7 @@ class Cluster:
 
 
 def hosts_on(link: LinkSettings, hosts: int) -> AbstractContextManager[Cluster | None]:
-    """Return a cluster whose links have the link's rates at first, if it is of the kind "hosts"; otherwise None."""
+    """Return a cluster with the link's first rates, if the link is of the kind "hosts"; otherwise None."""
     if link.kind != "hosts":
         return nullcontext()
     up, down = link.bits_per_second, link.down_bits_per_second or link.bits_per_second
@@ -264,7 +264,7 @@ def hosts_on(link: LinkSettings, hosts: int) -> AbstractContextManager[Cluster |
 
 
 def clusters() -> list[Cluster]:
-    """Return all clusters of this machine, sorted by name, after removing those of dead processes."""
+    """Return all clusters of this machine, sorted by name, after removing clusters of dead processes."""
     remove_abandoned()
     return [Cluster(record.name, record.hosts) for record in records()]
 

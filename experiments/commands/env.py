@@ -11,7 +11,7 @@ import typer
 def env(
     json: Annotated[Path | None, typer.Option(help="Write the same into this file; -: to standard output.")] = None,
 ) -> None:
-    """Print what an issue report needs."""
+    """Print the facts that an issue report needs."""
     from ..environment import print_environment
 
     try:

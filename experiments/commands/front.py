@@ -1,4 +1,4 @@
-"""The entry point of the command `commhooks`, which needs only what commhooks installs without an extra."""
+"""The entry point of the command `commhooks`, which needs only packages that commhooks installs without an extra."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _say_where_it_is(words: list[str]) -> NoReturn:
 
 
 def _print_environment(words: list[str]) -> None:
-    """Run `commhooks env`, as commands/env.py does where Typer is installed, and exit with 0, or 1 if it fails."""
+    """Run `commhooks env`, as commands/env.py does if Typer is installed, and exit with 0, or 1 if it fails."""
     from ..environment import print_environment
 
     parser = argparse.ArgumentParser(f"commhooks {WITHOUT_EXTRA}", description=COMMANDS[WITHOUT_EXTRA])

@@ -30,7 +30,7 @@ def leaderboard(
     ] = None,
     processes: Annotated[int | None, typer.Option(help="The number of runs at a time; default: one per core.")] = None,
 ) -> None:
-    """Train under every compressor, and report what each costs."""
+    """Train under every compressor, and report the costs of each."""
     with errors_in_words() as console:
         from ..leaderboard.running import Leaderboard, run_leaderboard
         from ..planning.worlds import check_place

@@ -31,6 +31,6 @@ def missing(extra: str) -> list[str]:
 
 
 def not_installed(extra: str) -> str:
-    """Return the end of a sentence about what needs an extra: the missing packages, and the line that installs them."""
+    """Return the end of a sentence about a missing extra: its missing packages, and the line that installs them."""
     packages = missing(extra)
     return f"{', '.join(packages)}, not installed here: pip install {' '.join(packages)}"

@@ -1,1 +1,1 @@
-"""The estimate: measuring the costs that it uses, writing it, and comparing it with real steps."""
+"""The estimate: the measurement of the costs that it uses, its request, and its output."""

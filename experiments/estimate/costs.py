@@ -1,9 +1,9 @@
-"""Measuring the costs of `commhooks.planning.costs`: `commhooks estimate --measure-costs FILE`.
+"""The measurement of the costs of `commhooks.planning.costs`: `commhooks estimate --measure-costs FILE`.
 
 Two ranks take steps of made-up models of equal parameters, in turns with and without a hook. Collectives are answered
-at once, so what the hook adds to a step is its cost, on a core that it shares with the backward pass. The worker's
-segments say how it divides over the rounds, and steps as one of more ranks how it grows with their number. Steps
-without real collectives are timed by the processor's clock, which other programs do not advance.
+at once, so the hook's cost is the time that it adds to a step, on a core that it shares with the backward pass. The
+worker's segments divide the cost among the rounds, and steps as one of more ranks show its growth with their number.
+Steps without real collectives are timed in CPU time, which other programs do not increase.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ LEFT_OUT: Mapping[str, str] = {
     "adaptive-rank": "its ranks change in training: take the powersgd of the rank that it settles at",
     "bf16-two-hop": "bf16 sends the same bytes in one hop",
     "fp16-two-hop": "fp16 sends the same bytes in one hop",
-    "codebook": "its passes are eager only, so what it costs says little of its form",
+    "codebook": "its passes are eager only, so its cost says little about the algorithm",
     "e3m0": "mxfp4 sends nearly the same bytes, and loses less",
     "distro": "it is demo with other settings",
     "powersgd-unbiased": "it is powersgd without its residual",
     "svd": "it is far slower than powersgd, which approximates it",
-    "threshold": "how much it sends depends on the gradients",
+    "threshold": "the bytes that it sends depend on the gradients",
 }
 """The names of compressors whose costs are not measured, and why."""
 _BATCH = 64  # rows
@@ -105,7 +105,7 @@ class Model:
         return round(4 * self.elements * self.count / 2**20 / self.bucket_mib)
 
     def make(self) -> nn.Module:
-        """Return it; parameters are the same on every rank."""
+        """Return the model; its parameters are the same on every rank."""
         torch.manual_seed(0)
         side = self.shape[-1]
         if len(self.shape) == 1:
@@ -179,7 +179,7 @@ def _measure(rank: int, ranks: int, plan: Plan, send: Send) -> None:
 
 
 def median_of(values: Sequence[Any]) -> Any:
-    """Return the median of numbers, or what holds the medians of the numbers in what is alike."""
+    """Return the median of numbers, or the same structure with the medians of the numbers in it."""
     first = values[0]
     if isinstance(first, float):
         return statistics.median(values)
@@ -206,7 +206,7 @@ def _one_pass(plan: Plan, tell: Callable[[str], None]) -> Costs:
     tell(f"a hop {hop * 1e6:.0f} µs, a round {round_seconds * 1e6:.0f} µs, copies per byte {by_dtype}")
     hooks = {}
     for hook in plan.hooks:
-        copies.append(_copy_seconds())  # beside each hook: what a copy takes changes with what others do
+        copies.append(_copy_seconds())  # beside each hook: the time of a copy changes with the load of the machine
         hooks[hook] = own = _costs_of(make_hook(Spec.parse(hook)), plan, copies[-1], by_dtype)
         tell(f"{hook}: {own.bucket_seconds * 1e3:.2f} ms a bucket, and copies of one element:")
         samples = (*own.matrices, own.vector)
@@ -224,7 +224,7 @@ def _one_pass(plan: Plan, tell: Callable[[str], None]) -> Costs:
 
 
 def _copy_seconds() -> float:
-    """Return the mean over the ranks of what a copy takes, on all at the same time, as all will compress."""
+    """Return the mean over ranks of the seconds of a copy, timed on all at once, since all compress at once."""
     own = torch.tensor(copy_seconds())
     dist.all_reduce(own)
     return float(own) / dist.get_world_size()

@@ -20,7 +20,7 @@ from ..specs import Spec
 from ..tasks import LoadedTask, load_task
 
 _POWERS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_WARM_UP, _STEPS = 1, 3  # of a task whose compute is not stated
+_WARM_UP, _STEPS = 1, 3  # steps of a task whose compute is not stated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Request:
     matrix: str = "1M"
     copy_rate: str | None = None
     backend: str = "gloo"
-    costs: Path | None = None  # None: those that come with the package
+    costs: Path | None = None  # None: the package's
     sharded: bool = False
 
 
@@ -53,7 +53,7 @@ def estimated(request: Request) -> Estimate:
 
     """
     if (request.parameters is None) == (request.task is None):
-        raise ValueError("give --parameters 25M, or --task module:function: what is to be trained")
+        raise ValueError("give --parameters 25M, or --task module:function: the model that is to be trained")
     if request.parameters is not None and request.compute is None:
         raise ValueError("--parameters needs the seconds of a step's compute: --compute 100ms")
     check_ddp("estimate", "core", request.bucket_cap_mb)
@@ -63,7 +63,7 @@ def estimated(request: Request) -> Estimate:
         factor, seconds = stated.factor or 1.0, stated.seconds
     if request.parameters is not None and seconds is None:
         raise ValueError(
-            f"--compute {request.compute} is a factor of what a task takes here: name a --task, or seconds"
+            f"--compute {request.compute} is a factor of a task's time here: name a --task, or give seconds"
         )
     rate, copy_rate = rate_in(request.rate), None
     if request.copy_rate is not None:
@@ -128,5 +128,5 @@ def count_in(text: str) -> float:
 
 
 def rate_in(text: str) -> float:
-    """Return the bits per second, which may be without a limit."""
+    """Return the bits per second in a text; inf: no limit."""
     return parse_rate(text) or math.inf

@@ -1,4 +1,4 @@
-"""An estimate in words: a table, the conclusion, and JSON."""
+"""The output of an estimate: a table, the conclusion in words, and JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEAST_SLOWER = 1e-3  # of a step; less is not worth a sentence
 
 
 def show(estimate: Estimate, console: Console, costs: Path | None = None) -> None:
-    """Print a row for each compressor, the fastest first, and what follows; `costs` is the file of their costs."""
+    """Print a row for each compressor, the fastest first, and the conclusions; `costs` is the file of their costs."""
     link = estimate.link
     table = plain_table(
         f"{counted(estimate.parameters, 'parameter')} in "
@@ -60,7 +60,7 @@ def show(estimate: Estimate, console: Console, costs: Path | None = None) -> Non
 
 
 def other_passes_in_words(estimate: Estimate) -> list[str]:
-    """Return a sentence if codes cost otherwise here, since other passes are in use than when costs were measured."""
+    """Return a sentence if other passes are in use here than in the measurement of the costs: codes cost otherwise."""
     here = compiled()
     if here.level == estimate.level:
         return []
@@ -92,7 +92,7 @@ def conclusion(estimate: Estimate) -> str:
 
 
 def safest_in_words(estimate: Estimate) -> str:
-    """Return which compressor that pays cost no accuracy where it was measured."""
+    """Return a sentence about the safest gain: a compressor that pays and cost no accuracy where it was measured."""
     safest, tasks = estimate.safest, " and ".join(task for task, _ in estimate.tasks)
     if safest is not None:
         return (
@@ -108,7 +108,7 @@ def safest_in_words(estimate: Estimate) -> str:
 
 
 def slower_in_words(estimate: Estimate) -> list[str]:
-    """Return a sentence about the steps that are slower on a faster link; none if there are none."""
+    """Return a sentence about steps that are computed to be slower on a faster link; nothing if there are none."""
     slower = [(one.on_faster_link / one.time.seconds - 1, one.hook) for one in estimate.hooks]
     found = [f"{hook} by {percent(part)}" for part, hook in sorted(slower, reverse=True) if part > _LEAST_SLOWER]
     if not found:
@@ -120,10 +120,10 @@ def slower_in_words(estimate: Estimate) -> list[str]:
 
 
 def backend_in_words(estimate: Estimate) -> str:
-    """Return what carries messages, and what a byte costs the processor: 'gloo (1.43 ns of processor a byte)'."""
+    """Return the backend and its CPU time for a byte: 'gloo (1.43 ns of CPU time a byte)'."""
     if estimate.backend == "none":
-        return "no backend (sending takes no processor time)"
-    return f"{estimate.backend} ({three_digits(1e9 * estimate.link.seconds_per_byte)} ns of processor a byte)"
+        return "no backend (sending takes no CPU time)"
+    return f"{estimate.backend} ({three_digits(1e9 * estimate.link.seconds_per_byte)} ns of CPU time a byte)"
 
 
 def as_json(estimate: Estimate) -> str:
@@ -187,7 +187,7 @@ def _in_words(pair: tuple[float, str]) -> tuple[str, str]:
 
 
 def loss_in_words(one: HookEstimate, task: str) -> str:
-    """Return a compressor's difference from dense on a task: '+0.98', or that there is none."""
+    """Return a compressor's difference from dense on a task: '+0.98', 'diverged' or 'not measured'."""
     loss = next((loss for loss in one.losses if loss.task == task), None)
     if loss is None:
         return "not measured"
@@ -204,5 +204,5 @@ def _loss(one: HookEstimate, task: str) -> dict[str, object] | None:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return '98.1'."""
+    """Return milliseconds with three digits: '98.1'."""
     return three_digits(1e3 * seconds)

@@ -1,4 +1,4 @@
-"""The leaderboard's differences from dense, as the file that comes with the package and `estimate` shows."""
+"""The leaderboard's differences from dense, in the form of the package's file, which `estimate` shows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _task(task: str, description: str, rows: Sequence[Standing], steps: int, see
 
 
 def _difference(row: Standing) -> Difference:
-    """Return a contender's difference; dense differs from itself by nothing."""
+    """Return a contender's difference; dense's own is zero."""
     compressor = str(row.contender.make())
     if row.difference is None:
         return Difference(compressor, 0.0, 0.0, 0.0)

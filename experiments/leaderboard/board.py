@@ -1,4 +1,4 @@
-"""Writing the leaderboard's results: CSV files, pictures, one HTML file, and tables for the documentation."""
+"""The output of the leaderboard: CSV files, pictures, one HTML file, and tables for the documentation."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _CONTENTS = Contents(
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """A leaderboard's results, and how they were measured."""
+    """A leaderboard's results, and the settings of their measurement."""
 
     standings: list[Standing]
     grace: list[Comparison]
@@ -73,7 +73,7 @@ class Results:
     seeds: int
     workers: int
     size: str
-    steps: Mapping[str, int]  # of a run, by task
+    steps: Mapping[str, int]  # the steps of a run, by task
     timed: tuple[str, str]  # task and size
     rounds: int
     command: str
@@ -103,7 +103,7 @@ class RunsFile:
 
 
 def write_board(results: Results, out: Path, docs: Path | None) -> None:
-    """Write tables, pictures and the page into `out`, and what the documentation shows into `docs`."""
+    """Write tables, pictures and the page into `out`, and the documentation's tables and pictures into `docs`."""
     _write_csv(out / STANDINGS, _STANDING_FIELDS, map(_standing_values, results.standings))
     _write_csv(out / GRACE, _GRACE_FIELDS, map(_grace_values, results.grace))
     plots = _plots(results)
@@ -118,7 +118,7 @@ def write_board(results: Results, out: Path, docs: Path | None) -> None:
 
 
 def print_board(results: Results, out: Path, console: Console) -> None:
-    """Print the standings, what was left out, and where the results are."""
+    """Print the standings, the contenders that were left out, and the place of the results."""
     for task in results.steps:
         rows = results.of(task)
         console.print()

@@ -124,7 +124,7 @@ def _quartiles(axes: Axes, rows: Sequence[Standing], theme: Theme) -> None:
 
 
 def _name_front(axes: Axes, rows: Sequence[Standing], theme: Theme, measure: Measure) -> None:
-    """Write the names of the front's members where they cover nothing, if there is such a place."""
+    """Write the names of the front's members where they cover nothing, if such a place exists."""
     points = axes.transData.transform([(measure(row), row.score) for row in rows])
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in points]
     for row in sorted((row for row in rows if row.on_front), key=measure):

@@ -26,7 +26,7 @@ USUAL: Mapping[str, tuple[str, ...]] = {
     "threshold": ("threshold:threshold=0.001,capacity=0.1",),
     "top-k": ("top-k:ratio=0.01", "top-k:ratio=0.1"),
 }
-"""Settings reported in papers, by name; a name that is missing here runs once, with its defaults."""
+"""Settings reported in papers, by name; any other name runs once, with its defaults."""
 
 SKIPPED: Mapping[str, str] = {"noop": "it exchanges nothing, so there is no common model to judge"}
 """Names that cannot take part, and the reasons."""
@@ -50,7 +50,7 @@ class Contender:
         return dataclasses.replace(self, feedback=not self.feedback)
 
     def make(self, seed: int = 0) -> Compressor:
-        """Return a fresh compressor; raise ValueError if there is none of that kind."""
+        """Return a new compressor; raise ValueError if there is none of this name and these settings."""
         settings = (*self.spec.settings, ("error_feedback", self.feedback))
         return make_hook(Spec(self.spec.name, settings), seed)
 
@@ -64,7 +64,7 @@ class LeftOut:
 
 
 def known_names(names: Iterable[str], known: Collection[str], what: str) -> list[str]:
-    """Return the names; raise ValueError, suggesting the nearest, for one that is unknown or occurs twice."""
+    """Return the names; raise ValueError if one is unknown (and suggest the nearest) or occurs twice."""
     found = list(names)
     for name in found:
         if name not in known:
@@ -75,14 +75,14 @@ def known_names(names: Iterable[str], known: Collection[str], what: str) -> list
 
 
 def contenders(names: Iterable[str] | None, task: LoadedTask) -> tuple[list[Contender], list[LeftOut]]:
-    """Return all forms of the compressors of these names that can train the task, dense first, and what cannot.
+    """Return all forms of the named compressors that can train the task, dense first, and the ones that cannot.
 
     Args:
-        names: Of compressors, at their usual settings or at those written with them; None: all that are registered.
-        task: Whose model's parameters they must accept.
+        names: Names of compressors, with settings or without, for the usual ones; None: all registered names.
+        task: The task whose model's parameters they must accept.
 
     Raises:
-        ValueError: A name is not registered, or comes twice.
+        ValueError: A name is not registered, or is given twice.
 
     """
     chosen = sorted(COMPRESSORS) if names is None else list(names)

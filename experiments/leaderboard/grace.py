@@ -1,4 +1,4 @@
-"""The effect of error feedback here, beside its effect in GRACE's published runs.
+"""The effect of error feedback here, compared with its effect in GRACE's published runs.
 
 Source: Xu et al., "GRACE: A Compressed Communication Framework for Distributed Machine Learning", ICDCS 2021, and the
 results published in its repository (sands-lab/grace): ResNet-20 on CIFAR-10, 8 workers, one run for each figure.
@@ -15,12 +15,12 @@ from .contenders import LeftOut
 from .standings import Run, paired
 
 TASK = "digits"
-"""The task on which ours are measured."""
+"""The task on which our compressors are measured."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """One of GRACE's methods: top-1 accuracy in % without and with error feedback, and the nearest of ours."""
+    """One of GRACE's methods: top-1 accuracy in % without and with error feedback, and our most similar compressor."""
 
     method: str
     ours: str
@@ -29,7 +29,7 @@ class Published:
 
     @property
     def effect(self) -> float:
-        """How many points error feedback gained."""
+        """The number of points that error feedback gained."""
         return self.with_feedback - self.without
 
 
@@ -46,14 +46,14 @@ PUBLISHED = (
     Published("8-bit", "int8", 91.1, 91.3),
     Published("signum", "signum", 84.8, 10.4),
 )
-"""Methods published with both figures that the registry has, or will have, under some name.
+"""Methods published with both figures, for which the registry has a compressor.
 
 GRACE's unscaled sign is missing: `sign` here scales each block, which error feedback requires."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published effect of error feedback beside ours."""
+    """A published effect of error feedback, and ours."""
 
     published: Published
     ours: Interval | None  # points; None: there is no pair of runs

@@ -1,4 +1,4 @@
-"""Running the leaderboard: trains under every contender with every seed, times each, and writes the results."""
+"""The execution of the leaderboard: training under every contender with every seed, timing, and the results."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .grace import compare_with_grace
 from .standings import Run, Standing, standings
 
 SIZE = "tiny"
-"""The size of the models that are trained: a compressor's bytes and error can be measured at any size, and hundreds of
-runs fit into minutes."""
+"""The size of the trained models. A compressor's bytes and error can be measured at any size, and at this one hundreds
+of runs fit into minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leaderboard:
-    """What to run, and where to put the results."""
+    """The settings of a leaderboard: its runs, and the places of the results."""
 
     out: Path
     tasks: tuple[str, ...] = ("digits", "gpt")
@@ -57,7 +57,7 @@ class Leaderboard:
                 raise ValueError(f"{name} must be at least {least} (got {value})")
 
     def steps_of(self, task: str) -> int:
-        """Return how many steps a run of the task takes."""
+        """Return the number of steps in a run of the task."""
         return load_sized(task, SIZE).steps if self.steps is None else self.steps
 
 
@@ -72,7 +72,7 @@ class TrainingJob:
     workers: int
 
     def run(self) -> Run | Failed:
-        """Train; a contender that fails does not stop the others."""
+        """Train, and return the run; a contender that fails does not stop the others."""
         try:
             compressor = self.contender.make(self.seed)
             task = load_sized(self.task, SIZE, self.seed)
@@ -177,7 +177,7 @@ def _plan(board: Leaderboard) -> tuple[list[TrainingJob], list[LeftOut]]:
 
 
 class _Listener:
-    """Collects what arrives, writes each run as it comes, and updates the progress bars."""
+    """A listener that collects results, writes each run as it ends, and updates the progress bars."""
 
     def __init__(
         self, out: Path, jobs: Sequence[TrainingJob], timed: Sequence[Contender], left_out: list[LeftOut]
@@ -191,7 +191,7 @@ class _Listener:
         self._file = RunsFile(out)
 
     def show(self, progress: Progress) -> None:
-        """Show two bars; where there is no terminal, a line after every minute without one."""
+        """Show two progress bars; without a terminal, print a line after every minute without one."""
         self._progress, self._heartbeat = progress, Heartbeat(progress.console)
         self._bars = progress.add_task("train", total=len(self._order)), progress.add_task("time", total=self._timed)
 
@@ -214,7 +214,7 @@ class _Listener:
             self._heartbeat.print(" · ".join(done))
 
     def whole_runs(self) -> list[Run]:
-        """Return all runs in the order in which they were planned, without those of contenders that failed."""
+        """Return the runs in the planned order, without contenders that failed."""
         return [self._runs[key] for key in self._order if key[:2] not in self._failed]
 
     def _say_if_whole(self, run: Run) -> None:

@@ -49,7 +49,7 @@ def standing_row(row: Standing) -> list[str]:
 
 
 def score_in_words(row: Standing) -> str:
-    """Return the mean score and the range over the seeds, and how many seeds diverged."""
+    """Return the mean score and the range over the seeds, and the number of seeds that diverged."""
     form: Callable[[float], str] = percent if SCORES[row.task].scale == 100 else "{:.3f}".format
     mean, low, high = map(form, (row.score, row.lowest, row.highest))
     diverged = f", {row.diverged} diverged" if row.diverged else ""

@@ -45,7 +45,7 @@ class Standing:
 
 
 def paired(runs: Sequence[Run], others: Sequence[Run], score: Score) -> Interval:
-    """Return by how much the first runs' score exceeds that of the others with the same seed."""
+    """Return the first runs' score minus the others' with the same seed: the mean and its interval."""
     ours, theirs = ({run.seed: score.of(run.trained) for run in each} for each in (runs, others))
     return Interval.of(list(differences(ours, theirs).values()))
 
@@ -123,7 +123,7 @@ def _standing(runs: Sequence[Run], dense: Sequence[Run], compute: Spread | None)
 
 
 def _with_front(rows: Sequence[Standing]) -> list[Standing]:
-    """Mark what no other beats: at most as many bytes and a better score, or fewer bytes and no worse score."""
+    """Mark contenders that no other beats: with a better score at no more bytes, or no worse score at fewer."""
     score, best, front = SCORES[rows[0].task], math.nan, set[int]()
     # From few bytes to many, the better first among equals: each one that improves on all before it.
     sign = -1 if score.higher_is_better else 1

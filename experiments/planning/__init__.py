@@ -1,1 +1,1 @@
-"""Asking beforehand: what a network costs, where a step's time goes, and which hook pays."""
+"""Measurements before training: the costs of a network, the split of a step's time, and the hook that pays."""

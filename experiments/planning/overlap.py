@@ -73,7 +73,7 @@ class Round:
 
 @dataclass(frozen=True)
 class OverlapResult:
-    """All rounds, and the batch size at which compute and communication take about equally long."""
+    """All rounds, and the batch size for which compute and communication take about the same time."""
 
     settings: OverlapSettings
     batch_size: int
@@ -87,7 +87,7 @@ class OverlapResult:
 
 
 def measure_overlap(settings: OverlapSettings) -> OverlapResult | None:
-    """Time the three in turns, and return the result; None on torchrun's ranks but the first.
+    """Time the three in turns, and return the result; None on torchrun's ranks other than 0.
 
     Raises:
         ValueError: The task's function fails, or has no parameter `batch_size`.
@@ -179,7 +179,7 @@ def _communicate(link: Communicator, sizes: list[int]) -> None:
 
 
 def _balanced(settings: OverlapSettings) -> LoadedTask:
-    """Return the task with the batch size for which compute takes as long as the link takes for the gradients."""
+    """Return the task with the batch size for which compute takes about as long as the link needs for the gradients."""
     task = load_task(settings.task, settings.seed)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     gradients = Collective("all-reduce", torch.empty(sum(p.numel() for p in task.model.parameters())))

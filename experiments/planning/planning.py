@@ -43,7 +43,7 @@ class Asked:
     probe_seconds: float = 20.0
     unsteady: bool = False  # plan even if halves of the probe disagree
     validate_seconds: float | None = None  # None: predictions are not checked
-    backend: str | None = None  # "none": sending takes nothing of the processor; None: what was probed
+    backend: str | None = None  # "none": sending uses no CPU time; None: the probed one
     sharded: bool = False  # predict steps of FSDP2 too
     probe: Probe | None = None  # of an earlier command; None: measure it
     profiled: Profile | None = None
@@ -63,13 +63,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, what it rests on, and what real steps then took."""
+    """A plan, the probe and the profile from which it was computed, and the seconds of real steps."""
 
     plan: Plan
     probe: Probe
     profile: Profile
     measured: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Seconds of real steps, by hook; empty: they were not measured."""
+    """The seconds of real steps, by hook; empty: not measured."""
 
     def write(self, path: Path) -> None:
         """Write everything into a JSON file; an existing one is replaced at once, or stays as it is."""
@@ -78,7 +78,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Refused:
-    """There is no plan."""
+    """The message that there is no plan."""
 
     why: str
 
@@ -87,7 +87,7 @@ def make_plan(asked: Asked, ranks: int) -> Planned | None:
     """Return the plan on the process that reports: this one, or torchrun's rank 0; None on torchrun's others.
 
     Raises:
-        ValueError: There is no such task or hook; or files do not go together.
+        ValueError: There is no such task or hook, or the files do not belong together.
         WorldError: A rank failed or fell silent, or something could not be measured; the message says why.
 
     """
@@ -109,10 +109,10 @@ def make_plan(asked: Asked, ranks: int) -> Planned | None:
 
 
 def load(probe: Path | None, profile: Path | None) -> dict[str, Any]:
-    """Return what files hold, as fields of `Asked`.
+    """Return the contents of files, as fields of `Asked`.
 
     Raises:
-        ValueError: A file does not hold what it should.
+        ValueError: A file is not a probe or a profile.
 
     """
     try:
@@ -125,7 +125,7 @@ def load(probe: Path | None, profile: Path | None) -> dict[str, Any]:
 
 
 def plan_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
-    """Measure what is not given, and plan; rank 0 sends the result, and every rank that cannot go on why."""
+    """Measure the parts that are not given, and plan; rank 0 sends the result, each rank that fails its reason."""
     try:
         with stepper(asked.profile) as step:
             profile = asked.profiled or profile_step(step, asked.profile)
@@ -179,7 +179,7 @@ def plan_table(found: Planned) -> Table:
 
 
 def sentences(found: Planned) -> list[str]:
-    """Return what follows."""
+    """Return the conclusions from a plan, as sentences."""
     plan = found.plan
     said = [plan.reason]
     if plan.pays:
@@ -198,7 +198,7 @@ def sentences(found: Planned) -> list[str]:
             f"{seconds_in_words(best.seconds)}."
         )
     said.append(
-        "Backend: none. Sending is taken to need nothing of the processor."
+        "Backend: none. Sending is assumed to use no CPU time."
         if plan.backend == "none"
         else f"Backend: {plan.backend}. For each byte that it sends, the processor is busy for "
         f"{three_digits(1e9 * plan.seconds_per_byte)} ns, as probed."
@@ -222,7 +222,7 @@ def sentences(found: Planned) -> list[str]:
 
 
 def validation_table(found: Planned) -> Table:
-    """Return predicted beside measured steps."""
+    """Return a table of predicted and measured steps."""
     table = plain_table("real steps, in turns", ("predicted, ms", "measured, ms (quartiles)", "error"))
     predicted = {choice.label: choice.seconds for choice in found.plan.choices if choice.label != NOOP}
     for label, steps in found.measured.items():

@@ -1,4 +1,4 @@
-"""`commhooks probe`: what every collective costs between the ranks."""
+"""`commhooks probe`: the time of every collective between the ranks."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class Asked:
     link: LinkSettings
     seconds: float
     ranks_per_host: int | None = None
-    unsteady: bool = False  # report however much halves of the measurement disagree
-    profile: Profile | None = None  # send only what its hooks send
+    unsteady: bool = False  # report the probe even if its halves disagree by more than 30 %
+    profile: Profile | None = None  # measure only the messages of its hooks
 
 
 @dataclass(frozen=True)
 class Refused:
-    """There is no result."""
+    """The message that there is no probe."""
 
     why: str
 
 
 def check_probe(ranks: int, seconds: float) -> None:
-    """Raise ValueError if so few ranks have no link, or a probe cannot take so long."""
+    """Raise ValueError if there are fewer than two ranks, or a probe cannot take this many seconds."""
     if ranks < 2:
         raise ValueError(f"a link is measured between two ranks or more (got {ranks}): give --ranks 2")
     if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
@@ -71,7 +71,7 @@ def measure_probe(asked: Asked, ranks: int) -> Probe | None:
 
 
 def probe_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
-    """Probe; rank 0 sends the result, or why there is none."""
+    """Probe the link; rank 0 sends the result, or the reason why there is none."""
     found: Probe | Refused
     try:
         found = probe_link(asked)
@@ -95,7 +95,7 @@ def probe_link(asked: Asked) -> Probe:
 
 
 def probe_tables(found: Probe) -> list[Table]:
-    """Return a table of all ranks' collectives, and of those inside and between machines if they were measured."""
+    """Return a table of all ranks' collectives, and two of those inside and between machines if they were measured."""
     title = f"{counted(found.ranks, 'rank')}, link {found.link or 'real'}, {found.backend}, {found.took:.1f} s"
     if found.disagreement > MOST_DISAGREEMENT:
         title += f"; unsteady: halves disagree by up to {percent(found.disagreement)}"

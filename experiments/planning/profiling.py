@@ -1,4 +1,4 @@
-"""`commhooks profile`: where the time of a task's steps goes, and what every hook adds to it."""
+"""`commhooks profile`: the split of the time of a task's steps, and the time that every hook adds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Asked:
     """The settings of a profile."""
 
     task: Spec
-    hooks: tuple[Spec, ...] | None = None  # None: those that a profile has by default
+    hooks: tuple[Spec, ...] | None = None  # None: a profile's default hooks
     link: LinkSettings
     ddp: str = "core"
     bucket_cap_mb: float | None = None
@@ -52,7 +52,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Refused:
-    """There is no profile."""
+    """The message that there is no profile."""
 
     why: str
 
@@ -79,7 +79,7 @@ def measure_profile(asked: Asked, ranks: int) -> Profile | None:
 
 
 def check_asked(asked: Asked) -> None:
-    """Raise ValueError if no profile takes such steps, or there is no such task or hook, or it cannot have the task."""
+    """Raise ValueError if a setting cannot work, a name does not exist, or a hook does not accept the task."""
     check_ddp("profile", asked.ddp, asked.bucket_cap_mb)
     if asked.steps is not None and asked.steps < LEAST_STEPS:
         raise ValueError(f"steps must be a whole number of at least {LEAST_STEPS} (got {asked.steps})")
@@ -96,7 +96,7 @@ def check_asked(asked: Asked) -> None:
 
 @contextmanager
 def stepper(asked: Asked) -> Iterator[Stepper]:
-    """Provide the task's model in its DistributedDataParallel, over an emulated link if that is asked for."""
+    """Yield a stepper of the task's model in its DistributedDataParallel, over an emulated link if requested."""
     torch.set_num_threads(1)
     task = load_task(asked.task, asked.seed)
     world = dist.group.WORLD
@@ -137,7 +137,7 @@ def candidates_of(asked: Asked) -> list[Candidate] | None:
 
 
 def profile_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
-    """Profile; rank 0 sends the result, and every rank that cannot go on why."""
+    """Profile the task; rank 0 sends the result, and each rank that fails sends the reason."""
     with stepper(asked) as step:
         try:
             found = profile_step(step, asked)
@@ -162,7 +162,7 @@ def profile_table(found: Profile) -> Table:
 
 
 def sentences(found: Profile) -> Sequence[str]:
-    """Return what follows from a profile."""
+    """Return the conclusions from a profile, as sentences."""
     first, last = (f"{1e3 * one.ready:.1f} ms ({one.name})" for one in (found.gradients[0], found.gradients[-1]))
     buckets = found.hooks["noop"].buckets
     handed_in = ", ".join(f"{1e3 * bucket.ready:.1f}" for bucket in buckets)

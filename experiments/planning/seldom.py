@@ -16,16 +16,16 @@ from ..specs import DILOCO, Spec
 from ..tasks import TASKS
 
 _OWN_TASK = "my_task.py:task"
-_COMPARED = 3  # compressors in the command that compares the loss: they lose differently much
+_COMPARED = 3  # compressors in the command that compares the loss, which differs between them
 
 
 def is_asked(plan: Plan) -> bool:
-    """Return whether seldom communication is worth a word: no hook of every step reaches the utilisation."""
+    """Return whether seldom communication should be shown: no hook of every step reaches the utilisation."""
     return max(choice.utilisation for choice in plan.choices) < plan.wanted_utilisation
 
 
 def seldom_table(plan: Plan) -> Table:
-    """Return for each compressor the shortest rounds that reach the utilisation, at once and in fragments."""
+    """Return a table of each compressor's shortest rounds that reach the utilisation, at once and in fragments."""
     table = plain_table(
         f"DiLoCo: rounds for {percent(plan.wanted_utilisation)} compute", ("steps of a round", "compute", "kB a step")
     )
@@ -42,7 +42,7 @@ def seldom_table(plan: Plan) -> Table:
 
 
 def seldom_sentences(plan: Plan, profile: Profile) -> list[str]:
-    """Return what follows from the table, or why there is none."""
+    """Return the conclusions from the table, or the reason why there is none, as sentences."""
     wanted = f"{percent(plan.wanted_utilisation)} compute"
     if not is_asked(plan):
         return [f"Seldom communication (DiLoCo) is not needed: a hook of every step reaches {wanted}."]
@@ -63,7 +63,7 @@ def seldom_sentences(plan: Plan, profile: Profile) -> list[str]:
 def compare_command(plan: Plan, profile: Profile) -> str:
     """Return the command that trains with the all-reduce and DiLoCo, on the profile's task and link.
 
-    DiLoCo with the compressors of the shortest rounds, at most `_COMPARED` of them, each with its shortest.
+    DiLoCo is compared with the compressors of the shortest rounds, at most `_COMPARED`, each with its shortest rounds.
     """
     shortest: dict[str, SeldomChoice] = {}
     for one in plan.seldom:
@@ -80,7 +80,7 @@ def compare_command(plan: Plan, profile: Profile) -> str:
 
 
 def _hook(choice: SeldomChoice) -> str:
-    """Return it as comparisons write it."""
+    """Return the choice as a hook, in the form of comparisons."""
     compressor, rounds = Spec.parse(choice.compressor), choice.rounds
     given = {"every": rounds.every, "compressor": compressor if compressor.settings else compressor.name}
     if rounds.fragments > 1:

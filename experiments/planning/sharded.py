@@ -12,7 +12,7 @@ from ..report.words import times
 
 
 def sharded_table(plan: Plan) -> Table:
-    """Return the steps of plain FSDP2 and of each compressor that can return shards, the fastest first."""
+    """Return a table of the steps of plain FSDP2 and of compressors that can return shards, the fastest first."""
     table = plain_table("FSDP2: predicted steps", ("step, ms", "speed-up", "kB sent"))
     for one in plan.sharded:
         table.add_row(one.compressor, f"{1e3 * one.seconds:.1f}", times(one.speed_up), f"{one.bytes_sent / 1e3:,.0f}")
@@ -21,7 +21,7 @@ def sharded_table(plan: Plan) -> Table:
 
 
 def sharded_sentences(plan: Plan) -> list[str]:
-    """Return what follows from the table."""
+    """Return the conclusions from the table, as sentences."""
     best = plan.sharded[0]
     if best.compressor == PLAIN:
         said = "With FSDP2 none of these compressors makes steps faster."

@@ -1,4 +1,4 @@
-"""Real steps under hooks, in turns: what a plan's predictions are compared with."""
+"""Real steps under hooks, in turns, with which a plan's predictions are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A picture of a profile: where each setting's step goes, and when the buckets are ready."""
+"""A picture of a profile: the parts of each setting's step, and the moments when buckets are ready."""
 
 from __future__ import annotations
 

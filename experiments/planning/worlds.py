@@ -15,11 +15,11 @@ from ..links.link import EmulatedLink, LinkSettings, Wire
 
 
 def check_world(ranks: int | None, link: str | None) -> tuple[int, LinkSettings]:
-    """Return how many ranks there will be, and their link: torchrun's, or those asked for.
+    """Return the number of ranks and their link: torchrun's, or the requested ones.
 
     Raises:
-        ValueError: There is no rank; torchrun started this process, and other ranks or other hosts are asked for; or
-            the link's text does not parse, is the real network without torchrun, or its rate changes in time.
+        ValueError: The number is below 1; torchrun started this process, but other ranks or hosts are requested; or the
+            link's text does not parse, is the real network without torchrun, or its rate changes over time.
 
     """
     joined = torchrun_world()
@@ -31,7 +31,7 @@ def check_world(ranks: int | None, link: str | None) -> tuple[int, LinkSettings]
             "real, or an emulated link"
         )
     if settings.schedule:
-        raise ValueError(f"link {settings.label!r} changes in time, so no figure holds for it: name one rate")
+        raise ValueError(f"link {settings.label!r} changes over time, so no figure holds for it: name one rate")
     number = joined[1] if joined else 2 if ranks is None else ranks
     if number < 1:
         raise ValueError(f"ranks must be at least 1 (got {number})")
@@ -39,7 +39,7 @@ def check_world(ranks: int | None, link: str | None) -> tuple[int, LinkSettings]
 
 
 def check_place(*files: Path | None) -> None:
-    """Raise ValueError if a file cannot be written there, before anything is measured."""
+    """Raise ValueError if one of the files cannot be written, before anything is measured."""
     places = [file.resolve() for file in files if file is not None]
     twice = next((file for number, file in enumerate(places) if file in places[:number]), None)
     if twice is not None:
@@ -53,9 +53,9 @@ def check_place(*files: Path | None) -> None:
 def run_over(
     link: LinkSettings, function: RankFunction, ranks: int, argument: object, on_message: Send, *, timeout: float
 ) -> None:
-    """Call the function on every rank, torchrun's or new ones; see `run_world`. Hosts are made if the link asks for it.
+    """Call the function on every rank, torchrun's or new ones; see `run_world`. If the link asks for hosts, make them.
 
-    An emulated link is not there by itself: the function puts `around(link)` around its communicators.
+    An emulated link is not added here: the function must wrap its communicators with `around(link)`.
     """
     if torchrun_world() is not None:
         run_in_torchrun(function, argument, on_message, timeout=timeout)
@@ -69,9 +69,9 @@ def run_over(
 
 
 def around(link: LinkSettings) -> WrapCommunicator | None:
-    """Return what puts an emulated link around a communicator; None if the link takes its time by itself.
+    """Return a function that wraps a communicator in the emulated link; None if the link needs no emulation.
 
-    All communicators of a rank that it is called for share one link.
+    All communicators that it wraps on a rank share one link.
     """
     if link.kind != "emulated" or link == LinkSettings():
         return None

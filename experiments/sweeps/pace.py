@@ -87,7 +87,7 @@ class Pace:
         self._to_begin.discard(self._scenes[settings])
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the last run has taken its steps; None if no step was measured, or a run goes on."""
+        """Return the seconds until all runs have taken their steps; None if no step was measured, or one continues."""
         measured = {kind: turns for kind, turns in self._turns.items() if turns.steps}
         if not measured or self._going_on:
             return None

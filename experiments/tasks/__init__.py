@@ -1,4 +1,4 @@
-"""The tasks: what a task is, how one is found by name, and those that are built in."""
+"""The tasks: their form, their loading by name, and the built-in ones."""
 
 from .loading import TASKS, load_task
 from .task import LoadedTask, Task

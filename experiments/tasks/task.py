@@ -37,7 +37,7 @@ class _TaskError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, its data and its loss: everything except how gradients are communicated.
+    """A model, its data and its loss: everything except the communication of gradients.
 
     A task is made by a function, which is called in every rank under the run's seed: random numbers drawn from torch,
     numpy or Python's `random` while it builds the model and splits the data are the same on every rank.

@@ -48,7 +48,7 @@ class Clock(Protocol):
         ...
 
     def optimizer_ended(self) -> None:
-        """Record that the optimizer has taken its step: what follows is communication."""
+        """Record that the optimizer has taken its step: communication follows."""
         ...
 
     def end(self) -> Split:
@@ -146,7 +146,7 @@ class StepClock:
         self._backward_end = self._clock()
 
     def optimizer_ended(self) -> None:
-        """Record that the optimizer has taken its step: what follows is communication."""
+        """Record that the optimizer has taken its step: communication follows."""
         self._stepped = self._clock()
 
     def end(self) -> Split:

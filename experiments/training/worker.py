@@ -111,7 +111,7 @@ class RunDone:
 
 
 def train_all(rank: int, ranks: int, argument: Work, send: Send) -> None:
-    """Train all runs in this rank's process; rank 0 sends what it measures.
+    """Train all runs in this rank's process; rank 0 sends the measurements.
 
     The runs of one scene, which differ only in their hooks, take turns, one step each: any other load on the machine
     then slows all of them equally, so that their times can be compared. Runs that continue after their steps take turns

@@ -73,7 +73,7 @@ MISTAKES = {
     "simulate --parameters 1B": "--parameters needs the seconds of a step's compute",
     "plan": "name what to train: --task",
     "plan --task gpt --link real": "start it with torchrun",
-    "probe --link 1Gbit/s+1Mbit/s@3s": "changes in time, so no figure holds for it",
+    "probe --link 1Gbit/s+1Mbit/s@3s": "changes over time, so no figure holds for it",
     "probe --ranks 1": "a link is measured between two ranks or more",
     "probe --seconds 0": "a probe takes 1 to 120 seconds",
     "plan --task gpt --probe-seconds 500": "a probe takes 1 to 120 seconds",

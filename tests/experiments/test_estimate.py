@@ -99,7 +99,7 @@ def test_the_table_has_what_accuracy_costs_and_names_the_safest_gain() -> None:
     assert rows["powersgd:rank=2"][-4:] == ["not", "measured"] * 2
     assert rows["top-k:ratio=0.01"][-1] == f"{of_gpt('top-k:ratio=0.01'):+.2f}" > "+0.5"
     assert "The safest gain is int8, 1.79× as fast: on digits and gpt it cost no more accuracy" in output
-    assert "gloo (1.02 ns of processor a byte)" in output
+    assert "gloo (1.02 ns of CPU time a byte)" in output
 
 
 def test_a_step_that_is_slower_on_a_faster_link_is_named() -> None:
@@ -123,7 +123,7 @@ def test_a_task_gives_shapes_and_its_step_is_timed() -> None:
     [
         ((), "give --parameters 25M, or --task"),
         (("--parameters", "2M"), "--parameters needs the seconds of a step's compute"),
-        (("--parameters", "2M", "--compute", "2x"), "is a factor of what a task takes here"),
+        (("--parameters", "2M", "--compute", "2x"), "is a factor of a task's time here"),
         (("--parameters", "many", "--compute", "1s"), "parameters 'many' does not parse"),
         ((*SIZE, "--rate", "fast"), "rate 'fast' does not parse"),
         ((*SIZE, "--ranks", "1"), "ranks must be at least 2"),

@@ -50,7 +50,7 @@ def test_a_plan_from_files_names_the_hook_and_the_line_that_attaches_it(files: l
 
 def test_a_plan_names_its_backend(files: list[str]) -> None:
     assert "Backend: gloo. For each byte that it sends, the processor is busy for 0.00 ns, as probed." in said(files)
-    assert "Backend: none. Sending is taken to need nothing of the processor." in said([*files, "--backend", "none"])
+    assert "Backend: none. Sending is assumed to use no CPU time." in said([*files, "--backend", "none"])
     assert "plan(backend='mpi'): expected 'gloo', which was probed, or 'none'" in said([*files, "--backend", "mpi"], 2)
 
 
@@ -182,7 +182,7 @@ def test_the_accuracy_counts_errors_and_recommendations() -> None:
 
 def test_a_link_that_changes_in_time_cannot_be_measured() -> None:
     assert check_world(None, "1Gbit/s")[0] == 2
-    with pytest.raises(ValueError, match="changes in time, so no figure holds for it"):
+    with pytest.raises(ValueError, match="changes over time, so no figure holds for it"):
         check_world(2, "1Gbit/s+100Mbit/s@30s")
 
 
