@@ -1,1 +1,1 @@
-"""What only studies are made of, run from a checkout by `python -m experiments.studies`; nothing else imports it."""
+"""The studies, run from a checkout by `python -m experiments.studies`; nothing else imports this package."""

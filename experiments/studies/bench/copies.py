@@ -1,4 +1,4 @@
-"""What a compressor costs workers of one process, in copies of the gradients, compiled and eager."""
+"""The cost of a compressor for workers of one process, in copies of the gradients, compiled and eager."""
 
 from __future__ import annotations
 
@@ -69,11 +69,12 @@ class Worked:
             return _seconds(self._average) / len(self.lines) / copy
 
     def floor(self) -> float:
-        """Return the copies of 8 bytes an element that no way of doing what a worker has just done could avoid.
+        """Return the least memory traffic of a worker's last step, in copies of 8 bytes an element.
 
-        The gradient is read and the mean is written; state is read, and written anew while the old values are kept
-        until all ranks have judged the step; what is sent is written, and what comes is read. So int8 with residuals on
-        both hops moves 8 + 12 + 12/W bytes an element, and 1 + 1 + 1/W + 1 of codes: 3.1 copies among 8 workers.
+        The gradient is read and the mean is written; state is read, and written to new memory while the old values are
+        kept until all ranks have judged the step; sent messages are written, and received ones are read. So int8 with
+        residuals on both hops moves 8 + 12 + 12/W bytes an element, and 1 + 1 + 1/W + 1 of codes: 3.1 copies among 8
+        workers.
         """
         report, sent = self.engines[0].memory_report(), self.engines[0].statistics()
         moved: float = 2 * report.gradients + 3 * (report.residuals + report.bases)
@@ -89,7 +90,7 @@ class Worked:
 
 
 def in_copies(worked: Worked, levels: Sequence[str], rounds: int) -> dict[str, Spread]:
-    """Return what a step costs a worker at each level, measured in turns."""
+    """Return a worker's cost of a step at each level, measured in turns."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -136,7 +136,7 @@ def _time_construction(models: Sequence[str], rounds: int, tell: Tell) -> dict[s
 
 
 class _Site:
-    """Where DDPs are built, one at a time."""
+    """A place in which DDPs are built, one at a time."""
 
     def __init__(self, module: nn.Module) -> None:
         self._pattern = module

@@ -15,7 +15,7 @@ WORSE, BETTER, SAME, NEW, GONE = "worse", "better", "same", "new", "gone"
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one row."""
+    """The change of one row."""
 
     section: str
     key: str
@@ -34,7 +34,7 @@ class Change:
 
 
 def changes(stored: Results, found: Results) -> list[Change]:
-    """Return what became of every row of the sections that were measured again."""
+    """Return the changes of all rows in the sections that were measured again."""
     return [change for name, section in found.items() for change in _changes_of(name, stored.get(name), section)]
 
 

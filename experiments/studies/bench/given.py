@@ -1,4 +1,4 @@
-"""What is given to hooks that are timed: shapes of gradients and a bucket of them, or the passes of a model."""
+"""The input of hooks that are timed: shapes of gradients and a bucket of them, or the passes of a model."""
 
 from __future__ import annotations
 

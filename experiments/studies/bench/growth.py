@@ -1,4 +1,4 @@
-"""How the cost grows with the work: the exponent of each curve, fitted by least squares in logarithms."""
+"""The growth of the cost with the work: the exponent of each curve, fitted by least squares in logarithms."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TARGET = 1.03
 COPY = "a copy"
 HOOKS = ("all-reduce", "fp16", "int8", "top-k:ratio=0.01", "powersgd:rank=4")
 Curve = Mapping[int, Sequence[float]]
-"""By size: the seconds of each round."""
+"""The seconds of each round, by size."""
 
 
 def measure(quick: bool, tell: Tell) -> list[Row]:
@@ -46,7 +46,7 @@ def measure(quick: bool, tell: Tell) -> list[Row]:
 
 
 def row_of(name: str, curve: Curve, copying: Curve | None = None) -> Row:
-    """Return a curve's exponent; with that of a copy over the same sizes, if there is one."""
+    """Return the row of a curve's exponent, with a copy's exponent over the same sizes as its noise, if given."""
     first, *_, last = (Spread.of(seconds).median for seconds in curve.values())
     noise = None if copying is None else exponent_of(copying)
     return Row(
@@ -91,12 +91,12 @@ def _measure_all(quick: bool, tell: Tell) -> dict[str, Curve]:
 
 
 def _curve(sizes: Sequence[int], rounds: int, make: Callable[[int], Callable[[], object]]) -> Curve:
-    """Time what `make` returns for each size, in turns."""
+    """Return the CPU seconds of the function that `make` returns for each size, in turns."""
     return in_turns({size: make(size) for size in sizes}, rounds, warm_up=1, clock=time.process_time)
 
 
 def _worker_alone(text: str, memory: Tensor, millions: int) -> Callable[[], object]:
-    """Return a function that averages so many parameters among one worker, or copies them."""
+    """Return a function that averages this many million parameters among one worker, or copies them."""
     part = memory[: millions * 1_000_000]
     if text == COPY:
         return partial(torch.empty_like(part).copy_, part)
@@ -118,7 +118,7 @@ def _averaging(text: str, gradients: Mapping[str, Tensor]) -> Callable[[], objec
 
 
 def _buckets(text: str, count: int) -> Callable[[], object]:
-    """Return a function that runs a backward pass with so many buckets, on a single rank."""
+    """Return a function that runs a backward pass with `count` buckets, on a single rank."""
     model = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(count)))
     ddp = wrap_in_ddp(model, "core", 0.15)
     commhooks.attach(ddp, make_hook(Spec.parse(text)))
@@ -126,7 +126,7 @@ def _buckets(text: str, count: int) -> Callable[[], object]:
 
 
 def _workers(text: str, count: int) -> Callable[[], float]:
-    """Return a function that averages among so many workers, and returns the seconds that one of them computes."""
+    """Return a function that averages among `count` workers, and returns the mean seconds of a worker's compression."""
     gradients = [torch.randn(1000, 1000, generator=torch.Generator().manual_seed(worker)) for worker in range(count)]
     hook = make_hook(Spec.parse(text))
     exchangers = [

@@ -1,4 +1,4 @@
-"""How much communication hides behind the backward pass: `commhooks profile --overlap`, as a ratio with a target."""
+"""The overlap of communication and the backward pass: `commhooks profile --overlap`, as a ratio with a target."""
 
 from __future__ import annotations
 

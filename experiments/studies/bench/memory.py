@@ -1,4 +1,4 @@
-"""How much memory a process takes at most while something runs: as the kernel counts it, C++ included (Linux)."""
+"""The peak memory of a process while something runs: as the kernel counts it, C++ included (Linux)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # mallopt's names for them, in glibc'
 
 
 def is_countable() -> bool:
-    """Return whether this system tells a process how much memory it took, and lets it start anew."""
+    """Return whether this system reports a process's peak memory, and can reset it."""
     return _CLEAR.exists() and "VmHWM" in _STATUS.read_text(encoding="utf-8")
 
 
@@ -39,7 +39,7 @@ def return_freed_memory() -> None:
 
 
 def growth_in_turns(contenders: Mapping[str, Callable[[], Step]], rounds: int) -> dict[str, list[float]]:
-    """Return by how many bytes each contender's steps raise the memory of this process at most, in every round.
+    """Return the bytes by which each contender's steps raise the peak memory of this process, in every round.
 
     A contender is a function that builds what is measured, and returns a function that takes a step.
     """

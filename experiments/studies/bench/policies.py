@@ -1,4 +1,4 @@
-"""What packing costs: steps of one rank under the policies "fused" and "fifo", in turns.
+"""The cost of packing: steps of one rank under the policies "fused" and "fifo", in turns.
 
 A process group of one rank moves nothing, so what remains is compressing, packing, and the hand-over of buckets.
 """

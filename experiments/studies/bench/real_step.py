@@ -1,4 +1,4 @@
-"""What PowerSGD adds to a whole training step, over what a plain all-reduce adds: a GPT of 4.08 million parameters.
+"""The time that PowerSGD adds to a whole training step, over a plain all-reduce's: a GPT of 4.08 million parameters.
 
 Each hook trains a copy of its own, in turns on 2 ranks. A step with `noop` is compute alone, so the ratio is
 (PowerSGD - noop) / (all-reduce - noop), round by round.

@@ -45,7 +45,7 @@ Results = dict[str, Measured]
 
 @dataclass(frozen=True)
 class _File:
-    """What the file holds."""
+    """The contents of the file."""
 
     sections: Mapping[str, Measured]
 

@@ -1,4 +1,4 @@
-"""What a benchmark measures: one ratio to a peer, its spread, and what is aimed at."""
+"""The figures of a benchmark: ratios to a peer, their spread, and their targets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OURS, THEIRS, AGAIN = "ours", "theirs", "again"  # contenders: the peer has two 
 MET, WITHIN, MISSED = "met", "within the spread", "missed"
 
 Seconds = dict[str, list[float]]
-"""By contender: what each round's turn took."""
+"""The seconds of each round's turn, by contender."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,12 @@ class Row:
 
     @property
     def key(self) -> str:
-        """What identifies the row within its section."""
+        """The text that identifies the row within its section."""
         return f"{self.name}: {self.quantity}"
 
     @property
     def verdict(self) -> str:
-        """Whether the median keeps to the target, is above it by no more than the slack, or misses it."""
+        """The verdict: the median meets the target, exceeds it by at most the slack, or misses it; "": no target."""
         if self.target is None:
             return ""
         if self.spread.median <= self.target:

@@ -1,4 +1,4 @@
-"""What a training step takes if Gloo's event loop does not interrupt other threads, over what it takes if it does."""
+"""The time of a training step if Gloo's event loop does not interrupt other threads, over the time if it does."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _loaded(rounds: int, tell: Tell) -> list[Row]:
 
 @contextmanager
 def _other_processes(pause: float) -> Iterator[None]:
-    """Let as many processes as there are ranks compute, and pause for so many seconds after each 10 ms."""
+    """Run one other process for each rank, which computes and pauses for `pause` seconds after each 10 ms."""
     others = [subprocess.Popen([sys.executable, "-c", _PROGRAM, str(pause)]) for _ in range(RANKS)]
     try:
         yield

@@ -1,1 +1,1 @@
-"""What hooks would ask of a GPU, counted: launches, bytes and waits. Nothing here is measured on one."""
+"""The work of hooks on a GPU, counted: launches, bytes and waits. Nothing here is measured on one."""

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FOREACH_TENSORS = 64
-"""A multi-tensor kernel takes so many tensors at most."""
+"""The most tensors that a multi-tensor kernel takes."""
 CAT_TENSORS = 128
-"""So many a kernel that puts tensors side by side."""
+"""The most tensors that a kernel of `cat` takes."""
 LAUNCHES: Mapping[str, int] = {
     "linalg_cholesky_ex": 2,
     "linalg_qr": 2,
@@ -64,7 +64,7 @@ _OF_VALUES = {"nonzero", "masked_select", "_unique2", "equal", "is_nonzero", "re
 
 @dataclasses.dataclass
 class Cost:
-    """What was counted."""
+    """The counted work."""
 
     launches: int = 0
     bytes: int = 0
@@ -135,7 +135,7 @@ class Counting(TorchDispatchMode):
 
 
 class Replaying(TorchDispatchMode):
-    """A context in which calls that launch something are answered as before, so that only their callers work.
+    """A context that answers calls which launch something from a recording, so that only their callers do any work.
 
     Raises `RuntimeError` if the calls are not those that were recorded.
     """
@@ -145,9 +145,9 @@ class Replaying(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # 'Call to untyped function "__init__"'
         self.calls = 0
-        """Also of operators on the host."""
+        """The number of calls, including operators on the host."""
         self.own_seconds = 0.0
-        """Spent in here rather than by whoever calls operators."""
+        """Seconds spent in this context, and not by the callers of operators."""
         self._recorded = recorded
         self._reaches_device = reaches_device
         self._next = 0
@@ -237,7 +237,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-    """What is remembered of a tensor, so that a step's temporaries can be freed."""
+    """The description of a tensor that is kept in its place, so that a step's temporaries can be freed."""
 
     shape: torch.Size
     stride: tuple[int, ...]

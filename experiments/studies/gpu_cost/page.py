@@ -46,12 +46,12 @@ class Row:
 
     @property
     def elements(self) -> int:
-        """How many the model has."""
+        """The number of elements of the model's parameters."""
         return sum(map(math.prod, MODELS[self.model]))
 
     @property
     def least_bytes(self) -> int:
-        """What any hook with this state must read or write: the gradient, the mean, and twice what it keeps."""
+        """The bytes that any hook with this state must read or write: the gradient, the mean, and residuals twice."""
         return 2 * 4 * self.elements + 2 * self.counted.residual_bytes
 
 

@@ -29,13 +29,14 @@ from ..bench.given import GivenBucket, Shape
 from .counting import Cost, Counting
 
 RANKS = 8
-"""In whose place PyTorch's "fake" process group answers every collective with what this rank put in."""
+"""The number of ranks; PyTorch's "fake" process group answers every collective with this rank's own input."""
 LAUNCH_SECONDS = 5e-6
-"""What the host is assumed to spend in PyTorch and the driver for each launch."""
+"""Seconds that the host is assumed to spend in PyTorch and the driver for each launch."""
 VIEW_SECONDS = 1e-6
 """The same for each view or allocation."""
 STEPS_BEFORE = 3
-"""Lay out state and plans; and PyTorch's PowerSGD begins only with the third."""
+"""The number of steps before the counted one: they lay out state and plans, and PyTorch's PowerSGD begins with the
+third."""
 POWERSGD = "torch.powersgd"
 """PyTorch's, at rank 4."""
 PEERS: Mapping[str, Callable[..., Any]] = {
@@ -45,7 +46,7 @@ PEERS: Mapping[str, Callable[..., Any]] = {
 }
 """PyTorch's hooks without state."""
 _TURNS, _SECONDS = 9, 0.5
-"""How often a step is replayed at most, unless so many seconds are over."""
+"""The most replays of a step, and the seconds after which no more begin."""
 _CALLS = 200
 
 Hook = Callable[[Any], Any]
@@ -53,17 +54,17 @@ Hook = Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """What one step of one bucket was counted to cost."""
+    """The counted cost of one step of one bucket."""
 
     cost: Cost
     host_seconds: float
-    """Of this machine's Python, without what operators take."""
+    """Seconds of this machine's Python, without the time of operators."""
     residual_bytes: int
-    """Of the residuals that the hook keeps."""
+    """Bytes of the residuals that the hook keeps."""
 
 
 class _HostsOrder(SideStream):
-    """In place of a side stream on the CPU, where everything runs in the order of the calls."""
+    """The side stream of a CPU, where everything runs in the order of the calls."""
 
     def __init__(self) -> None:
         """Make nothing."""
@@ -137,7 +138,7 @@ class _Done(dist.Work):
 
 @contextlib.contextmanager
 def fake_group() -> Iterator[dist.ProcessGroup]:
-    """Make this process one of `RANKS` ranks, of which no other exists, for the time of the context."""
+    """Make this process rank 0 of `RANKS` ranks, the others of which do not exist, within the context."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     try:
         yield dist.group.WORLD  # type: ignore[misc]  # "object has no attribute": it is None only before
@@ -146,13 +147,13 @@ def fake_group() -> Iterator[dist.ProcessGroup]:
 
 
 def count(hook: str, shapes: Sequence[Shape], group: dist.ProcessGroup, device: torch.device) -> Counted:
-    """Return what a step costs under a hook of this name, ours or PyTorch's, in one bucket of fp32 gradients.
+    """Return the cost of a step under a hook of this name, ours or PyTorch's, in one bucket of fp32 gradients.
 
     Args:
         hook: As `make_compressor` takes it, or "torch." and one of PyTorch's: all-reduce, fp16, bf16, powersgd.
-        shapes: Of the parameters.
-        group: From `fake_group`.
-        device: Where the gradients are.
+        shapes: The shapes of the parameters.
+        group: The group of `fake_group`.
+        device: The device of the gradients.
 
     Raises:
         SettingsError: There is no such hook.
@@ -175,7 +176,7 @@ def count(hook: str, shapes: Sequence[Shape], group: dist.ProcessGroup, device: 
 
 
 def _hook(hook: str, bucket: GivenBucket, group: dist.ProcessGroup) -> tuple[Hook, Callable[[], int]]:
-    """Return a hook, and a function that returns the bytes of what it keeps."""
+    """Return a hook, and a function that returns the bytes of its residuals."""
     if hook in PEERS:
         return functools.partial(PEERS[hook], _PeersGroup(group)), lambda: 0
     if hook == POWERSGD:
@@ -201,7 +202,7 @@ def _host_seconds(run: Hook, bucket: GivenBucket, counting: Counting) -> float:
 
 
 def _replayed(step: Callable[[], None], counting: Counting, seconds_of_a_call: float) -> float:
-    """Return the seconds of a step without kernels, less so many for each call."""
+    """Return the seconds of a step without kernels, minus `seconds_of_a_call` for each call."""
     replaying = counting.replay()
     with replaying:
         begun = time.perf_counter()

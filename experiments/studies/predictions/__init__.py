@@ -1,1 +1,1 @@
-"""What `commhooks estimate` and `commhooks plan` predict, beside real steps."""
+"""The predictions of `commhooks estimate` and `commhooks plan`, compared with real steps."""

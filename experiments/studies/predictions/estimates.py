@@ -90,7 +90,7 @@ class Checked:
 
     @property
     def pays(self) -> bool:
-        """Whether the median step was faster than under dense all-reduce."""
+        """True if the median step was faster than under dense all-reduce."""
         return self.measured < statistics.median(self.steps.seconds[DENSE])
 
     @property
@@ -100,7 +100,7 @@ class Checked:
 
     @property
     def is_close(self) -> bool:
-        """Whether the rate lies within a factor of 2 of the estimated break-even rate."""
+        """True if the rate lies within a factor of 2 of an estimated break-even rate."""
         return any(0.5 <= self.steps.rate / rate <= 2 for edges in self.pays_between for rate in edges if rate)
 
 
@@ -116,7 +116,7 @@ def measured(world: World) -> list[StepsAt]:
 
 
 def check(steps: Sequence[StepsAt], copy_rate: float) -> list[Checked]:
-    """Return the estimates beside what was measured; `copy_rate` is that of the machine that took the steps."""
+    """Return estimates beside measured steps; `copy_rate` belongs to the machine that took the steps."""
     found = []
     for one in steps:
         answer = estimate(
@@ -175,7 +175,7 @@ def _verdict(checked: Sequence[Checked]) -> list[str]:
 
 
 def _outcome(right: int, measured: int) -> str:
-    """Return whether so many are enough; with fewer than all, that is not decided."""
+    """Return "met" or "missed", whether enough are right; undecided unless all configurations were measured."""
     if measured < CONFIGURATIONS:
         return f"undecided: {measured} of the {CONFIGURATIONS} configurations were measured"
     return "met" if right >= OF_ALL * measured else "missed"

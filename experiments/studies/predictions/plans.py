@@ -60,7 +60,7 @@ class Case:
     steps: tuple[float, ...]
     """Seconds of each real step."""
     disagreement: float = 0.0
-    """Of two halves of the probe, at most."""
+    """The largest disagreement of two halves of the probe, as a fraction."""
 
     @property
     def measured(self) -> float:
@@ -75,16 +75,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Cases:
-    """What was measured over one link."""
+    """The measurements over one link."""
 
     cases: tuple[Case, ...]
     refused: tuple[str, ...] = ()
-    """Why there was no prediction, each time."""
+    """The reasons for each prediction that failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What to measure."""
+    """The settings of the measurement over one link."""
 
     link: LinkSettings
     tasks: tuple[str, ...] = TASKS

@@ -38,14 +38,14 @@ MODULES: dict[str, str] = {
     "sharded-loss": ".sharded_loss",
     "sharded-hosts": ".sharded_hosts",
 }
-"""Where each reproduction is, by its name; in the order in which they are listed."""
+"""The module of each reproduction, by its name, in the order in which they are listed."""
 
 
 def load_reproduction(name: str) -> Reproduction:
     """Return the reproduction of this name.
 
     Raises:
-        ValueError: There is none; the message lists those that there are.
+        ValueError: There is no such reproduction; the message lists all names.
 
     """
     if name not in MODULES:

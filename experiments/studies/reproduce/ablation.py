@@ -27,22 +27,22 @@ _SHARE = re.compile(r"(\d+)%")
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
-    """What is trained, and how often."""
+    """The settings of an ablation."""
 
     tasks: tuple[str, ...]
-    """As on the command line: 'digits:size=small,steps=80', and with another optimizer than the task's own:
+    """Tasks as on the command line: 'digits:size=small,steps=80', and with another optimizer than the task's own:
     'gpt:size=tiny under sgd:lr=0.1,momentum=0.9'. Each run takes the task's own number of steps."""
     variants: Mapping[str, str]
     """Hooks by label: {"PowerSGD rank 2": "powersgd:rank=2"}, the dense baseline first. '10%' in a hook stands for that
     share of the task's steps."""
     against: Mapping[str, str] = field(default_factory=dict)
-    """Which label each label is compared with; missing: with the first one."""
+    """The label with which each label is compared; missing: the first one."""
     seeds: int = 5
     """Higher: narrower intervals."""
     workers: int = 4
     """Higher: more gradients in a mean, each of a batch of the task's size."""
     processes: int = 0
-    """How many runs are made at a time; 0: one for each core."""
+    """The number of runs at a time; 0: one for each core."""
 
     def __post_init__(self) -> None:
         for name, least in (("seeds", 2), ("workers", 2), ("processes", 0)):
@@ -76,7 +76,7 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """What tells it apart from all others."""
+        """The text that identifies the run."""
         return f"{self.task} · {self.variant} ({self.hook}) · seed {self.seed}"
 
     def run(self) -> dict[str, Any]:
@@ -134,13 +134,13 @@ class Keyed(Job, Protocol):
 
     @property
     def key(self) -> str:
-        """What tells it apart from all others."""
+        """The text that identifies the run."""
 
 
 def rows_of(trials: Sequence[Keyed], notes: Notes, processes: int = 0) -> list[dict[str, Any]]:
     """Return the rows of runs, in their order; those that an interrupted command finished are not made again.
 
-    `processes` is how many are made at a time; 0: one for each core.
+    `processes` is the number of runs at a time; 0: one for each core.
     """
     rows: dict[str, Any] = {trial.key: notes.get(trial.key) for trial in trials}
     missing = [trial for trial in trials if rows[trial.key] is None]

@@ -36,7 +36,7 @@ _NETWORKS = {"vgg": "the plain network", "resnet": "the residual network"}
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Ablation):
-    """What is trained, and what once more for longer."""
+    """The settings of an ablation, and a task that is trained once more for longer."""
 
     tasks: tuple[str, ...] = tuple(f"digits:size=small,network={name},steps=120" for name in _NETWORKS)
     variants: Mapping[str, str]

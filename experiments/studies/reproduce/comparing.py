@@ -1,4 +1,4 @@
-"""How an ablation is shown: a table for each task, what was seen in sentences, and a picture of the differences."""
+"""The output of an ablation: a table for each task, the findings in sentences, and a picture of the differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of `control-link` run: steps on a link that changes, and steps in turns on one that does not."""
+"""The work of the ranks of `control-link`: steps on a link that changes, and steps in turns on one that does not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WARM_UP = 3  # steps that are not counted: memory is allocated, and the DDP reb
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is trained, and how the link changes."""
+    """The settings of the runs, and the rates of the link."""
 
     limited: bool = True  # False: a trial of the code, without hosts whose link could change
     rates: tuple[str, ...] = ("1Gbit/s", "100Mbit/s", "1Gbit/s")
@@ -50,7 +50,7 @@ class NewRate:
 
 @dataclass(frozen=True)
 class Ran:
-    """What came out of a run, on rank 0."""
+    """The outcome of a run, on rank 0."""
 
     seconds: list[float]  # of each step, on the rank where it took longest
     rungs: list[str]  # the compressor of each step
@@ -128,7 +128,7 @@ class _Worker:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, with the next step as the first."""
+        """Drop all records: the next step is the first."""
         self.seconds: list[float] = []
         self.rungs: list[str] = []
         self.decisions: list[tuple[int, str, str, str]] = []
@@ -158,7 +158,7 @@ class _Worker:
         self._began = now
 
     def turn(self, steps: int) -> list[float]:
-        """Take so many steps, which begin on all ranks together, and return their seconds."""
+        """Take `steps` steps, which begin on all ranks together, and return their seconds."""
         self.begin()
         for _ in range(steps):
             self.step()

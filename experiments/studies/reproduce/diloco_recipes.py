@@ -1,4 +1,4 @@
-"""Which outer optimizer suits DiLoCo with which compressor and period, and how far the best is from data-parallel.
+"""The best outer optimizer of DiLoCo for each compressor and period, compared with data-parallel training.
 
 Every run trains several workers in one process (`train_seldom_in_lockstep`), all for the same number of steps, and so
 of tokens. One seed tunes: all recipes at the first period, and at the others the two that were best there. The other
@@ -35,37 +35,37 @@ _DENSE = "all-reduce"
 _PARALLEL = "data-parallel"
 _TUNING_SEED = 0
 _GOALS = {"int4": 0.01, "sparse-loco": 0.03}
-"""By how much a compressor's loss may exceed that of uncompressed DiLoCo."""
+"""The fractions by which a compressor's loss may exceed uncompressed DiLoCo's."""
 _GOAL_OF_A_START = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is trained."""
+    """The settings of the runs."""
 
     task: str = "gpt:size=small,steps=1200"
     workers: int = 4
     every: tuple[int, ...] = (30, 10, 100)
-    """Steps of a round; all recipes are tried at the first."""
+    """Numbers of steps in a round; all recipes are tried at the first."""
     compressors: tuple[str, ...] = (_DENSE, "int4", "codebook", "sparse-loco", "powersgd:rank=4")
-    """The first is what the others are compared with."""
+    """Compressors of the rounds; the others are compared with the first."""
     recipes: tuple[tuple[float, float], ...] = ((0.7, 0.9), (0.4, 0.6), (1.0, 0.0), (0.4, 0.0))
     """Rate and Nesterov momentum of the outer SGD."""
     start: str = "10%"
     """The share of data-parallel steps at first, in runs "after a start"."""
     seeds: int = 3
-    """How many judge; seed 0 only tunes."""
+    """The number of seeds that judge; seed 0 only tunes."""
     second_task: str = "lstm:size=small,steps=600"
     second_compressors: tuple[str, ...] = (_DENSE, "int4", "sparse-loco")
     """Compressors on the second task, at the first period, with the recipes of the first task."""
     second_seeds: int = 2
     processes: int = field(default=0)
-    """How many runs are made at a time; 0: one for each core."""
+    """The number of runs at a time; 0: one for each core."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run to be made; where it is sent to, it makes its models itself."""
+    """One run to be made; the process that receives it makes its models."""
 
     task: str
     hook: str  # "data-parallel", or DiLoCo
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def key(self) -> str:
-        """What tells it apart from all others."""
+        """The text that identifies the run."""
         return f"{self.task} · {self.hook}{f' after {self.start}' if self.start != '0%' else ''} · seed {self.seed}"
 
     def run(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 
 def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
-    """Return a row for each run, by its key: of those that tune, of those that judge, and of the second task."""
+    """Return a row for each run, by its key: the runs that tune, the runs that judge, and the second task's."""
     rows: dict[str, Any] = {}
 
     def make(runs: Sequence[Run]) -> None:
@@ -207,7 +207,7 @@ class _Found:
         return {seed: _loss(self.rows, _run(self.settings, hook, seed, start)) for seed in self.seeds}
 
     def behind(self, hook: str, start: str = "0%", to: str = _PARALLEL) -> Estimate:
-        """Return by which share the loss exceeds that of another hook, seed by seed."""
+        """Return the fraction by which the loss exceeds another hook's, seed by seed."""
         return _excess(self.losses(hook, start), self.losses(to))
 
     def sent(self, hook: str, start: str = "0%") -> str:

@@ -1,4 +1,4 @@
-"""What a reproduction says and keeps while it measures, so that an interrupted one loses nothing that was finished."""
+"""The messages and finished parts of a reproduction that measures: an interruption loses no finished part."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Notes:
 
     @property
     def seconds(self) -> float:
-        """How long the measuring has taken, without what was lost in interruptions."""
+        """Seconds of the measurement so far, without parts that were lost in interruptions."""
         return time.perf_counter() - self._begun
 
     def get(self, key: str) -> Any | None:

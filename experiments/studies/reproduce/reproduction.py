@@ -1,4 +1,4 @@
-"""What a reproduction consists of: what its source says, how it is measured, and how it is shown."""
+"""The parts of a reproduction: its source's figures, its measurement, and its output."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _MOST_SEEDS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to reproduce, and where to put it."""
+    """The reproduction to run, and the place of its results."""
 
     name: str
     out: Path | None = None  # None: runs/reproduce/<name>
@@ -49,7 +49,7 @@ class Request:
 
     @property
     def folder(self) -> Path:
-        """Where the results go."""
+        """The folder of the results."""
         return Path("runs") / "reproduce" / self.name if self.out is None else self.out
 
 
@@ -172,7 +172,7 @@ def _difference(found: Results, name: str, asked: Mapping[str, Any]) -> str:
 
 
 def _measure(reproduction: Reproduction, request: Request, settings: Any, console: Console) -> Results:
-    """Measure, and keep the results; those that are to be overwritten go once the file of parts is there."""
+    """Measure, and keep the results; results to be overwritten are removed once the file of parts exists."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)

@@ -83,7 +83,7 @@ def step_of(task: str, hook: str, ranks: int) -> Step:
 
 
 def gloo_bytes(step: Step, ranks: int) -> int:
-    """Return the bytes of data that Gloo sends in a step: twice those of a ring for PyTorch's reduce-scatter."""
+    """Return the bytes of data that Gloo sends in a step: for PyTorch's reduce-scatter, twice the bytes of a ring."""
     again = 0
     for bucket in step.buckets:
         for kind, payload in bucket.stages[-1].collectives:

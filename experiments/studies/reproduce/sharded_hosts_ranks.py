@@ -1,4 +1,4 @@
-"""What the ranks of `sharded-hosts` run: steps in turns with plain FSDP2 and with each hook; and their memory."""
+"""The work of the ranks of `sharded-hosts`: steps in turns with plain FSDP2 and with each hook; and their memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SETTING_SECONDS = 1.0  # for the process that made the hosts to set the rate of
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is trained, over which links, and how often it is timed."""
+    """The settings of the measurement."""
 
     kind: str = "hosts"
     ranks: tuple[int, ...] = (2, 4)
@@ -50,7 +50,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a world of ranks does: turns at each of the rates, in bits per second; None: no limit."""
+    """The work of a world of ranks: turns at each of the rates, in bits per second; None: no limit."""
 
     settings: Settings
     rates: Mapping[str, float | None]

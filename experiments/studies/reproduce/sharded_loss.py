@@ -1,4 +1,4 @@
-"""What compressed reductions and gathers cost a sharded GPT: losses beside uncompressed FSDP2, seed by seed.
+"""The loss that compressed reductions and gathers cost a sharded GPT, compared with uncompressed FSDP2 seed by seed.
 
 Runs train workers of one process that do what FSDP2's ranks do, to the bit with two of them: each encodes its whole
 gradient, and averages what it keeps of it.

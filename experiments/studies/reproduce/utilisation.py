@@ -1,4 +1,4 @@
-"""How much of the time four hosts at 10 Mbit/s compute: data-parallel training, DiLoCo, and Streaming DiLoCo.
+"""The share of time in which four hosts at 10 Mbit/s compute: data-parallel training, DiLoCo, and Streaming DiLoCo.
 
 Every rank is on a host of its own (a network namespace), and all hosts share this machine's processors. Utilisation is
 the time of a step of the same processes without communication over that with it, in turns. The step-time model is given
@@ -132,7 +132,7 @@ def _utilisation(settings: Settings, own: Mapping[str, Any]) -> Spread:
 
 
 def _predicted(settings: Settings, profile: Mapping[str, Any], hook: str, step: float, own: Mapping[str, Any]) -> float:
-    """Return the utilisation that the step-time model gives for a step of so many seconds without communication."""
+    """Return the step-time model's utilisation for a step that takes `step` seconds without communication."""
     spec = Spec.parse(hook)
     if not is_seldom(spec):
         return step / (step + float(profile["added"][hook]))

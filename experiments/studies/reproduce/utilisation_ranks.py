@@ -1,4 +1,4 @@
-"""What the ranks of `diloco-utilisation` run: rounds of steps in turns, with each way to communicate and with none."""
+"""The work of the ranks of `diloco-utilisation`: steps in turns, with each way to communicate and with none."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SETTING_SECONDS = 1.0  # for the process that made the hosts to set the rate of
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is trained, over which link, and how often it is timed."""
+    """The settings of the measurement."""
 
     kind: str = "hosts"
     ranks: int = 4
@@ -59,7 +59,7 @@ class Settings:
 
     @property
     def link(self) -> LinkSettings:
-        """What is between the ranks."""
+        """The link between the ranks."""
         return LinkSettings.parse(f"hosts:{self.rate}" if self.kind == "hosts" else self.rate)
 
     def steps_of(self, hook: str) -> int:
@@ -69,7 +69,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a world of ranks does."""
+    """The work of a world of ranks."""
 
     settings: Settings
     hooks: tuple[str, ...]

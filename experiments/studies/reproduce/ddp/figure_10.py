@@ -1,4 +1,4 @@
-"""How the latency of an iteration falls if gradients are synchronized every 1, 2, 4 or 8 iterations, with `no_sync()`.
+"""The latency of an iteration if gradients are synchronized every 1, 2, 4 or 8 iterations, with `no_sync()`.
 
 Two ranks train on links of a real rate, with ddp_core's class and with PyTorch's. A turn measures a whole cycle of each
 length with each class: iterations under `no_sync()`, then one that synchronizes, and the optimizer's step. A cycle's
@@ -40,7 +40,7 @@ _UNSYNCHRONIZED_ITERATIONS = 2  # of a measurement, for less noise
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured."""
+    """The settings of the measurement."""
 
     scenes: tuple[tuple[str, str], ...]  # a model, and the rate of the link
     models: Mapping[str, str] = field(default_factory=lambda: dict(MODELS))
@@ -89,7 +89,7 @@ def _time_cycles(settings: Settings, task: str, link: LinkSettings, slower: floa
 
 
 def _cycle(stepper: Stepper, iterations: int) -> None:
-    """Run a cycle of so many iterations; 0: some that do not synchronize."""
+    """Run a cycle of `iterations`, of which the last one synchronizes; 0: some that do not synchronize."""
     with stepper.ddp.no_sync():
         for _ in range(iterations - 1 if iterations else _UNSYNCHRONIZED_ITERATIONS):
             stepper.backward()
@@ -98,7 +98,7 @@ def _cycle(stepper: Stepper, iterations: int) -> None:
 
 
 def arithmetic(seconds: Mapping[str, Sequence[float]], cycle: int) -> float:
-    """Return compute + exposed / n: the seconds of an iteration in a cycle of n, from those of 1 and of none."""
+    """Return compute + exposed / n: the seconds of an iteration in a cycle of n, from the cycles 1 and 0."""
     compute, every = (statistics.median(seconds[key]) for key in (UNSYNCHRONIZED, "1"))
     return compute + (every - compute) / cycle
 

@@ -37,7 +37,7 @@ _ROOM = 1.25  # times the first loss are drawn: one that explodes would flatten 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is trained."""
+    """The settings of the runs."""
 
     task: str = "digits:size=tiny"
     batches: tuple[tuple[int, float], ...] = ((8, 0.02), (256, 0.06), (256, 0.5))
@@ -58,7 +58,7 @@ class Training:
         self.losses: list[float] = []
 
     def iterate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Add the workers' mean gradient to those of the iterations before, and step if it is time to synchronize."""
+        """Add the workers' mean gradient to the accumulated ones, and take a step if it is time to synchronize."""
         losses = [self.task.loss(self.task.model, batch) for batch in batches]
         mean = torch.stack(losses).mean()
         mean.backward()  # adds to what is there, the mean over the workers of their gradients
@@ -158,7 +158,7 @@ def _diverged(runs: Runs, every: int) -> int:
 
 
 def _difference(runs: Runs, settings: Settings, every: int, field: str) -> Estimate | None:
-    """Return by how much a result exceeds that of the first interval, seed by seed.
+    """Return the difference between a result and the first interval's, seed by seed.
 
     None for the first itself, and if a run of either diverged.
     """

@@ -1,4 +1,4 @@
-"""How long an iteration takes if buckets go to several process groups in turn.
+"""The time of an iteration if buckets go to several process groups in turn.
 
 PyTorch's round-robin group of the paper's time is gone. In its place a communication hook has a list of Gloo groups,
 and all-reduces bucket k on group k modulo their number. Every rank launches its buckets in the same order, so each
@@ -33,7 +33,7 @@ Case = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is timed."""
+    """The settings of the measurement."""
 
     kind: str = "hosts"
     places: tuple[str, ...] = (LOOPBACK, "1 Gbit/s")

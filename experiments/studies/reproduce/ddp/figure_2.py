@@ -1,4 +1,4 @@
-"""What overlap in buckets rests on: large all-reduces are cheaper, and gradients are ready one after another.
+"""The basis of overlap in buckets: large all-reduces are cheaper, and gradients are ready one after another.
 
 The same number of elements is all-reduced in calls of different sizes. As a DDP does, a rank starts all calls and then
 waits for them. Calls so small that there would be too many are measured on fewer elements, and the time is scaled. The
@@ -40,12 +40,12 @@ NEAR = 1.10  # times the fastest: a call size below which the rest of the cost i
 _WARM_UP = 3  # backward passes that are not counted
 
 Row = Mapping[str, Any]
-"""Of one size of calls: `size` and `measured`, in elements, and the seconds of each turn for the latter."""
+"""The row of one size of calls: `size` and `measured`, in elements, and the seconds of each turn for the latter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is timed."""
+    """The settings of the measurement."""
 
     kind: str = "hosts"
     ranks: int = 2

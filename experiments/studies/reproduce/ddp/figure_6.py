@@ -1,4 +1,4 @@
-"""Where an iteration's time goes, with and without overlap of communication and the backward pass.
+"""The parts of an iteration's time, with and without overlap of communication and the backward pass.
 
 The same models in the same buckets take turns. In both cases a communication hook all-reduces every bucket: with
 overlap as soon as the bucket is ready, without it only when the last bucket is, one right after another. Copying
@@ -29,7 +29,7 @@ _WAYS = {"with": overlap, "without": do_not_overlap}
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is timed."""
+    """The settings of the measurement."""
 
     kind: str = "hosts"
     rate: str = "1 Gbit/s"

@@ -1,4 +1,4 @@
-"""How long an iteration takes with buckets of different sizes, on fewer hosts (figure 7) and on more (figure 8).
+"""The time of an iteration with buckets of different sizes, on fewer hosts (figure 7) and on more (figure 8).
 
 The same model is in memory once per size, and the copies take turns; one world of ranks for each model and number of
 hosts. Size 0 gives every gradient a bucket of its own, and the last size puts all of them into one. If ranks share
@@ -30,12 +30,12 @@ from ..reproduction import Reproduction
 from .turns import DDPS, MODELS, TINY_MODELS, Entrant, link_of, take_turns, whole
 
 Row = Mapping[str, Any]
-"""Of one size: its label, its number of buckets, and the seconds of each turn."""
+"""The row of one size: its label, its number of buckets, and the seconds of each turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is timed."""
+    """The settings of the measurement."""
 
     kind: str = "hosts"
     rate: str = "1 Gbit/s"

@@ -1,4 +1,4 @@
-"""How the latency of an iteration grows with the number of hosts.
+"""The growth of an iteration's latency with the number of hosts.
 
 All ranks run all the time. For a world size of W they form groups of W, each of which trains a model of its own: with
 8 hosts, a world size of 2 is four pairs. So while all compute, a rank has the same share of the processor at every
@@ -44,7 +44,7 @@ from .turns import MODELS, TINY_MODELS, draw_quartiles, end_groups, label_axes, 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured, on groups of how many hosts, and on how many it is simulated."""
+    """The settings: models, and the numbers of hosts that are measured and simulated."""
 
     models: Mapping[str, str] = field(default_factory=lambda: dict(MODELS))
     worlds: tuple[int, ...]  # numbers of hosts; each must divide the last one
@@ -119,12 +119,12 @@ def _iteration(stepper: Stepper, alone: list[tuple[float, int]], world: int) -> 
 
 
 def longer(found: Mapping[str, Any], world: int, than: int) -> Ratio:
-    """Return by which factor an iteration takes longer on one number of hosts than on another, in each turn."""
+    """Return the time of an iteration on `world` hosts over its time on `than` hosts, in each turn."""
     return Ratio.of(found["seconds"][str(world)], found["seconds"][str(than)])
 
 
 def simulated(settings: Settings, found: Mapping[str, Any], world: int, latency: str = "0") -> float:
-    """Return an iteration's seconds on so many hosts by the step-time model, from what groups of one measured."""
+    """Return an iteration's seconds on `world` hosts by the step-time model, from the measurements of groups of one."""
     ready = [statistics.median(moments) for moments in zip(*found["ready"], strict=True)]
     alone = statistics.median(found["seconds"]["1"])
     buckets = tuple(

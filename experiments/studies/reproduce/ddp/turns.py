@@ -1,4 +1,4 @@
-"""What the DDP paper's timings share: ranks on a link, steps that are timed in turns, and how latencies are drawn.
+"""The shared parts of the DDP paper's timings: ranks on a link, steps timed in turns, and pictures of latencies.
 
 If ranks share cores, time is dilated (`experiments.machine.dilation`), so that each has what one core computes, as with
 the setting `compute` of runs. With four ranks on each core, compute takes four times as long, so the link is slowed

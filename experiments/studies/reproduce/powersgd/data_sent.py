@@ -69,7 +69,7 @@ _MODELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is sent by how many workers."""
+    """The settings: schemes for each model, and the number of workers."""
 
     schemes: Mapping[str, tuple[str, ...]]  # by model: keys of `HOOKS`, the dense one first
     workers: int = 16  # as many as in the paper; the bytes of two hops depend on it

@@ -48,14 +48,14 @@ _SILENCE_SECONDS = 300.0
 _STOCK, _OURS = "PyTorch's", "ours"
 
 Run = tuple[str, float, int]
-"""Which hook is trained, with which skew and seed."""
+"""The hook's label, the skew and the seed of a run."""
 Registered = commhooks.Attachment | PowerSGDState
-"""What keeps the residuals of our hook, or of PyTorch's."""
+"""The object that keeps the residuals of our hook, or of PyTorch's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is trained."""
+    """The settings of the runs."""
 
     task: str = "digits:size=tiny"
     skews: tuple[float, ...] = (0.0, 1.0)
@@ -147,7 +147,7 @@ def _register(ddp: nn.Module, hook: Spec, seed: int) -> Registered:
 
 
 def _look(residual: Tensor, own: float, ranks: int) -> dict[str, float]:
-    """Return the norm of a rank's residual and that of their mean, both over the norm of a rank's gradient.
+    """Return the norms of a rank's residual and of the ranks' mean residual, both over the norm of a rank's gradient.
 
     Norms of one rank are root mean squares over the ranks. Every rank calls this.
     """
@@ -169,7 +169,7 @@ def _residual(registered: Registered) -> Tensor:
 
 
 def _elements(registered: Registered, steps: int) -> float:
-    """Return the elements sent in a compressed step, of which there were so many."""
+    """Return the elements sent in a compressed step, of which there were `steps`."""
     if isinstance(registered, commhooks.Attachment):
         return registered.last_step().payload_bytes / torch.float32.itemsize
     return float(registered.compression_stats()[2] / steps)
@@ -206,12 +206,12 @@ def _mean(rows: Mapping[int, Mapping[str, Any]], value: Callable[[Mapping[str, A
 
 
 def _diverged(rows: Sequence[Mapping[str, Any]], skew: float) -> int:
-    """Return how many runs on data of this skew ended with a loss that is not finite."""
+    """Return the number of runs on data of this skew that ended with a loss that is not finite."""
     return sum(row["skew"] == skew and not math.isfinite(row["loss"]) for row in rows)
 
 
 def _accuracies(rows: Sequence[Mapping[str, Any]], skew: float) -> Estimate:
-    """Return by how many points our accuracy exceeds that of PyTorch's hook, seed by seed."""
+    """Return the points by which our accuracy exceeds PyTorch's hook's, seed by seed."""
     ours, theirs = (
         {s: 100 * row["accuracy"] for s, row in by_seed(rows, skew=skew, label=one).items()} for one in (_OURS, _STOCK)
     )

@@ -45,7 +45,7 @@ _UNTIMED = 1  # steps at the beginning: memory is allocated in the first one, an
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is trained, and how many steps are taken at which rate."""
+    """The settings of the runs, and the number of steps at each rate."""
 
     task: str
     hooks: tuple[str, ...]  # the first one is the baseline

@@ -52,7 +52,7 @@ _MEDIAN_TARGET, _NINE_IN_TEN_TARGET = 0.15, 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is trained, and where."""
+    """The settings of the measurement."""
 
     kind: str = "hosts"
     hosts: tuple[int, ...] = (2, 4, 8)
@@ -74,7 +74,7 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
 
 
 def _measure(settings: Settings, hosts: int, rate: str, tell: Tell) -> list[dict[str, Any]]:
-    """Return a case for each hook; what the model is given, anew for each rate, as a machine's other load changes."""
+    """Return a case for each hook; the model's input is measured for each rate, as the machine's load changes."""
     tell(f"{hosts} hosts, {rate}")
     unlimited = LinkSettings(kind=settings.kind)
     run = RunSettings(

@@ -33,7 +33,7 @@ _BACKWARD_SHARE = 2 / 3  # of a step's compute
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is assumed."""
+    """The assumptions."""
 
     parameters: int = 1_000_000_000
     step_seconds: float = 0.1
@@ -69,7 +69,7 @@ def _rows(settings: Settings) -> dict[str, Any]:
 
 
 def utilisation(settings: Settings, period: int, rate: float) -> float:
-    """Return the compute utilisation if all parameters are averaged once in so many steps, at this rate."""
+    """Return the compute utilisation if all parameters are averaged once in `period` steps, at this rate."""
     compute = period * settings.step_seconds
     backward = _BACKWARD_SHARE * settings.step_seconds  # of the period's last step
     payload = settings.parameters * settings.bytes_per_parameter // settings.parts

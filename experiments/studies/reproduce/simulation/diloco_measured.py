@@ -37,7 +37,7 @@ _GOAL = 0.05  # median relative error
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What they state."""
+    """The figures that the source states."""
 
     parameters: int = 30_846_720
     step_seconds: float = 0.027

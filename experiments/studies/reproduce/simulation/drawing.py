@@ -13,7 +13,7 @@ from experiments.report.plots import Theme, canvas, legend, looks
 
 
 def measured_and_simulated(cases: Sequence[Any], theme: Theme) -> Figure:
-    """Draw a dot for each case, its colour that of the hook, its shape that of the number of hosts."""
+    """Draw a dot for each case, with a colour for each hook and a shape for each number of hosts."""
     hooks = list(dict.fromkeys(case["hook"] for case in cases))
     hosts = list(dict.fromkeys(case["hosts"] for case in cases))
     drawn = looks(hooks, "all-reduce" if "all-reduce" in hooks else None)
