@@ -245,6 +245,7 @@ THAT_NEITHER_DRAW_NOR_REPORT = [
     ["plan", "--probe", "probe.json", "--profile", "profile.json"],
     ["probe", "--ranks", "2", "--seconds", "1", "--unsteady"],
     ["profile", "--task", "gpt:size=tiny", "--hook", "fp16", "--steps", "10"],
+    ["check", "all-reduce", "--law", "replicas"],
     ["hooks"],
     ["tasks", "digits"],
     ["env"],

@@ -12,6 +12,7 @@ small blocks).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -41,6 +42,11 @@ class Affine(Compressor):
         """
         channel = min(parameter.numel(), self.channel or parameter.numel())
         return Loss(channel / (channel + 255**2 - 1))
+
+    @property
+    def exempt(self) -> Mapping[str, str]:
+        """Name the law of buckets."""
+        return {"buckets": "elements of several parameters share a scale"}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather scales, zero points and codes; average the decoded values in rank order."""

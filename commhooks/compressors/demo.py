@@ -25,6 +25,7 @@ Legend: T tiles of a×b elements; C their coefficients; k sent of each tile; W r
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from commhooks.compressors.sparse.gathering import add_in_rank_order, runs_of
 from commhooks.compressors.tiles import MeanOver, Tiling, senders
 from commhooks.compressors.whole import average_whole
 from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
+from commhooks.language.compressor import FEEDBACK_LAWS, Compressor, Context, Exchange, side_by_side
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import AllGather, Judge, Part
 from commhooks.language.settings import refusal, setting
@@ -80,6 +81,14 @@ class DeMo(Compressor):
             return None
         tiling = Tiling.of(parameter, self.chunk)
         return Loss(1 - self.k / self.chunk**2) if self.k < tiling.a * tiling.b else None
+
+    @property
+    def exempt(self) -> Mapping[str, str]:
+        """Name the laws of error feedback, if the mean is not that of what was sent."""
+        if self.one_bit or self.sign:
+            return dict.fromkeys((*FEEDBACK_LAWS, "wire"), "what is subtracted from the momentum is sent as signs")
+        over_senders = dict.fromkeys(FEEDBACK_LAWS, "the mean is over those ranks that sent a coefficient")
+        return over_senders if self.mean_over == "senders" else {}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather every rank's coefficients; average parameters that are too small for them uncompressed."""

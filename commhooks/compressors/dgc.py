@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from commhooks.compressors.sparse.gathering import Plan, Sent, gather
 from commhooks.compressors.sparse.indices import Indices, largest_error
 from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.compressor import FEEDBACK_LAWS, Compressor, Context, Exchange
 from commhooks.language.entries import RESIDUAL, Declared, Entry
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.memory import add_residuals
@@ -59,6 +60,11 @@ class DGC(Compressor):
     def loss(self, name: str, parameter: Tensor) -> Loss:
         """Return 1 - k/n for the final ratio; DGC itself keeps the unsent part."""
         return Loss(largest_error(self.indices, parameter.numel(), self.ratio), is_kept=False)
+
+    @property
+    def exempt(self) -> Mapping[str, str]:
+        """Name the laws of error feedback."""
+        return dict.fromkeys((*FEEDBACK_LAWS, "wire"), "a momentum is sent, not the gradient")
 
     def state(self, place: Place) -> Declared:
         """Return v, and u if there is a momentum."""

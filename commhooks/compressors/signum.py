@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -54,6 +54,11 @@ class Signum(Compressor):
     def loss(self, name: str, parameter: Tensor) -> Loss:
         """Return inf: only signs are sent, and ±1 may be arbitrarily larger than the momentum."""
         return Loss(math.inf)
+
+    @property
+    def exempt(self) -> Mapping[str, str]:
+        """Name the law of zeros."""
+        return {"zeros": "one bit has no third value"}
 
     def state(self, place: Place) -> Declared:
         """Return the momentum."""

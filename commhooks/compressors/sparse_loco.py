@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy
@@ -32,7 +32,7 @@ from commhooks.compressors.sparse.gathering import Received, are_formed_together
 from commhooks.compressors.tiles import MeanOver, Tiling, senders, without_padding
 from commhooks.devices import copied_to
 from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.compressor import FEEDBACK_LAWS, Compressor, Context, Exchange
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.requests import AllGather, Judge, Layout, Part
 from commhooks.language.settings import refusal, setting
@@ -74,6 +74,12 @@ class SparseLoCo(Compressor):
         total. Padding makes T·a·b at most 4·elements.
         """
         return Loss(1 - 1 / (4 * parameter.numel())) if parameter.numel() else None
+
+    @property
+    def exempt(self) -> Mapping[str, str]:
+        """Name the laws of error feedback, if the mean is over fewer ranks, or what one has sent is cut."""
+        changed = self.mean_over == "senders" or self.clip_to_median
+        return dict.fromkeys(FEEDBACK_LAWS, "means are over senders, or clipped") if changed else {}
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather every rank's codes; the mean is the sum of the decoded values, in rank order."""

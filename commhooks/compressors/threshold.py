@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -44,6 +45,11 @@ class Threshold(OwnPlaces):
     def loss(self, name: str, parameter: Tensor) -> Loss:
         """Return the loss of top-k; an element of the residual that waits below τ is bounded by it."""
         return Loss(largest_error(self.indices, parameter.numel(), self.capacity))
+
+    @property
+    def exempt(self) -> Mapping[str, str]:
+        """Name the law of losses."""
+        return {"loss": "what is below the threshold is left, and does not grow"}
 
     @property
     def most(self) -> tuple[Indices, float]:

@@ -28,7 +28,7 @@ from commhooks.compressors.dealing import Columns, Deal
 from commhooks.compressors.whole import average_whole
 from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange, side_by_side
+from commhooks.language.compressor import FEEDBACK_LAWS, Compressor, Context, Exchange, side_by_side
 from commhooks.language.entries import Declared, Entry
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.memory import surely
@@ -105,6 +105,15 @@ class TwoHop(Compressor):
         That is sent as a code unless there are too many ranks.
         """
         return self._loss if parameter.numel() >= self.codec.block else None
+
+    @property
+    def exempt(self) -> Mapping[str, str]:
+        """Name the laws of error feedback, if there is none for the second code."""
+        return (
+            {}
+            if self.server_feedback
+            else dict.fromkeys((*FEEDBACK_LAWS, "wire"), "what the second code loses is lost")
+        )
 
     @property
     def _loss(self) -> Loss:

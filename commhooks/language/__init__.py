@@ -4,7 +4,7 @@ docs/guide/compressors.md introduces it with examples.
 """
 
 from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.compressor import FEEDBACK_LAWS, Compressor, Context, Exchange
 from commhooks.language.entries import Entry
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.place import Place
@@ -31,6 +31,7 @@ __all__ = [
     "Context",
     "Entry",
     "Exchange",
+    "FEEDBACK_LAWS",
     "Group",
     "Judge",
     "Layout",

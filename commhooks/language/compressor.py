@@ -34,6 +34,9 @@ request is a list of tensors, to several at once a list of such lists, and to `J
 Carry = Callable[[Asked], Generator[Asked, Any, Any]]
 """A function that carries out a request, possibly by yielding others, and returns its answer."""
 
+FEEDBACK_LAWS = ("conservation", "narrow", "tiny", "convergence")
+"""The keys of the laws by which mean + residual is what was to be sent, for `Compressor.exempt`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Context:
@@ -151,6 +154,11 @@ class Compressor(ABC):
     def sends(self) -> Sends:
         """The kind of `compress`'s requests, which decides whether a wrapper may cast them."""
         return Sends.SUMS
+
+    @property
+    def exempt(self) -> Mapping[str, str]:
+        """The laws of `commhooks.laws` that do not hold for this compressor by design: their keys, and the reason."""
+        return {}
 
     def takes(self, gradient: Tensor) -> bool:
         """Return whether `compress` can handle this kind of gradient; others are averaged by a plain all-reduce."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from commhooks import Compressor
 from commhooks.language import AllGather, BucketView, Context, Entry, Exchange, Judge, Loss, Place, Sends, setting
+from commhooks.language.compressor import FEEDBACK_LAWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class MomentumTopK(Compressor):
     momentum: float = setting(0.9, least=0, below=1)
     """Higher: a longer memory."""
     sends = Sends.ANYTHING
+    exempt = dict.fromkeys((*FEEDBACK_LAWS, "wire", "loss"), "the momentum is sent, not the gradient")  # laws of others
 
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return 1 - k/n: what is sent has at least the average size."""

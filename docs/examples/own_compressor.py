@@ -27,14 +27,17 @@ class RandomRows(Compressor):
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Average the rows; all ranks draw the same ones, from the parameter's name and the step."""
         parts, chosen = [], []
-        for slot in bucket.slots:
-            M = slot.form().view(len(slot.parameter), -1)  # gradient + residual
+        for slot in bucket.filled:
+            M = slot.form().view(slot.parameter.shape[:1].numel(), -1)  # gradient + residual
             chosen.append(seeded_places(len(M), -(-len(M) // self.every), stable_seed(slot.name, context.step), M))
             parts += [slot.part(M[chosen[-1]]), slot.part(M.abs().amax().view(1))]  # the latter shows an inf in any row
+        if not parts:  # no parameter has an element
+            return
         answers = yield AllReduce(*parts, average=True, last=True)
-        finite = yield Judge(*answers)
-        for slot, rows, mean in zip(bucket.slots, chosen, answers[::2], strict=True):
-            M = slot.form().view(len(slot.parameter), -1)
+        overflowing = bucket.filled[0].tile.in_own_range(answers[::2])  # in fp16; otherwise nothing
+        finite = yield Judge(*answers, *overflowing)
+        for slot, rows, mean in zip(bucket.filled, chosen, answers[::2], strict=True):
+            M = slot.form().view(slot.parameter.shape[:1].numel(), -1)
             slot.keep(M.index_fill_(0, rows, 0.0).flatten(), finite)  # what was not sent is the new residual
             slot.write(torch.zeros_like(M).index_copy_(0, rows, mean).flatten() + torch.where(finite, 0.0, torch.nan))
 

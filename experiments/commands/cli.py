@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from . import cluster
+from .check import check
 from .compare import compare
 from .env import env
 from .estimate import estimate
@@ -69,7 +70,21 @@ def commhooks(
     """Run before every command; do nothing except for --version."""
 
 
-for function in (estimate, plan, compare, sweep, report, profile, probe, hooks, tasks, env, simulate, leaderboard):
+for function in (
+    estimate,
+    plan,
+    compare,
+    sweep,
+    report,
+    profile,
+    probe,
+    check,
+    hooks,
+    tasks,
+    env,
+    simulate,
+    leaderboard,
+):
     name = function.__name__
     app.command(help=help_of(name), cls=Command)(function)
 app.add_typer(cluster.app, name="cluster")

@@ -180,6 +180,24 @@ about 0.67 is the best possible, because the forward pass, a third of the comput
     commhooks hooks powersgd
     commhooks hooks mypackage.module:TopK
 """,
+    "check": """
+Every law is tried on a few workers in this process, in about ten seconds: replicas agree, what is not sent is kept, \
+an inf shows everywhere, runs are resumed bit for bit, a step leaves out no more than is declared. A line says of each \
+law whether it is kept, broken, or does not apply. The exit code is 1 if any is broken.
+
+[bold]Your own compressor or codec[/bold], from a file or a package, with its settings.
+
+    commhooks check my_compressor.py:RandomRows:every=8
+    commhooks check mypackage.codecs:ThreeBits
+
+[bold]One law[/bold], while you look for what breaks it.
+
+    commhooks check my_compressor.py:RandomRows --law conservation
+
+[bold]Any hook[/bold], as for --hook.
+
+    commhooks check powersgd:rank=4
+""",
     "tasks": """
 [bold]All names[/bold], and the settings of one, or of your own function.
 

@@ -20,6 +20,7 @@ GROUPS = {
     "Look inside": {
         "profile": "Measure where the time of a training step goes, and what every hook adds to it without a link.",
         "probe": "Measure the time of every collective between the ranks, in half a minute.",
+        "check": "Try the laws of compressors on one of your own, and name what breaks them.",
     },
     "Look up": {
         "hooks": "List the hooks, or show one's settings and card: source, idea, bytes and weakness.",

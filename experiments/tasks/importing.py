@@ -41,7 +41,7 @@ def import_module(where: str, what: str) -> ModuleType:
             f"{what}: there is no module {where!r} on the search path or in {here}; name a module that Python can "
             "import, or a file: 'folder/file.py:function'"
         )
-    with _errors_in_words(f"{what}: importing {where}"):
+    with failures_in_words(f"{what}: importing {where}"):
         return importlib.import_module(where)
 
 
@@ -59,7 +59,7 @@ def _from_file(path: Path, what: str) -> ModuleType:
     if (folder := str(path.parent)) not in sys.path:
         sys.path.insert(0, folder)  # as for a script: its neighbours can be imported, in its functions too
     try:
-        with _errors_in_words(f"{what}: importing {path}"):
+        with failures_in_words(f"{what}: importing {path}"):
             specification.loader.exec_module(module)
     except ValueError:
         del sys.modules[name]
@@ -68,8 +68,8 @@ def _from_file(path: Path, what: str) -> ModuleType:
 
 
 @contextmanager
-def _errors_in_words(what: str) -> Iterator[None]:
-    """Raise ValueError with the file and line if a module fails while it is imported."""
+def failures_in_words(what: str) -> Iterator[None]:
+    """Raise ValueError with the file and line if somebody else's code fails."""
     try:
         yield
     except SystemExit as error:

@@ -26,7 +26,7 @@ UNSCALED = [
     for case in CASES
     # Products of factors have a range of their own, fp16 on the wire has its own, and an unbiased sample is n/k times
     # as large as the gradient.
-    if case.exchanges and not case.rank and case.wire != torch.float16 and not case.only_signs
+    if case.exchanges and not case.rank and case.wire != torch.float16 and "zeros" not in case.exempt
     if case.name not in ABSOLUTE and case.name != "random-k-unbiased"
     # Coefficients that few ranks have sent add up to more than any gradient.
     if case.owes_as != "demo"

@@ -10,7 +10,6 @@ from commhooks import make_compressor
 from tests import bounds
 from tests.cases import CASES, Case, forms_first
 from tests.commhooks.models import Given, wrap
-from tests.commhooks.test_laws import losses_of_a_step, odd_parameters
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
 from tests.world import on_ranks
 
@@ -42,7 +41,7 @@ def test_residuals_in_bf16_lose_no_more_than_their_rounding(case: Case, dtype: t
         unsent = [workers.unsent(index) for index in range(3)]
         owed = [[workers.residual(rank, i).double() for i in range(3)] for rank in (0, 1)]
         gradients = normal(parameters, 2, seed=step, scale=0.25)
-        losses = losses_of_a_step(case, gradients, owed)
+        losses = case.lost(gradients, owed)
         means = workers.step(gradients)
         for rank in (0, 1):
             for kept in workers.states[rank].residuals():
@@ -72,7 +71,7 @@ def test_with_residuals_in_bf16_the_running_mean_still_converges(case: Case) -> 
         rounding, owed_at_most[storage] = 0.0, 0.0
         for _ in range(60):
             before = [[workers.residual(rank, i).double() for i in range(2)] for rank in (0, 1)]
-            rounding += losses_of_a_step(case, gradients, before)[0]
+            rounding += case.lost(gradients, before)[0]
             total += (1 - case.decay) * workers.unsent(0)  # faded
             total += workers.step(gradients)[0][0]
             kept = largest(*(workers.residual(rank, 0) for rank in (0, 1)))
@@ -118,4 +117,4 @@ def test_the_models_own_parameters_are_not_counted_as_the_hooks() -> None:
 
 def test_an_unknown_storage_is_refused() -> None:
     with pytest.raises(commhooks.SettingsError, match="residuals='fp8': residuals must be one of fp32, bf16, host"):
-        Workers(make_compressor("fp16"), 2, odd_parameters(), storage="fp8")
+        Workers(make_compressor("fp16"), 2, zeros((24, 40)), storage="fp8")

@@ -1,0 +1,132 @@
+"""What a compressor claims, by its declarations: which laws hold for it, and how much they let it round."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from commhooks.compressors.codecs import Codec
+from commhooks.compressors.codecs.passes import payloads_of
+from commhooks.compressors.noop import NoOp
+from commhooks.language.compressor import Compressor, inner_of
+from commhooks.laws import bounds
+from commhooks.laws.workers import Workers, normal, zeros
+from commhooks.wrappers import ErrorFeedback
+
+SHAPES = ((24, 40), (40,), (3, 5, 3, 3), (24, 40), (7,), (64, 33), (1, 1), (0, 4), ())
+"""Of the parameters that laws are tried on: matrices, some alike, vectors, one without elements, and a number."""
+NEVER = 10**9
+"""Steps, for what does not end."""
+_LARGEST_BLOCK = 60
+"""A code for larger blocks would compress none of these, so another parameter joins them."""
+_ROUNDINGS = 256
+"""Of each element in a step, by any code: far more than rounds in a step, and far less than a mistake loses."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Claims:
+    """What the laws take from a compressor's declarations; of this package's compressors, from the table of tests."""
+
+    exchanges: bool = True
+    """Ranks end with the same mean."""
+    error_feedback: bool = False
+    """Keeps what it did not send, in the state "residual"."""
+    decay: float = 1.0
+    """So much of the residual is added to the next gradient; the rest is lost."""
+    drops: str = ""
+    """Why mean + residual need not be what was to be sent; "": it is."""
+    depends_on_buckets: bool = False
+    """What it sends, and its mean, depend on which parameters share a bucket."""
+    rank: int = 0
+    """Of the factors that it sends; 0: it sends none."""
+    wire: torch.dtype | None = None
+    """In which dtype its sums travel, where that is not the one that it computes in."""
+    roundings: int = 0
+    """How many times a step rounds an element, other than by a cast or by factors."""
+    range: torch.dtype | None = None
+    """The dtype that bounds what it can send, if its range is shorter than fp32's."""
+    overshoots: bool = True
+    """A mean may be larger than every rank's gradient, so that fp16 cannot hold it."""
+    is_derived: bool = False
+    """Read from a compressor's declarations, which say less than a row of a table: not whether a mean `overshoots`, or
+    whether 1e30 can be sent."""
+    exempt: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """By the key of a law that it breaks by design, the reason; see `Compressor.exempt`."""
+    block: int = 0
+    """The elements of its codes' largest blocks; 0: it has no blocks."""
+
+    @classmethod
+    def of(cls, compressor: Compressor) -> Self:
+        """Return what a compressor's declarations and settings claim, and those of what it wraps."""
+        nest = list(every_one_in(compressor))
+        feeding = [one for one in nest if isinstance(one, ErrorFeedback)]
+        decays = {one.decay for one in feeding}
+        drops = [f"its residual is dropped every {one.reset_every} steps" for one in feeding if one.reset_every]
+        drops += ["its residuals fade by different factors"] if len(decays) > 1 else []
+        codecs = codecs_in(nest)
+        block = max((codec.block for codec in codecs), default=0)
+        workers = Workers(compressor, 2, zeros(*cls(block=block).shapes(*SHAPES)))
+        workers.step(normal(workers.parameters, 2, seed=0))
+        kinds = {entry.kind for declared in workers.kinds().values() for entry in declared.values()}
+        exempt = {key: why for one in nest for key, why in one.exempt.items()}
+        narrow = workers.summed_in | {dtype for codec in codecs for _, dtype in payloads_of(codec, torch.float32)}
+        return cls(
+            exchanges=not any(isinstance(one, NoOp) for one in nest),
+            error_feedback="residual" in kinds,
+            decay=max(decays, default=1.0),
+            drops="; ".join(drops),
+            depends_on_buckets="buckets" in exempt,
+            rank=_ROUNDINGS // 4,
+            wire=max((one for one in workers.summed_in if one.itemsize == 2), key=bounds.unit_roundoff, default=None),
+            roundings=_ROUNDINGS,
+            range=torch.float16 if torch.float16 in narrow else None,
+            exempt=exempt,
+            block=block,
+            is_derived=True,
+        )
+
+    def shapes(self, *shapes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return shapes, and one more with eight of the codes' blocks if these are too large for the others."""
+        return (*shapes, (8, self.block + 3)) if self.block > _LARGEST_BLOCK else shapes
+
+    def lost(
+        self, gradients: list[list[Tensor]], residuals: list[list[Tensor]], *, on_one_rank: bool = False
+    ) -> list[float]:
+        """Return for each parameter how much of what was to be sent a step may round away, on the mean over ranks.
+
+        gradients, residuals: [rank][parameter]; the residuals before the step. On one rank nothing is summed, so that a
+        narrow wire loses nothing.
+        """
+        to_send = [
+            [g.double() + self.decay * e for g, e in zip(*both, strict=True)]
+            for both in zip(gradients, residuals, strict=True)
+        ]
+        if self.depends_on_buckets:  # all of a bucket is one matrix
+            to_send = [[torch.cat([part.flatten() for part in own])] * len(own) for own in to_send]
+        dtype = torch.promote_types(gradients[0][0].dtype, torch.float32)
+        wire = None if on_one_rank else self.wire
+        return [
+            bounds.of_conservation(of_ranks, self.rank, dtype, wire, self.roundings)
+            for of_ranks in zip(*to_send, strict=True)
+        ]
+
+    def horizon(self, contraction: float) -> int:
+        """Return after how many steps all that error feedback has to send is sent, at this error."""
+        kept = 1 - self.decay**2 * contraction
+        return max(120, round(8 / kept)) if kept > 0 else NEVER
+
+
+def every_one_in(compressor: Compressor) -> Iterator[Compressor]:
+    """Yield a compressor and those in its settings, at any depth."""
+    yield compressor
+    for one in inner_of(compressor):
+        yield from every_one_in(one)
+
+
+def codecs_in(nest: list[Compressor]) -> list[Codec]:
+    """Return the codecs in the settings of compressors."""
+    return [value for one in nest for value in vars(one).values() if isinstance(value, Codec)]

@@ -1,0 +1,173 @@
+"""What `commhooks.laws.check` says of compressors that obey the laws, and of those that do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks import Compressor, ErrorFeedback, SettingsError, TwoHop, make_compressor
+from commhooks.codecs import QSGD, Codec, Int4, Int8
+from commhooks.language import AllReduce, BucketView, Context, Exchange, Judge, Loss, Slot
+from commhooks.laws import LAWS, Finding, as_used, check
+from tests.commhooks.test_own_compressors import example
+
+OF_EXAMPLES: dict[str, Compressor | Codec] = {
+    "own_compressor": example("own_compressor").RandomRows(every=4),
+    "dithering": example("dithering").Dithering(block=32),
+    "momentum_top_k": example("momentum_top_k").MomentumTopK(ratio=0.05),
+}
+
+
+def bad(given: Compressor | Codec, *only: str) -> list[Finding]:
+    return [one for one in check(given, only=only) if one.is_bad]
+
+
+@pytest.mark.parametrize("name", OF_EXAMPLES)
+def test_the_guides_examples_obey_every_law(name: str) -> None:
+    found = check(OF_EXAMPLES[name])
+    assert [one.law for one in found] == [law.key for law in LAWS]
+    assert [str(one) for one in found if one.is_bad] == []
+    assert sum(one.verdict == "kept" for one in found) >= 16
+
+
+@pytest.mark.parametrize("name", ["affine", "dgc", "distro:chunk=16", "natural:block=32", "noop", "signum:block=32"])
+def test_compressors_that_are_exempt_from_laws_say_so_and_obey_the_others(name: str) -> None:
+    assert (
+        bad(make_compressor(name), "replicas", "zeros", "conservation", "buckets", "moved", "wire", "convergence") == []
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Halves(Compressor):
+    """Averages the first half of each parameter's elements, with one mistake or none."""
+
+    mistake: str = ""
+
+    def loss(self, name: str, parameter: Tensor) -> Loss | None:
+        return None if self.mistake == "no loss" else Loss(0.1 if self.mistake == "small loss" else 1 - 1e-9)
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        slots = bucket.slots if self.mistake == "crash" else bucket.filled
+        parts = []
+        for slot in slots:
+            M = slot.form()
+            if self.mistake == "crash":
+                M.view(len(slot.parameter), -1)
+            if self.mistake == "rank":
+                M = M * (1 + context.rank)
+            if self.mistake == "seed":
+                M = M + torch.randn(1)
+            parts += [slot.part(M[: -(-len(M) // 2)].clone()), slot.part(M.abs().amax().view(1))]
+        if not parts:
+            return
+        answers = yield AllReduce(*parts, average=True, last=True)
+        finite = torch.tensor(True)
+        if self.mistake != "unjudged":
+            finite = yield Judge(*answers, *slots[0].tile.in_own_range(answers[::2]))
+        for slot, mean in zip(slots, answers[::2], strict=True):
+            self._finish(slot, mean * (1 + context.rank) if self.mistake == "own" else mean, finite)
+
+    def _finish(self, slot: Slot, mean: Tensor, finite: Tensor) -> None:
+        left = slot.form()
+        left[: len(mean)] = 0.0
+        slot.keep(left * 0.5 if self.mistake == "lost" else left, finite)
+        whole = torch.zeros_like(slot.room).index_add_(0, torch.arange(len(mean)), mean.to(slot.room.dtype))
+        slot.write(whole + torch.where(finite, 0.0, torch.nan))
+
+
+def test_without_a_mistake_all_is_kept_or_excused() -> None:
+    found = check(Halves())
+    assert [str(one) for one in found if one.is_bad] == []
+    assert {one.law for one in found if one.verdict == "does not apply"} == {"convergence", "unbiased"}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "law"),
+    [("own", "replicas"), ("seed", "repeats"), ("unjudged", "flaws"), ("lost", "conservation"), ("small loss", "loss")],
+)
+def test_a_mistake_breaks_the_law_about_it(mistake: str, law: str) -> None:
+    (found,) = bad(Halves(mistake=mistake), law)
+    assert found.verdict == "broken"
+    assert str(found).startswith(f"broken: {found.rule}; ") and f"; usual causes: {found.causes}" in str(found)
+
+
+def test_a_broken_law_names_parameter_step_and_how_far_it_is_off() -> None:
+    (found,) = bad(Halves(mistake="lost"), "conservation")
+    assert re.match(r"off by 0\.4\d of the largest element: a float32 parameter of shape 24×40 in step 0", found.why)
+
+
+def test_a_crash_names_the_authors_line_and_what_was_tried() -> None:
+    (found,) = bad(Halves(mistake="crash"))
+    assert (found.law, found.verdict) == ("steps", "crashed")
+    assert "test_checking.py" in found.place and found.place.endswith("M.view(len(slot.parameter), -1)")
+    assert "RuntimeError: cannot reshape" in found.why and "float32 parameters of shapes 24×40, 40," in found.why
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wrong(Int8):
+    """int8 with one mistake."""
+
+    mistake: str
+
+    def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
+        if self.mistake == "nearest":
+            noise = torch.full_like(noise, 0.5)
+        if self.mistake == "half the noise":
+            noise = noise / 2
+        return super().encode(blocks, noise)
+
+    @property
+    def compiled(self) -> tuple[str, int] | None:
+        return None
+
+    def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
+        return super().decode_into(code, blocks).mul_(0.99 if self.mistake == "shrunk" else 1.0)
+
+    def relative_error(self) -> float:
+        return super().relative_error() * (0.5 if self.mistake == "half the error" else 1.0)
+
+
+@pytest.mark.parametrize("mistake", ["nearest", "half the noise", "shrunk"])
+def test_a_codec_that_is_not_unbiased_but_says_so_is_found(mistake: str) -> None:
+    (found,) = bad(Wrong(mistake=mistake, block=32), "unbiased")
+    assert "standard errors" in found.why
+    assert bad(Wrong(mistake="", block=32), "unbiased", "loss") == []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Coarse(QSGD):
+    """QSGD whose declared error is a fraction of the true one."""
+
+    share: float
+
+    def relative_error(self) -> float:
+        return super().relative_error() * self.share
+
+
+def test_an_error_that_is_too_small_is_found_for_unbiased_codes() -> None:
+    assert bad(Wrong(mistake="half the error", block=32), "loss")
+    # QSGD's bound is reached only by blocks whose small elements add up; this is a third of what is measured.
+    (found,) = bad(Coarse(block=32, levels=1, share=0.2), "loss")
+    assert "is left out, in squared norms" in found.why
+    assert bad(QSGD(block=32, levels=1), "loss") == []
+
+
+def test_what_is_checked_is_what_would_be_used() -> None:
+    assert as_used(Int4(block=32)) == ErrorFeedback(inner=TwoHop(codec=Int4(block=32)))
+    assert as_used(QSGD(block=32, levels=1)) == TwoHop(codec=QSGD(block=32, levels=1), server_feedback=False)
+    top_k = make_compressor("top-k", ratio=0.1, error_feedback=False)
+    assert as_used(top_k) == as_used(ErrorFeedback(inner=top_k)) == ErrorFeedback(inner=top_k)
+    for name in ("all-reduce", "fp16", "random-k:unbiased=true", "signum"):
+        assert as_used(make_compressor(name)) == make_compressor(name)
+
+
+def test_a_law_that_does_not_exist_and_what_is_no_compressor_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"check\(only=\['replica'\]\): there is no such law; there are replicas, "):
+        check(make_compressor("fp16"), only=("replica",))
+    with pytest.raises(SettingsError, match="expected a Compressor"):
+        check("top-k")  # type: ignore[arg-type]  # "str"; expected "Compressor | Codec"
