@@ -31,8 +31,6 @@ FENCE = re.compile(
 README_LINES = 150
 WORDS = 3_000
 """The longest page, counted as `wc -w` counts its source: code counts, tables that it takes from other files do not."""
-LONGER = {"guide/compressors.md": 6_000}
-"""Pages that are not split yet."""
 NAVIGATION = re.findall(r"\S+\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2], re.M)
 """The pages of the site, from the folder docs."""
 
@@ -104,7 +102,7 @@ def without_indent(text: str) -> str:
 @pytest.mark.parametrize("page", NAVIGATION)
 def test_a_page_is_short_enough_to_read_at_once(page: str) -> None:
     words = len((ROOT / "docs" / page).read_text(encoding="utf-8").split())
-    assert words <= LONGER.get(page, WORDS), "split it, or say it once and link"
+    assert words <= WORDS, "split it, or say it once and link"
 
 
 def test_the_lists_of_files_name_files_that_exist() -> None:

@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 
-import commhooks
 from commhooks.compressors import TwoHop
 from commhooks.compressors.codecs import Codec
 from commhooks.errors import SettingsError
@@ -162,7 +161,7 @@ def _cause_of(error: BaseException) -> BaseException:
 
 def _place_of(error: BaseException) -> str:
     """Return the innermost line of the author's own code that an error went through, as "file:line: code"."""
-    ours = [str(Path(module.__file__ or "").parent) for module in (commhooks, torch)]
+    ours = [str(Path(file).parents[depth]) for file, depth in ((__file__, 1), (torch.__file__, 0))]
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not any(frame.filename.startswith(folder) for folder in ours)]
     frame = (own or frames)[-1]
