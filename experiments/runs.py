@@ -24,6 +24,7 @@ PARTIAL = ".json.part"  # suffix of a result's name while it is being written
 HEAD = '{\n "format": '  # how its text begins
 
 
+_LONGEST = 200  # bytes in a part of a path; file systems take 255
 SHARDED = "sharded"
 """The value of `ddp` that means FSDP2."""
 
@@ -128,6 +129,18 @@ class RunSettings:
     def name(self) -> str:
         """The name of the run's files, without a suffix."""
         return f"{self.task.file_name}.{self.hook.file_name}.seed-{self.seed}.{self.key}"
+
+    @property
+    def log_folder(self) -> str:
+        """The run's folder among TensorBoard's logs, which TensorBoard shows as its name: 'task/hook/seed-0'.
+
+        All other settings that differ from the defaults follow the seed: 'seed-0, ranks=4, link=100Mbit-s'.
+        """
+        others = [f"{key}={value}" for key, value in self.to_dict().items() if key not in {"task", "hook", "seed"}]
+        parts = self.task.label, self.hook.label, ", ".join([f"seed-{self.seed}", *others])
+        if max(len(part.encode()) for part in parts) > _LONGEST:
+            parts = self.task.file_name, self.hook.file_name, f"seed-{self.seed}, {self.key}"
+        return "/".join(part.replace("/", "-") for part in parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings that differ from the defaults, as text and numbers, as a sweep's YAML file has them."""

@@ -19,10 +19,11 @@ from .lock import LOCK, OWNER
 from .store import FAILURES, RESULTS
 from .store import HEAD as FAILURE
 
-REPORT, PLOTS = "report.html", "plots"
+REPORT, PLOTS, LOGS = "report.html", "plots", "tensorboard"
 _CHECKPOINTS = {".pt", ".json"}  # suffixes of their files
 _EVENTS = "events.out.tfevents."  # the beginning of the names of TensorBoard's files
-_RUN = re.compile(r".+\.seed-\d+\.[0-9a-f]{8}")  # how the files of a run are named, without a suffix
+_RUN = re.compile(r".+\.seed-\d+\.[0-9a-f]{8}")  # the name of a run's files, without a suffix
+_LOG = re.compile(r"[^/]+/[^/]+/seed-\d+(, [^/]+)?")  # the folder of a run's log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Contents:
 
 COMPARISON = Contents(
     files={REPORT: TITLE, LOCK: OWNER},
-    folders=(RESULTS, FAILURES, PROGRESS, "tensorboard", PLOTS),
+    folders=(RESULTS, FAILURES, PROGRESS, LOGS, PLOTS),
     pictures=PICTURES,
     grows=True,
 )
@@ -117,8 +118,9 @@ def _remove_earlier(out: Path, contents: Contents, overwrite: bool) -> None:
     for path in written:
         if path.name != LOCK:  # it is held by this process
             path.unlink()
-        if path.parent.parent.name == "tensorboard" and not any(path.parent.iterdir()):
-            path.parent.rmdir()
+        for folder in list(path.relative_to(out).parents)[:-2]:  # all but the first and `out` itself
+            if folder.parts[0] == LOGS and not any((out / folder).iterdir()):
+                (out / folder).rmdir()
     if PROGRESS in contents.folders:
         shutil.rmtree(out / PROGRESS, ignore_errors=True)  # its files are among those removed
 
@@ -145,7 +147,7 @@ def _written(out: Path, contents: Contents) -> list[Path]:
 def _is_own(path: Path, parts: tuple[str, ...], contents: Contents, runs: set[str]) -> bool:
     """Return whether the command wrote this file, judged by name and content, or created this folder."""
     if path.is_dir():
-        return parts[0] in contents.folders and len(parts) <= {"tensorboard": 2, PROGRESS: 3}.get(parts[0], 1)
+        return parts[0] in contents.folders and len(parts) <= {LOGS: 4, PROGRESS: 3}.get(parts[0], 1)
     if path.is_symlink() or not path.is_file():
         return False
     match parts:
@@ -159,12 +161,20 @@ def _is_own(path: Path, parts: tuple[str, ...], contents: Contents, runs: set[st
             if contents.grows:
                 return bool(runs) and _is_picture(name, contents)
             return name in {f"{task}.{picture}.png" for task in contents.tasks for picture in contents.pictures}
-        case ("progress" | "tensorboard", run, *_):  # an interrupted run has both, and no result
-            return run == STOP or (
-                (run in runs or _RUN.fullmatch(run) is not None)
-                and (path.name.startswith(_EVENTS) if parts[0] == "tensorboard" else path.suffix in _CHECKPOINTS)
-            )
+        case (
+            "tensorboard",
+            *folders,
+            name,
+        ):  # those of commhooks 0.1 have a run's name; an interrupted one has no result
+            is_log = _LOG.fullmatch("/".join(folders)) or (len(folders) == 1 and _is_run(folders[0], runs))
+            return bool(is_log) and name.startswith(_EVENTS)
+        case ("progress", run, *_):
+            return run == STOP or (_is_run(run, runs) and path.suffix in _CHECKPOINTS)
     return False
+
+
+def _is_run(name: str, runs: set[str]) -> bool:
+    return name in runs or _RUN.fullmatch(name) is not None
 
 
 def begins(path: Path, text: str) -> bool:

@@ -27,7 +27,7 @@ from .execute import Made, execute, goes_on_from
 from .live import Live, listeners
 from .lock import claimed
 from .notes import notes_about
-from .output import COMPARISON, PLOTS, prepare_folder
+from .output import COMPARISON, LOGS, PLOTS, prepare_folder
 from .plan import crowded
 from .store import (
     FAILURES,
@@ -123,7 +123,7 @@ def _make_missing(sweep: Sweep, console: Console) -> Made:
     made = Made()
     try:
         with (
-            LiveLogs(sweep.out / "tensorboard") as logs,
+            LiveLogs(sweep.out / LOGS) as logs,
             Live(sweep.runs, done, console, quiet=sweep.quiet) as live,
         ):
             made = execute(missing, sweep.out, listeners(live, logs), going_on=sweep.going_on(known), known=known)
@@ -218,7 +218,7 @@ def _print_ending(sweep: Sweep, made: Made, console: Console) -> None:
     if sweep.report and made.results:
         _say(console, f"report       {sweep.out / 'report.html'}")
     _say(console, f"results      {sweep.out / RESULTS}")
-    _say(console, f"tensorboard  tensorboard --logdir {sweep.out / 'tensorboard'}")
+    _say(console, f"tensorboard  tensorboard --logdir {sweep.out / LOGS}")
 
 
 def _say(console: Console, text: str) -> None:

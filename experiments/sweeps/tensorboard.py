@@ -27,7 +27,7 @@ _TOTALS = ("loss_held_out", "accuracy_held_out", "MB_sent_by_a_rank", "ms_per_st
 
 
 class LiveLogs:
-    """A listener of `execute` that logs every run into a folder of its name, where TensorBoard can follow it.
+    """A listener of `execute` that logs every run into `RunSettings.log_folder`, where TensorBoard can follow it.
 
     A run that begins replaces the log that an earlier, unfinished attempt at it left in its folder, and nothing else: a
     run with a result does not begin again, so its log stays. Writing happens on threads, one for each run in progress:
@@ -79,7 +79,7 @@ class LiveLogs:
 
     def _give_up(self, settings: RunSettings, error: OSError) -> None:
         self._logs.pop(settings, None)
-        path = self._folder / settings.name
+        path = self._folder / settings.log_folder
         warnings.warn(f"{path}: the TensorBoard log ends here ({error}); the run itself continues", stacklevel=2)
 
 
@@ -91,7 +91,7 @@ class RunLog:
     """
 
     def __init__(self, settings: RunSettings, folder: Path) -> None:
-        self.path = folder / settings.name
+        self.path = folder / settings.log_folder
         for stale in self.path.glob("events.out.tfevents.*"):
             stale.unlink()
         self._settings = settings

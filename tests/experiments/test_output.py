@@ -38,8 +38,8 @@ def out(tmp_path: Path) -> Path:
     prepare_folder(folder)
     for one in results():
         one.write(folder / "results")
-        log = folder / "tensorboard" / one.settings.name / "events.out.tfevents.1.host"
-        log.parent.mkdir()
+        log = folder / "tensorboard" / one.settings.log_folder / "events.out.tfevents.1.host"
+        log.parent.mkdir(parents=True)
         log.write_bytes(b"a log")
         (folder / "plots" / f"{one.settings.task.name}.{PICTURES[0]}.png").write_bytes(b"a picture")
     write_failure(folder, result("fp16", seed=5).settings, "it failed")
@@ -83,9 +83,10 @@ def test_results_are_added_to_those_that_are_there(out: Path, monkeypatch: pytes
 
 def test_overwrite_replaces_them(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (out / "results" / "gpt.fp16.json.part").write_text('{\n "for')  # a process that was killed while it wrote
-    log = out / "tensorboard" / "gpt.fp16.seed-9.0123abcd" / "events.out.tfevents.1.host"  # of an interrupted run
-    log.parent.mkdir()
-    log.write_text("a log")
+    for interrupted in ("gpt.fp16.seed-9.0123abcd", "gpt/fp16/seed-9, ranks=4"):  # in commhooks 0.1, and now
+        log = out / "tensorboard" / interrupted / "events.out.tfevents.1.host"
+        log.parent.mkdir(parents=True)
+        log.write_text("a log")
     ended, trained = run(monkeypatch, "--out", str(out), "--overwrite")
     assert (ended.exit_code, trained) == (0, True), ended.output
     assert set(files(out)) == {f"results/{OURS}.json", "report.html"}
@@ -127,13 +128,14 @@ def test_the_demo_runs_a_second_time(out: Path, monkeypatch: pytest.MonkeyPatch)
         "failures/mine.txt",
         "plots/digits.mine.png",
         "tensorboard/mine/events.out.tfevents.1.host",
-        "tensorboard/digits.fp16.seed-0.0123abcd/notes.txt",
+        "tensorboard/digits/fp16/mine/events.out.tfevents.1.host",
+        "tensorboard/digits/fp16/seed-0/notes.txt",
     ],
 )
 def test_overwrite_leaves_a_folder_with_other_files_alone(
     foreign: str, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (out / foreign).parent.mkdir(exist_ok=True)
+    (out / foreign).parent.mkdir(parents=True, exist_ok=True)
     if "put-by" in foreign:
         (out / foreign).write_text(next((out / "results").glob("digits.fp16.*")).read_text())
     else:

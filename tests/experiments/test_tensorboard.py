@@ -12,7 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.api_pb2 import Status
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from experiments.runs import LayerRecord, ProbeRecord, RunResult
+from experiments.links.link import LinkSettings
+from experiments.runs import LayerRecord, ProbeRecord, RunResult, RunSettings
+from experiments.specs import Spec
 from experiments.sweeps import tensorboard
 from experiments.sweeps.execute import RunFailed
 from experiments.sweeps.tensorboard import LiveLogs
@@ -48,7 +50,7 @@ def logged(run: RunResult, folder: Path) -> Path:
     with LiveLogs(folder) as logs:
         for message in messages(run):
             logs(run.settings, message)
-    return folder / run.settings.name
+    return folder / run.settings.log_folder
 
 
 def events(path: Path) -> EventAccumulator:
@@ -65,16 +67,26 @@ def status(found: EventAccumulator) -> int | None:
     return int(HParamsPluginData.FromString(content).session_end_info.status)
 
 
+def test_a_logs_name_tells_task_hook_and_seed_and_no_two_settings_share_one() -> None:
+    plain = RunSettings(task=Spec.parse("gpt:size=small"), hook=Spec.parse("powersgd:rank=4"), seed=1)
+    assert plain.log_folder == "gpt:size=small/powersgd:rank=4/seed-1"
+    link = LinkSettings.parse("100Mbit/s")
+    other = dataclasses.replace(plain, ranks=4, link=link)
+    assert other.log_folder == "gpt:size=small/powersgd:rank=4/seed-1, ranks=4, link=100Mbit-s"
+    long = dataclasses.replace(plain, hook=Spec.parse(f"powersgd:skip={'+'.join(f'layer{n}.*' for n in range(99))}"))
+    longer = dataclasses.replace(plain, hook=Spec.parse(f"powersgd:skip={'+'.join(f'layer{n}.*' for n in range(98))}"))
+    assert long.log_folder != longer.log_folder
+    assert max(map(len, long.log_folder.split("/"))) < 255
+
+
 def test_a_run_can_be_followed_while_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorboard, "_FLUSH_SECONDS", 0.05)
     run = probed()
     logs = LiveLogs(tmp_path)
     for message in messages(run, until=15):
         logs(run.settings, message)
-    deadline = time.monotonic() + 30
-    while (
-        not (found := events(tmp_path / run.settings.name)).Tags()["scalars"] or len(found.Scalars("loss/train")) < 15
-    ):
+    deadline, folder = time.monotonic() + 30, tmp_path / run.settings.log_folder
+    while not (found := events(folder)).Tags()["scalars"] or len(found.Scalars("loss/train")) < 15:
         assert time.monotonic() < deadline, "the writer flushes by itself"
         time.sleep(0.02)
     assert [event.step for event in found.Scalars("loss/held_out")] == [10]
@@ -83,7 +95,7 @@ def test_a_run_can_be_followed_while_it_goes(tmp_path: Path, monkeypatch: pytest
     shown = {metric.name.tag for metric in columns.metric_infos}
     assert shown <= set(found.Tags()["scalars"]), "each has a value after the first evaluation"
     logs.close()
-    assert status(events(tmp_path / run.settings.name)) is None
+    assert status(events(tmp_path / run.settings.log_folder)) is None
 
 
 def test_a_probed_step_is_not_typical(tmp_path: Path) -> None:
@@ -141,9 +153,10 @@ def test_a_run_made_again_replaces_what_was_logged_of_it_before(tmp_path: Path) 
         for attempt in (3, None):  # the first is cut off because another run of its scene fails
             for message in messages(run, until=attempt):
                 again(run.settings, message)
-    assert len(list((tmp_path / run.settings.name).iterdir())) == 1
-    assert [event.step for event in events(tmp_path / run.settings.name).Scalars("loss/train")] == list(range(1, 21))
-    assert len(events(tmp_path / other.settings.name).Scalars("loss/train")) == 40
+    folder = tmp_path / run.settings.log_folder
+    assert len(list(folder.iterdir())) == 1
+    assert [event.step for event in events(folder).Scalars("loss/train")] == list(range(1, 21))
+    assert len(events(tmp_path / other.settings.log_folder).Scalars("loss/train")) == 40
 
 
 def test_a_failed_run_is_marked_as_such(tmp_path: Path) -> None:
@@ -151,12 +164,14 @@ def test_a_failed_run_is_marked_as_such(tmp_path: Path) -> None:
     with LiveLogs(tmp_path) as logs:
         for message in (*messages(run, until=5), RunFailed("rank 1 died")):
             logs(run.settings, message)
-    assert status(events(tmp_path / run.settings.name)) == Status.Value("STATUS_FAILURE")
+    assert status(events(tmp_path / run.settings.log_folder)) == Status.Value("STATUS_FAILURE")
 
 
 def test_a_log_that_cannot_be_written_ends_with_a_warning_and_the_run_goes_on(tmp_path: Path) -> None:
     run = result()
-    (tmp_path / run.settings.name).write_text("a file where the folder should be")
+    folder = tmp_path / run.settings.log_folder
+    folder.parent.mkdir(parents=True)
+    folder.write_text("a file where the folder should be")
     with LiveLogs(tmp_path) as logs:
         with pytest.warns(UserWarning, match="the TensorBoard log ends here"):
             logs(run.settings, next(messages(run)))
