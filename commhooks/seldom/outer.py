@@ -1,4 +1,4 @@
-"""The outer optimizer: it trains the outer copies, with the means over ranks as their gradients."""
+"""The outer optimizer: it trains the outer copies, with their mean differences from the ranks as gradients."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ class Snapshot:
         }
 
     def without_entries_not_in(self, declared: Mapping[str, Declared], world_size: int) -> Snapshot:
-        """Return a copy without per-rank state that cannot be used with `world_size` ranks."""
+        """Return a copy without per-rank entries that cannot be used as `declared` by `world_size` ranks."""
         local = {
             rank: {
                 name: {e: kept[e] for e in kept if not self._misfit(name, e, declared.get(name, {}), world_size)}

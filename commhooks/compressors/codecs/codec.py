@@ -97,7 +97,7 @@ class Codec(ABC):
 def scales_of(largest: Tensor, levels: float) -> Tensor:
     """Return nonzero scales, in units of which no block's largest magnitude exceeds `levels`.
 
-    For numbers that are not normal, a scale may be up to a third too small; the largest magnitude is then cut.
+    A subnormal scale may be up to a third too small; the block's largest magnitude is then cut.
     """
     return (largest / levels).clamp_(min=smallest(largest.dtype))
 

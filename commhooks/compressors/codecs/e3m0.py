@@ -4,8 +4,8 @@ Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towa
 format in which outer gradients are sent. The scale per block is our choice.
 Idea: a block is divided by its largest magnitude over 16, the format's largest number, and rounded to the nearest of 0
 and 1/4, 1/2, ..., 16. Exponent 0 is zero, as it is in formats with fractions: a block of zeros needs that.
-Bytes: 1/2 per element and 4 per block. Contractive, biased: at most 1/9 is lost, and 0.038 of a normally distributed
-block; both depend little on the size of blocks, so these are long.
+Bytes: 1/2 per element and 4 per block. Contractive, biased: at most 1/9 of a block is lost, and 0.038 of a
+normally distributed one. Both depend little on the size of blocks, so blocks are long.
 Weakness: MXFP4 loses a third of that, for 1/32 byte per element more. Elements below 1/128 of a block's largest
 magnitude become 0. There are no compiled passes: on a CPU a step takes 1.1 times as long as with MXFP4's eager ones.
 """

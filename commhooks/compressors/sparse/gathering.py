@@ -177,7 +177,7 @@ def add_in_rank_order(memory: Tensor, places: Tensor, values: Tensor, runs: Sequ
 
 
 class Run(NamedTuple):
-    """All ranks' elements of one parameter, coded in blocks, which compiled code decodes and adds up."""
+    """The elements that all ranks sent of one parameter, coded in blocks, which compiled code decodes and adds up."""
 
     selection: Selection
     member: Member
@@ -200,7 +200,7 @@ class Run(NamedTuple):
 
 
 class Received(NamedTuple):
-    """All ranks' elements of one piece: entries, or runs of parameters that are decoded while they are added."""
+    """The elements that all ranks sent of one piece: entries, or runs of parameters, decoded while they are added."""
 
     entries: Sequence[tuple[Tensor, Tensor, Sequence[int]]]
     """Places [W, k], as indices into the tile, values [W, k], divided by W, and `runs_of` them."""
