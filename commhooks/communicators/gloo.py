@@ -33,8 +33,8 @@ _ETHERNET = 14  # bytes of the frame's own header, as interfaces and tc count
 FRAMING = (MTU + _ETHERNET) / (MTU - _HEADERS)  # 1,514 bytes carry 1,448
 ACKNOWLEDGEMENT = (_ETHERNET + _HEADERS) / (MTU - _HEADERS) / 2  # 66 bytes for every second frame, towards the sender
 MESSAGE_BYTES = 390
-"""Bytes of a message in addition to its data: its header and two announcements (ready to send, ready to receive), three
-frames of 48 bytes and 66 bytes of headers, and part of an acknowledgement. Measured: 380 to 413."""
+"""Bytes of a message in addition to its data: its header and two announcements (ready to send, ready to receive), in
+three frames of 48 bytes, each with 66 bytes of packet headers; and part of an acknowledgement. Measured: 380 to 413."""
 _UNFAIR_SHARES = 1.5  # an all-to-all of more than two ranks over one group: measured 1.4 to 1.7 times
 _LEAST_ROW_OF_TWO = 16 * 1024  # bytes to the other one of two ranks, to go over two groups
 _LEAST_ROW = 128 * 1024  # bytes to each of more

@@ -84,8 +84,8 @@ class Adaptive:
         """Check the ladder; every rank must do so between the same two steps.
 
         - `attachment` is what `attach` returned; its compressor must be one of the rungs.
-        - `ladder`: compressors, or names for `make_compressor`, such as "powersgd:rank=4"; at least two. Their order
-          is only that in which they are tried at first.
+        - `ladder`: compressors, or names for `make_compressor`, such as "powersgd:rank=4"; at least two. They are tried
+          in this order at first; otherwise the order does not matter.
         - `rule`: when to look, and when to move.
         - `on_decision` is called with each decision, on every rank.
 
@@ -113,17 +113,17 @@ class Adaptive:
 
     @property
     def link(self) -> Link | None:
-        """The link as it was last probed: effective rate and latency between ranks; None before that."""
+        """The link's effective rate and latency between ranks when it was last probed; None before the first probe."""
         return self._decider.link
 
     def step(self) -> Decision | None:
         """Look at the steps since the last call, and return the move that is made now, if any.
 
-        Call it on every rank after the optimizer's step. If no step was synchronised since the last call (gradients
-        are being accumulated), it does nothing. If somebody else replaced the attachment's compressor, it goes on from
-        that one. Raises the group's own error if a rank is gone, `CollectiveError` if one does not come within the
-        attachment's `hook_timeout`, what `Attachment.replace` raises, and `SettingsError` if a compressor is in use
-        that is no rung.
+        Call it on every rank after the optimizer's step. If no step was synchronised since the last call (gradients are
+        being accumulated), it does nothing. If somebody else replaced the attachment's compressor, it goes on from that
+        one. Raises the group's own error if a rank is gone, `CollectiveError` if a rank does not come within the
+        attachment's `hook_timeout`, what `Attachment.replace` raises, and `SettingsError` if the compressor in use is
+        not a rung.
         """
         if self._attachment.compressor != self.compressor:
             self._decider.follow(_rung_in_use(self._attachment, self._ladder))
@@ -150,7 +150,7 @@ class Adaptive:
         self._meter.start()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rung in use, what is known of all, and the decisions, as plain data; it is alike on all ranks."""
+        """Return the rung in use, all rungs' measurements, and the decisions, as plain data, the same on all ranks."""
         return {
             "ladder": list(map(str, self._ladder)),
             "rule": dataclasses.asdict(self._decider.rule),
@@ -163,9 +163,9 @@ class Adaptive:
         """Continue as the run that returned this; the attachment's compressor is replaced if another was in use.
 
         Call it on every rank, before the attachment's own `load_state_dict`, which needs the compressor that was saved.
-        With another number of ranks it begins on the saved rung, and measures all again. Settings that rules no longer
-        have stay as they were saved. Raises `CheckpointError` on every rank, and changes nothing, if ladder or rule
-        differ on any, if the state is damaged, which names the entry, or if ranks pass different states.
+        With a different number of ranks it begins on the saved rung, and measures all rungs again. Settings that rules
+        no longer have stay as they were saved. Raises `CheckpointError` on every rank, and changes nothing, if a rank's
+        ladder or rule differs, if the state is damaged (the error names the entry), or if ranks pass different states.
         """
         decider, decisions = self._alike(
             lambda: self._read(state),

@@ -22,7 +22,7 @@ class OnLink(NamedTuple):
     """Seconds that its collectives need on that link."""
     seconds: float
     least: float
-    """Without exposed waiting."""
+    """Seconds of the step without exposed waiting."""
 
     def slower_by(self, shift: float) -> OnLink:
         """Return the same for a step in which everything but the link takes this many seconds longer."""
@@ -55,11 +55,11 @@ class Memory:
     """(seconds, waiting, exposed) of the last steps on this rung and, as far as is known, this link; never empty once
     a step was judged."""
     hidden: float = 0.0
-    """The most that it has hidden so far."""
+    """The longest waiting so far, in seconds per step, that overlapped with compute."""
     waiting: float = 0.0
     """Seconds of waiting in the step before the last probe, to which later steps are compared."""
     change: float = 0.0
-    """The part of a step by which waiting must have changed."""
+    """The fraction of a step by which waiting must differ to count as changed."""
     latency: float = 0.0
     rate: float = 0.0
     """The link's rate when it was last probed; 0: never."""

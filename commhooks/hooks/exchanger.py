@@ -102,11 +102,11 @@ class Exchanger(Handle):
     `tensors` names them: on every rank the same names, shapes, strides and dtypes, dense and of floating point. Only
     names, shapes, strides, dtypes and devices are read from it; for tensors in pinned memory, `room` is pinned too. The
     other arguments are those of `attach`. `line` replaces the process group: exchangers that share one
-    `ProcessGroupLine` share its thread and private group, each on a lane of its own, called "round 3, <name>" in
-    errors; they must be made, and must begin their rounds, in one order on every rank. `lockstep_lines` are for workers
-    in one process, see `average_in_lockstep`. `policy` is "fused", or the line's. `weighted`: `begin` takes this rank's
-    weight in the mean; compressors that count votes raise `SettingsError`. Exchangers that share `memory` keep their
-    tensors in it, and take turns: see `InTurns`.
+    `ProcessGroupLine` share its thread and private group, each on a lane of its own. They must be made, and must begin
+    their rounds, in the same order on every rank. Errors name the round and the exchanger, "round 3, <name>".
+    `lockstep_lines` are for workers in one process, see `average_in_lockstep`. `policy` is "fused", or the line's.
+    `weighted`: `begin` takes this rank's weight in the mean; compressors that count votes raise `SettingsError`.
+    Exchangers that share `memory` keep their tensors in it, and take turns: see `InTurns`.
     """
 
     def __init__(

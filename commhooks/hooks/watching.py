@@ -25,8 +25,8 @@ _ADVICE = (
 class Watch:
     """A check of one optimizer's steps against the number of buckets that the hook has received.
 
-    `in_buckets` are the parameters whose gradients reach the hook; `left_out` maps those whose gradients never do to
-    their names. `engine` runs the compressor. `advice` ends the error.
+    `in_buckets` are the parameters whose gradients reach the hook; `left_out` maps parameters whose gradients never
+    reach it to their names. `engine` runs the compressor. `advice` ends the error.
     """
 
     def __init__(

@@ -74,9 +74,9 @@ def _options(
 
 
 def choose(options: Sequence[Sequence[Option]], budget: float) -> list[int]:
-    """Return the place of an option in each row, so that the sum of errors is within the budget and seconds are least.
+    """Return an option's index in each row, such that the errors add up to at most the budget and seconds are least.
 
-    Every row needs an option without error. Errors are rounded up to 1/10,000 of the budget.
+    Every row needs an option without error. Errors are rounded up to multiples of 1/10,000 of the budget.
     """
     best: Mapping[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by errors used: seconds, and the choices
     for row in options:
@@ -101,7 +101,7 @@ def _steps(error: float, budget: float) -> int:
 def _undominated(
     found: Mapping[int, tuple[float, tuple[int, ...]]],
 ) -> Mapping[int, tuple[float, tuple[int, ...]]]:
-    """Leave out what takes longer than something with less error."""
+    """Leave out choices that take longer than one with less error."""
     kept: dict[int, tuple[float, tuple[int, ...]]] = {}
     least = math.inf
     for used in sorted(found):

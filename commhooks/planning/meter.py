@@ -1,9 +1,9 @@
-"""Timing the collectives of a group of ranks, in many sizes: what a probe is made of.
+"""Timing the collectives of a group of ranks, in many sizes, for a probe.
 
-A first look at each size tells how long it takes; the kind whose largest message takes least time gets a larger one
-next, as long as a turn (each kind with each size once) can be repeated often enough in the time given. Turns go through
-kinds and sizes in another order each time, so that a disturbance does not always meet the same of them. Every
-collective begins with all ranks together, and takes as long as on the slowest of them.
+Each size is timed once at first; the kind whose largest message takes least time gets a larger one next, as long as a
+turn (each kind with each size once) can be repeated often enough in the time given. Turns go through kinds and sizes in
+another order each time, so that a disturbance does not always meet the same of them. Every collective begins with all
+ranks together, and takes as long as on the slowest of them.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Meter:
         return {case: float(self._slowest([self._whole(*case)])[0, 0])}
 
     def _turns(self, cases: list[Case], turns: int, deadline: float) -> Mapping[Case, list[tuple[float, float]]]:
-        """Return what each case took, seconds and processor seconds, in the order of turns."""
+        """Return the (seconds, processor seconds) of each case's collectives, in the order of turns."""
         order: list[Case] = []
         own: list[tuple[float, float]] = []
         for turn in range(turns):

@@ -1,6 +1,6 @@
 """A probe's results: the time of each collective over a network, as a function of its bytes.
 
-For each kind, weighted least squares fits a line to the medians of all sizes, such that relative errors count:
+For each kind, least squares fits a line to the medians of all sizes, weighted so that relative errors count:
 
     seconds           = latency + seconds_per_byte · payload
     processor seconds = the same form, with its own coefficients
@@ -32,10 +32,11 @@ FORMAT = 1
 MEASURED = (*KINDS, HALF_SUM)
 MOST_RESIDUAL = 0.1
 MOST_DISAGREEMENT = 0.1
-"""Between the two halves of a probe, relative to the smaller, of each kind at each size of `COMPARED_AT`. A probe that
-disagrees by more is repeated."""
+"""The largest difference between the two halves of a probe, relative to the smaller, for each kind at each size of
+`COMPARED_AT`. A probe whose halves differ by more is repeated."""
 MOST_UNSTEADY = 0.3
-"""The disagreement beyond which a probe is not reported; up to it, predictions are as much less certain."""
+"""The disagreement beyond which a probe raises an error unless told to report it; a smaller one above
+`MOST_DISAGREEMENT` adds to the uncertainty of predictions."""
 REACH = 4
 """The largest payload that is predicted, in multiples of the largest size sent."""
 COMPARED_AT = (64 * 1024, 4 * 1024 * 1024)
@@ -134,7 +135,7 @@ class Cost:
         return found
 
     def spread(self) -> float:
-        """Return how uncertain a prediction is, relative to it: by the fit, the quartiles, and halves that disagree.
+        """Return the relative uncertainty of a prediction, from the fit, the quartiles and the halves' difference.
 
         A median of n is known to about 1.25 · 0.74 · (quartile range) / √n.
         """
@@ -146,7 +147,7 @@ class Cost:
 
     @functools.cached_property
     def disagreement(self) -> float:
-        """By how much two halves of the measurement differ at most, relative to the smaller, at `COMPARED_AT`."""
+        """The largest difference between two halves of the measurement, relative to the smaller, at `COMPARED_AT`."""
         halves = [pair for size in self.compared_at for pair in self.halves(size)]
         return max((max(pair) / min(pair) - 1 for pair in halves), default=0.0)
 
@@ -243,7 +244,7 @@ class Probe:
 
     @property
     def disagreement(self) -> float:
-        """By how much two halves of the measurement differ at most, of any kind and level."""
+        """The largest difference between two halves of the measurement, over all kinds and levels."""
         parts = [part for part in (self, self.inner, self.outer) if part is not None]
         return max(cost.disagreement for part in parts for cost in part.costs.values())
 

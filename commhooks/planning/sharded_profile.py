@@ -23,13 +23,13 @@ from commhooks.planning.step_time import Step, step_time
 
 @dataclasses.dataclass(frozen=True)
 class ShardedChoice:
-    """A compressor in place of FSDP2's reduce-scatters, or plain FSDP2, and what a step is predicted to take."""
+    """A compressor in place of FSDP2's reduce-scatters, or plain FSDP2, with the predicted time of a step."""
 
     compressor: str
     """The compressor in text form, or `PLAIN`."""
     seconds: float
     speed_up: float
-    """Over plain FSDP2."""
+    """The predicted speed-up over plain FSDP2."""
     bytes_sent: int
     """Bytes sent per step and rank: two gathers of the blocks' parameters, one of all others, and the reduction."""
 
@@ -54,15 +54,15 @@ class _Measured:
         return cls(first, second, elements)
 
     def of_shards(self, shapes: Sequence[Shape], ranks: int, copy: float) -> tuple[float, float]:
-        """Return a module's share."""
+        """Return a module's share of the seconds before the first round and after it."""
         share = sum(map(math.prod, shapes)) / self.elements
         return share * self.before, share * self.after
 
 
 def modules_in(gradients: Sequence[GradientProfile]) -> list[ShardedModule]:
-    """Return what FSDP2 would exchange by itself: by name, the parameters within each number, and at last the others.
+    """Return the modules that FSDP2 would exchange one by one: numbered blocks, and last the remaining parameters.
 
-    Those of 'blocks.3.mlp.weight' belong to 'blocks.3'. Where that has no matrix, they belong to the others.
+    'blocks.3.mlp.weight' belongs to 'blocks.3'. Blocks without a matrix belong to the remaining parameters.
     """
     of_block: dict[str, list[GradientProfile]] = {}
     for gradient in gradients:
@@ -103,7 +103,7 @@ def sharded_choices(profile: Profile, network: Network, *, overlaps: bool = Fals
 
     Args:
         profile: Of the model under a DistributedDataParallel.
-        network: Between the ranks, which must know PyTorch's own collectives, as a `Link` does.
+        network: The network between the ranks; it must know the costs of PyTorch's own collectives, as a `Link` does.
         overlaps: Whether FSDP2 computes on while it exchanges, as on a GPU.
 
     """

@@ -99,5 +99,5 @@ def _matched(named: Mapping[str, Tensor], patterns: Sequence[Sequence[str]]) -> 
 
 
 def turns(fragments: int, every: int) -> list[int]:
-    """Return each fragment's turn in a round of `every` steps, from 1 on: evenly spaced, the last one at its end."""
+    """Return the step of each fragment's turn in a round, from 1 to `every`: evenly spaced, the last one `every`."""
     return [math.floor((number + 1) * every / fragments) for number in range(fragments)]

@@ -13,7 +13,8 @@ from commhooks.wrappers.start_after import StartAfter
 from commhooks.wrappers.wrapper import Wrapper
 
 _PASSED_ON = (Compressor.state, Wrapper.state, Hierarchical.state, PerParameter.state, StartAfter.state)
-"""Methods that declare only the entries of the compressors in the settings."""
+"""The `state` methods of classes without entries of their own: they declare those of the compressors in their
+settings."""
 
 
 class Phase(NamedTuple):
@@ -45,7 +46,7 @@ def _running(compressor: Compressor, step: int | None) -> Iterator[Compressor]:
 def _is_guarded(compressor: Compressor) -> bool:
     """Return whether a compressor declares state itself, or would get some from `ErrorFeedback`.
 
-    So a compressor sends as much without error feedback as with it, and the two can be compared.
+    It therefore sends as much without error feedback as with it, and the two can be compared.
     """
     if type(compressor).state in _PASSED_ON:
         return not inner_of(compressor) and loss_of_a_matrix(compressor).is_worth_keeping
