@@ -96,7 +96,7 @@ def test_no_optimum_is_named_if_an_extreme_is_no_slower_or_is_the_fastest() -> N
 def test_sizes_that_do_not_differ_from_the_fastest_are_named() -> None:
     text = figure_7.optimum(rows(around(1.5), around(1.0), swinging(1.05), around(1.5)))
     assert text.startswith("the optimum lies between")
-    assert text.endswith("No difference from it was seen with buckets of 2 MiB.")
+    assert text.endswith("Buckets of 2 MiB do not differ measurably from the fastest.")
 
 
 def test_calls_saturate_at_the_smallest_size_near_the_fastest_by_time_for_each_element() -> None:

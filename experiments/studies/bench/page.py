@@ -21,9 +21,9 @@ beside the ratios show what they are made of; they depend on the machine, and no
 - **Ratio**: the median over rounds, with the quartiles. In each round every contender has one turn, in random order.
   With several ranks, the slowest rank's turn counts.
 - **Noise**: the peer against itself, in the same rounds.
-- **Target**: *met* if the median is at most the target. *Within the spread*, if the target allows for that (step times
-  of `ddp_core`, `allreduce_hook` and `fp16_compress_hook`): the median is above it by no more than the farther
-  quartile of the noise is from 1. *Missed* otherwise.
+- **Target**: *met* if the median is at most the target. *Within the spread* if the median exceeds the target by at most
+  the noise, the distance from 1 to the farther of its quartiles; this applies only to step times of `ddp_core`,
+  `allreduce_hook` and `fp16_compress_hook`. *Missed* otherwise.
 
 `make bench` measures all sections, writes [the file]({name}.json) and renders these pages from it; `python -m
 experiments.studies bench ddp hooks` measures some. `make bench-check` measures them again and compares the ratios with

@@ -122,7 +122,7 @@ def optimum(rows: Sequence[Row]) -> str:
         if row is not best and (ratio := against[row["size"]]).sign > 0:
             text += f"; {_size(row)} takes {ratio.text} times as long"
     others = [row["size"] for row in rows[1:-1] if row is not best and against[row["size"]].sign == 0]
-    return f"{text}.{f' No difference from it was seen with buckets of {listed(others)} MiB.' if others else ''}"
+    return f"{text}.{f' Buckets of {listed(others)} MiB do not differ measurably from the fastest.' if others else ''}"
 
 
 def _size(row: Row) -> str:
