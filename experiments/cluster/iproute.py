@@ -73,7 +73,7 @@ def enter(namespace: str) -> None:
 
 
 def inside(namespace: str, function: Callable[[], _T]) -> _T:
-    """Call the function in a namespace and return its result: its sockets belong there, this thread stays here."""
+    """Call the function on another thread, whose sockets belong to the namespace, and return its result."""
     return _in_thread(lambda: enter(namespace), function)
 
 

@@ -1,9 +1,10 @@
 """The measurement of the costs of `commhooks.planning.costs`: `commhooks estimate --measure-costs FILE`.
 
-Two ranks take steps of made-up models of equal parameters, in turns with and without a hook. Collectives are answered
-at once, so the hook's cost is the time that it adds to a step, on a core that it shares with the backward pass. The
-worker's segments divide the cost among the rounds, and steps as one of more ranks show its growth with their number.
-Steps without real collectives are timed in CPU time, which other programs do not increase.
+Two ranks take steps of made-up models whose parameters all have the same shape, in turns with and without a hook.
+Collectives are answered at once, so the hook's cost is the time that it adds to a step, on a core that it shares with
+the backward pass. The worker's segments divide the cost among the rounds, and steps as one of more ranks show how it
+grows with the number of ranks. Steps without real collectives are timed in CPU time, which other programs do not
+increase.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ _LEAST_GROWTH = 0.01  # a rank; less is noise
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A made-up model of equal parameters."""
+    """A made-up model whose parameters all have the same shape."""
 
     shape: tuple[int, ...]
     count: int
@@ -294,7 +295,7 @@ def _added(
     as_ranks: int | None = None,
     is_real: bool = False,
 ) -> Added:
-    """Return the time that a hook adds to a step: the median over turns; the whole is the mean over ranks.
+    """Return the time that a hook adds to a step: medians over turns; `seconds` is also the mean over ranks.
 
     Its collectives are answered at once, as if to one of `as_ranks` ranks, or are real ones over the loopback.
     """

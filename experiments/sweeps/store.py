@@ -23,7 +23,7 @@ HEAD = "commhooks: a run that failed\n"  # how the text of a failure begins
 
 
 def sources_of(runs: Iterable[RunSettings]) -> dict[str, str]:
-    """Return for each task, by label, the hash of its function's file; empty for the built-in tasks."""
+    """Return a dict from each task's label to the hash of its function's file, which is empty for built-in tasks."""
     return {task.label: source_of(task) for task in {settings.task: None for settings in runs}}
 
 
@@ -95,7 +95,7 @@ def _failure_file(out: Path, settings: RunSettings) -> Path:
 
 
 def read_results(folders: Sequence[Path]) -> list[RunResult]:
-    """Return all results in these folders, each a command's --out or its folder `results`, first begun first.
+    """Return all results in these folders, each a command's --out or its folder `results`, the earliest run first.
 
     A run that is in several folders is returned once.
 
@@ -116,7 +116,7 @@ def read_results(folders: Sequence[Path]) -> list[RunResult]:
 
 
 def read_readable(out: Path) -> tuple[list[RunResult], list[str]]:
-    """Return the results in a command's folder, first begun first, and a sentence about each file that is not one."""
+    """Return the results in a command's folder, the earliest run first, and a sentence about each other file."""
     found, left_out = [], []
     for path in sorted((out / RESULTS).glob("*.json")):
         try:

@@ -1,4 +1,4 @@
-"""The tasks: their form, their loading by name, and the built-in ones."""
+"""Tasks: their definition, how one is found by name, and the built-in ones."""
 
 from .loading import TASKS, load_task
 from .task import LoadedTask, Task

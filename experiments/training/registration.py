@@ -184,7 +184,7 @@ class StockHook(Registered):
 
 
 class SeldomHook(Registered):
-    """DiLoCo, which trains the plain module: it averages changes of parameters, and no gradients."""
+    """DiLoCo, which trains the plain module: it averages changes of parameters, not gradients."""
 
     can_be_probed = False
 

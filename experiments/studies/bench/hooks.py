@@ -52,7 +52,7 @@ def bf16_under_another_name(group: Any, bucket: GradBucket) -> Future[Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Twin:
-    """One of our hooks, PyTorch's, and what is aimed at."""
+    """One of our hooks, PyTorch's counterpart, and the targets of their ratio."""
 
     ours: Callable[..., Any]
     theirs: Callable[..., Any]
@@ -94,9 +94,10 @@ FORMS = {
     for rank in (1, 4)
     for name, settings in _SETTINGS.items()
 }
-"""Forms of our hook that PyTorch's does not have; only what they compute is compared with its usual one."""
+"""Variants of our hook that PyTorch's lacks; they are compared with its usual form, in compute time alone."""
 _COMPUTING = {name: twin for name, twin in (TWINS | FORMS).items() if name != "allreduce_hook"}
-"""On a single rank, ours has nothing to do for an all-reduce, while PyTorch's divides by one."""
+"""The hooks whose compute is timed. On a single rank, our all-reduce has nothing to do, while PyTorch's divides by
+one."""
 
 
 @dataclass(frozen=True, kw_only=True)

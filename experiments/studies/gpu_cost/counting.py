@@ -1,7 +1,7 @@
 """Counting what calls of PyTorch's operators would ask of a GPU: launches, bytes touched, and waits of the host.
 
-The operators are seen where PyTorch hands them to a device (a dispatch mode), whatever that device is. So nothing is
-known of kernels; what a call counts is an assumption, and `ASSUMPTIONS` has all of them in words.
+The operators are seen where PyTorch hands them to a device (a dispatch mode), whatever that device is. Kernels are not
+seen, so the count of a call is an assumption; `ASSUMPTIONS` lists them all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ LAUNCHES: Mapping[str, int] = {
     "sort": 8,
     "topk": 16,
 }
-"""By operator, where it is not 1; of QR, besides two library calls for each matrix of a batch."""
+"""Launches of each operator that has more than one; for QR, in addition to two library calls for each matrix of a
+batch."""
 _OF_EACH_MATRIX = {"linalg_qr": 2, "_linalg_svd": 20, "linalg_svd": 20}
 
 ASSUMPTIONS: Sequence[str] = (
@@ -56,7 +57,7 @@ _NO_LAUNCH = {
 }
 """Allocations, and aliases that PyTorch does not call views."""
 _OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_"}
-"""Operators in place that do not read what they write over."""
+"""In-place operators that do not read the memory they overwrite."""
 _READ_BY_INDEX = {"index", "index_select", "gather", "take", "embedding"}
 _WRITTEN_BY_INDEX = {"index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_", "put_", "index_fill_"}
 _OF_VALUES = {"nonzero", "masked_select", "_unique2", "equal", "is_nonzero", "repeat_interleave"}
@@ -70,9 +71,9 @@ class Cost:
     bytes: int = 0
     waits: int = 0
     collectives: int = 0
-    """Also counted as launches."""
+    """Collectives, which also count as launches."""
     views: int = 0
-    """And allocations: calls that launch nothing."""
+    """Views and allocations: calls that launch nothing."""
     by_operator: Counter[str] = dataclasses.field(default_factory=Counter)
     """Launches."""
 
@@ -145,9 +146,9 @@ class Replaying(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # 'Call to untyped function "__init__"'
         self.calls = 0
-        """The number of calls, including operators on the host."""
+        """The number of calls, including calls of operators on the host."""
         self.own_seconds = 0.0
-        """Seconds spent in this context, and not by the callers of operators."""
+        """Seconds spent in this context itself, not in the code that calls operators."""
         self._recorded = recorded
         self._reaches_device = reaches_device
         self._next = 0
@@ -155,7 +156,7 @@ class Replaying(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer an operator of the device from before; run any other one."""
+        """Return the recorded answer of an operator on the device; run any other operator."""
         begun = time.perf_counter()
         kwargs, spent = kwargs or {}, 0.0
         recorded, like = self._recorded[self._next] if self._next < len(self._recorded) else (None, None)
@@ -177,12 +178,12 @@ class Replaying(TorchDispatchMode):
 
 
 def launches(func: Any) -> bool:
-    """Return whether an operator does more than to name memory in another way, or to allocate some."""
+    """Return whether an operator does more than make a view or allocate memory."""
     return not func.is_view and str(func.overloadpacket.__name__) not in _NO_LAUNCH
 
 
 def launches_of(name: str, args: Sequence[Any]) -> int:
-    """Return how many kernels a call of an operator launches, in the words of `ASSUMPTIONS`."""
+    """Return how many kernels a call of an operator launches, under the `ASSUMPTIONS`."""
     if name.startswith("_foreach_"):
         lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
         kinds = zip(
@@ -202,7 +203,7 @@ def launches_of(name: str, args: Sequence[Any]) -> int:
 
 
 def bytes_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], got: Sequence[Tensor]) -> int:
-    """Return how many bytes a call of an operator reads and writes, in the words of `ASSUMPTIONS`."""
+    """Return how many bytes a call of an operator reads and writes, under the `ASSUMPTIONS`."""
     name = str(func.overloadpacket.__name__)
     indices = _indices(args)
     if name in _READ_BY_INDEX:
@@ -224,7 +225,7 @@ def bytes_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], got: Seq
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what an operator returns of what it was given to write to; None if it returns none of that."""
+    """Return the arguments that an operator writes to and returns; None if there are none."""
     returned = [each for each in func._schema.returns if each.alias_info is not None and each.alias_info.is_write]
     if not returned:
         return None

@@ -153,14 +153,14 @@ def _cells(settings: Settings, runs: Runs, every: int) -> list[str]:
 
 
 def _diverged(runs: Runs, every: int) -> int:
-    """Return how many runs ended with a loss that is not finite; what they still guess right says nothing."""
+    """Return how many runs ended with a loss that is not finite; their accuracy means nothing."""
     return sum(not math.isfinite(row["loss"]) for row in runs[every].values())
 
 
 def _difference(runs: Runs, settings: Settings, every: int, field: str) -> Estimate | None:
     """Return the difference between a result and the first interval's, seed by seed.
 
-    None for the first itself, and if a run of either diverged.
+    None for the first interval itself, and if a run of either interval diverged.
     """
     if every == settings.every[0] or _diverged(runs, every) or _diverged(runs, settings.every[0]):
         return None
@@ -170,7 +170,7 @@ def _difference(runs: Runs, settings: Settings, every: int, field: str) -> Estim
 
 
 def _sentence(settings: Settings, batch: int, rate: float, runs: Runs) -> str:
-    """Return what the held-out loss did, with its intervals."""
+    """Return a sentence that compares each interval's held-out loss with the first interval's."""
     first, *others = settings.every
     if diverged := _diverged(runs, first):
         return (
@@ -189,7 +189,7 @@ def _sentence(settings: Settings, batch: int, rate: float, runs: Runs) -> str:
 
 
 def _in_words(found: Estimate) -> str:
-    """Return what a difference in held-out loss means."""
+    """Return a difference in held-out loss in words, with its uncertainty."""
     interval = f"({spread_of(found, _LOSS)}, {found.seeds} seeds)"
     if found.sign:
         return f"{abs(found.mean):.3f} {'higher' if found.sign > 0 else 'lower'} {interval}"

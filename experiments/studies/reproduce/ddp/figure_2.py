@@ -1,7 +1,7 @@
 """The basis of overlap in buckets: large all-reduces are cheaper, and gradients are ready one after another.
 
 The same number of elements is all-reduced in calls of different sizes. As a DDP does, a rank starts all calls and then
-waits for them. Calls so small that there would be too many are measured on fewer elements, and the time is scaled. The
+waits for them. If a size would need too many calls, it is measured on fewer elements, and the time is scaled up. The
 sizes take turns. Then one rank alone runs backward passes, without a DDP, and notes when each gradient is ready.
 """
 
@@ -40,7 +40,8 @@ NEAR = 1.10  # times the fastest: a call size below which the rest of the cost i
 _WARM_UP = 3  # backward passes that are not counted
 
 Row = Mapping[str, Any]
-"""The row of one size of calls: `size` and `measured`, in elements, and the seconds of each turn for the latter."""
+"""The measurements of one size of calls: `size`, and `measured`, the elements of all calls of a turn, and `seconds`,
+the time of each turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ def _all_reduce(pieces: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
-    """Return the time by the size of calls and where it stops to fall, and the gradients' times."""
+    """Return the time by the size of calls, the size at which it stops falling, and the gradients' times."""
     total = max(settings.places.values())
     blocks: list[Block] = []
     for each in measured["places"]:
@@ -168,7 +169,7 @@ def saturation(rows: Sequence[Row]) -> str:
 
 
 def _half_way(each: Mapping[str, Any]) -> list[str]:
-    """Return a row of the table: what is ready half-way through the backward passes of a model."""
+    """Return a row of the table: the gradients that are ready half-way through the backward passes of a model."""
     elements = np.array(each["elements"])
     first, counts, shares = [], [], []
     for times in np.array(each["passes"]):
