@@ -129,12 +129,12 @@ class Bench:
         return list(zip(unsent, means, strict=True))
 
     def is_random(self, of_steps: Sequence[list[tuple[Tensor, Tensor]]]) -> bool:
-        """Return whether steps differ, so that more of them say more."""
+        """Return whether steps differ, so that more of them tell more."""
         first, *others = of_steps
         return not all(torch.equal(one, own) for step in others for (one, _), (own, _) in zip(step, first, strict=True))
 
     def measure(self, draws: int) -> list[Measured]:
-        """Return what so many steps leave out of each gradient; a few, if all leave out the same."""
+        """Return what each of `draws` steps leaves unsent of each gradient; of a few steps if all leave the same."""
         of_steps = [self.draw() for _ in range(_TRIED // 2)]
         if self.is_random(of_steps):
             of_steps += [self.draw() for _ in range(draws - len(of_steps))]

@@ -238,7 +238,7 @@ class Workers:
         return total
 
     def _whole(self, index: int, served: Tensor, server: int, servers: int) -> Tensor:
-        """Return zeros in a parameter's shape, and in them the blocks that one of so many servers serves."""
+        """Return one server's blocks in the shape of their parameter, with zeros elsewhere."""
         parameter, block = self.parameters[index], served.shape[1]
         whole = torch.zeros(parameter.numel() // block, block, dtype=torch.float64)
         whole[list(blocks_served(self.names[index], len(whole), server, servers))] = served.double()

@@ -152,7 +152,7 @@ def _check(grid: Grid, memory: Tensor) -> None:
 
 
 def _codes(packed: Packed, ranks: int, entries: int) -> tuple[int, int, int, int, int]:
-    """Return what C takes. Raises `CompressorError` if there are not so many numbers from the first one on."""
+    """Return the arguments for C; raise `CompressorError` unless `entries` numbers follow from the first one on."""
     if not (0 < packed.bits < 31 and 0 <= packed.first <= packed.total - entries):
         raise CompressorError(f"there are no {entries} numbers from {packed.first} on among {packed.total}.")
     of_runs = (-(-packed.total * width // 8) for width in (4, 2, 1) if packed.bits & width)

@@ -93,7 +93,7 @@ class Message(NamedTuple):
 
     @classmethod
     def of(cls, form: Form, payloads: Sequence[Tensor], dim: int = 3) -> Self:
-        """Check payloads of so many dimensions. Raises `CompressorError` if they are not those of a form."""
+        """Check payloads with `dim` dimensions. Raises `CompressorError` if they are not those of the form."""
         payloads = tuple(payloads)
         return cls(form, payloads, *_message(form, payloads, dim))
 
@@ -289,7 +289,7 @@ def _run(name: str, level: str, form: Form, draws: bool, k: int, packed: bytes) 
 
 
 def over_threads(name: str, level: str, k: int, elements: int, packed: bytes) -> tuple[int, int]:
-    """Call a function for k blocks of so many elements, on as many threads as pay; return the extreme results."""
+    """Call a function for k blocks of `elements`, on as many threads as pay; return the extreme results."""
     call = library.function(name, level, _ARGUMENTS)
     threads = torch.get_num_threads()
     pieces = min(threads, k * elements // _AT_LEAST)

@@ -1,10 +1,9 @@
 """The link between ranks: its settings, and its emulation on one machine, without root.
 
 With an emulated link, a real collective runs between the ranks; in addition, each rank waits until a link of the given
-rate and latency could have carried Gloo's messages for it (`communicators/gloo.py`), with the headers of
-their packets. The link is a serial resource: a transfer starts when the previous one is through. So a transfer may
-overlap with compute, but two transfers never share the rate. Everything that a rank sends passes one `Wire`, whoever
-starts it.
+rate and latency could have carried Gloo's messages for it (`communicators/gloo.py`), with the headers of their packets.
+The link is a serial resource: a transfer starts when the previous one is through. So a transfer may overlap with
+compute, but two transfers never share the rate. Everything that a rank sends passes one `Wire`, whoever starts it.
 """
 
 from __future__ import annotations

@@ -64,15 +64,15 @@ class Typical:
 
 
 def unprobed(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """Return the steps whose time tells how long a step takes: those not measured by layer, if there are any."""
+    """Return the steps with a typical time: those not measured by layer, or all if there are none."""
     return [step for step in steps if not step.probed] or steps
 
 
 def typical_steps(result: RunResult) -> Sequence[StepRecord]:
-    """Return the steps asked for whose time tells how long a step takes.
+    """Return the requested steps with a typical time.
 
-    If the hook communicates every so many steps, as DiLoCo does, each record is the mean step of a whole round: one
-    that communicates takes long, and most others take no time to.
+    If the hook communicates once in several steps, as DiLoCo does, each record is the mean step of a whole round, since
+    most steps spend no time on communication and a few spend all of it.
     """
     every, steps = steps_of_a_round(result.settings.hook), result.asked_steps
     if every == 1:
@@ -119,7 +119,7 @@ def curve_of(losses: Sequence[float]) -> npt.NDArray[np.float64]:
 
 
 def averaged_in_curve(steps: int) -> npt.NDArray[np.float64]:
-    """Return over how many losses `curve_of` averages at each of so many steps."""
+    """Return, for each of `steps` steps, the number of losses that `curve_of` averages."""
     found: npt.NDArray[np.float64] = np.convolve(np.ones(steps), _window(steps), "same")
     return found
 
