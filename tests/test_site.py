@@ -84,6 +84,8 @@ def search(site: Path) -> Search:
         ("resume after a crash", "guide/questions.html"),
         ("own model", "guide/own-model.html"),
         ("leaderboard", "guide/leaderboard.html"),
+        ("own compressor", "guide/compressors.html"),
+        ("save and load", "guide/checkpoints.html"),
     ],
 )
 def test_a_newcomers_question_finds_the_page_that_answers_it_first(query: str, page: str, search: Search) -> None:
