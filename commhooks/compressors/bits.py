@@ -18,7 +18,7 @@ def packed_bytes(numbers: int, bits: int) -> int:
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:
-    """Pack integers below 2**bits, of any shape, at most 31 bits each, into bytes, 1-D."""
+    """Pack integers of any shape, each below 2**bits, into 1-D bytes; `bits` is at most 31."""
     numbers, runs, shift = numbers.reshape(-1), [], 0
     for width in _widths(bits):
         low = (numbers >> shift if shift else numbers).to(torch.uint8)  # modulo 256
@@ -33,7 +33,7 @@ def pack(numbers: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
-    """Unpack the integers of a shape that `pack` packed, [..., bytes], to int32 [..., *shape]."""
+    """Unpack what `pack` made of integers of this shape, [..., bytes], into int32 [..., *shape]."""
     count, numbers, shift = torch.Size(shape).numel(), None, 0
     for width in _widths(bits):
         length = _run_bytes(count, width)

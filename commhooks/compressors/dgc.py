@@ -46,7 +46,8 @@ class DGC(Compressor):
     ratio: float = setting(0.001, above=0, most=1)
     """Lower: smaller messages, but older updates. At least one element of each parameter is sent."""
     momentum: float = setting(0.9, least=0, below=1)
-    """m, in place of the optimiser's. Higher: a longer memory; 0: top-k with error feedback, without a velocity."""
+    """The momentum m, which replaces the optimizer's. Higher: a longer memory; 0: top-k with error feedback, without a
+    velocity."""
     clip: float | None = setting(None, above=0)
     """The norm above which a parameter's gradient is clipped, without the loss scale; each rank clips its own gradient
     at this over the square root of the number of ranks. The paper clips all parameters as one vector."""

@@ -1,4 +1,4 @@
-"""How far apart two correct results may be, on any processor.
+"""Bounds on the difference between two correct results, on any processor.
 
 Kernels differ in the order of a sum's terms, in blocking, and in whether a product is rounded before it is added. The
 bounds here hold whatever they do; all are of first order in u, the unit roundoff (Higham, *Accuracy and Stability of
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 IN_FLOAT64 = 1e-9
-"""For results of float64, relative to the largest element.
+"""The bound for float64 results, relative to the largest element.
 
 One rounding is 1.1e-16; sums here have fewer than 1e3 terms, and a first random basis or a few steps multiply what they
 lose by less than 1e3: 1e-10. Anything that was rounded to fp32 on its way shows, at 6e-8.

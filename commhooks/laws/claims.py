@@ -1,4 +1,4 @@
-"""What a compressor claims, by its declarations: which laws hold for it, and how much they let it round."""
+"""The claims that a compressor's declarations make: the laws that hold for it, and how much they let it round."""
 
 from __future__ import annotations
 
@@ -18,44 +18,46 @@ from commhooks.laws.workers import Workers, normal, zeros
 from commhooks.wrappers import ErrorFeedback
 
 SHAPES = ((24, 40), (40,), (3, 5, 3, 3), (24, 40), (7,), (64, 33), (1, 1), (0, 4), ())
-"""Of the parameters that laws are tried on: matrices, some alike, vectors, one without elements, and a number."""
+"""The shapes of the parameters that laws are tried on: matrices, two of one shape, vectors, an empty one, and a 0-dim
+one."""
 NEVER = 10**9
-"""Steps, for what does not end."""
+"""The number of steps that stands for "never"."""
 _LARGEST_BLOCK = 60
-"""A code for larger blocks would compress none of these, so another parameter joins them."""
+"""The largest block for which these shapes suffice; larger ones would compress none, so a parameter is added."""
 _ROUNDINGS = 256
-"""Of each element in a step, by any code: far more than rounds in a step, and far less than a mistake loses."""
+"""The roundings of each element in a step that any code is allowed: far more than occur, and far less than a mistake
+loses."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claims:
-    """What the laws take from a compressor's declarations; of this package's compressors, from the table of tests."""
+    """The claims of a compressor, from its declarations or, for this package's compressors, from the table of tests."""
 
     exchanges: bool = True
-    """Ranks end with the same mean."""
+    """True if ranks end with the same mean."""
     error_feedback: bool = False
-    """Keeps what it did not send, in the state "residual"."""
+    """True if it keeps the unsent part, in the state "residual"."""
     decay: float = 1.0
-    """So much of the residual is added to the next gradient; the rest is lost."""
+    """The fraction of the residual that is added to the next gradient; the rest is lost."""
     drops: str = ""
-    """Why mean + residual need not be what was to be sent; "": it is."""
+    """The reason why mean + residual may differ from what was to be sent; empty if they must be equal."""
     depends_on_buckets: bool = False
-    """What it sends, and its mean, depend on which parameters share a bucket."""
+    """True if its messages and its mean depend on which parameters share a bucket."""
     rank: int = 0
-    """Of the factors that it sends; 0: it sends none."""
+    """The rank of the factors that it sends; 0: it sends none."""
     wire: torch.dtype | None = None
-    """In which dtype its sums travel, where that is not the one that it computes in."""
+    """The dtype in which its sums are sent, if it differs from the one used for computing."""
     roundings: int = 0
-    """How many times a step rounds an element, other than by a cast or by factors."""
+    """The number of times that a step rounds an element, other than by a cast or by factors."""
     range: torch.dtype | None = None
     """The dtype that bounds what it can send, if its range is shorter than fp32's."""
     overshoots: bool = True
-    """A mean may be larger than every rank's gradient, so that fp16 cannot hold it."""
+    """True if a mean may be larger than every rank's gradient, so that fp16 cannot hold it."""
     is_derived: bool = False
-    """Read from a compressor's declarations, which say less than a row of a table: not whether a mean `overshoots`, or
-    whether 1e30 can be sent."""
+    """True if read from a compressor's declarations, which say less than a row of the table: not whether a mean
+    `overshoots`, or whether 1e30 can be sent."""
     exempt: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """By the key of a law that it breaks by design, the reason; see `Compressor.exempt`."""
+    """The reason for breaking a law by design, by the law's key; see `Compressor.exempt`."""
     block: int = 0
     """The elements of its codes' largest blocks; 0: it has no blocks."""
 
@@ -90,13 +92,13 @@ class Claims:
         )
 
     def shapes(self, *shapes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return shapes, and one more with eight of the codes' blocks if these are too large for the others."""
+        """Return the shapes, and one more with eight of the codes' blocks if blocks are too large for the others."""
         return (*shapes, (8, self.block + 3)) if self.block > _LARGEST_BLOCK else shapes
 
     def lost(
         self, gradients: list[list[Tensor]], residuals: list[list[Tensor]], *, on_one_rank: bool = False
     ) -> list[float]:
-        """Return for each parameter how much of what was to be sent a step may round away, on the mean over ranks.
+        """Return, for each parameter, how much of what is to be sent a step may round away, as a mean over ranks.
 
         gradients, residuals: [rank][parameter]; the residuals before the step. On one rank nothing is summed, so that a
         narrow wire loses nothing.
@@ -115,7 +117,7 @@ class Claims:
         ]
 
     def horizon(self, contraction: float) -> int:
-        """Return after how many steps all that error feedback has to send is sent, at this error."""
+        """Return the number of steps after which error feedback has sent everything, at this error."""
         kept = 1 - self.decay**2 * contraction
         return max(120, round(8 / kept)) if kept > 0 else NEVER
 

@@ -1,4 +1,4 @@
-"""What a law is: a rule, and a function that tries it on a compressor."""
+"""A law: a rule, and a function that tries it on a compressor."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from commhooks.language.compressor import Compressor
 from commhooks.laws.claims import Claims
 
 Try = Callable[[Compressor, Claims], None]
-"""Tries a law on a compressor, and raises `BrokenLawError` if it does not hold."""
+"""A function that tries a law on a compressor, and raises `BrokenLawError` if the law does not hold."""
 Excuse = Callable[[Compressor, Claims], str]
-"""Returns why a law does not apply to a compressor; "" if it does."""
+"""A function that returns why a law does not apply to a compressor; "" if it does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,11 +20,11 @@ class Law:
     """One rule that every compressor obeys, unless its claims say that it does not apply."""
 
     key: str
-    """A word to name it by, as in `Compressor.exempt`."""
+    """Its name, as in `Compressor.exempt`."""
     rule: str
     """The rule in a sentence."""
     causes: str
-    """What usually breaks it."""
+    """The usual causes if it is broken."""
     try_on: Try
     excuse: Excuse
 

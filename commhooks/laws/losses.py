@@ -23,24 +23,24 @@ from commhooks.laws.workers import BrokenLawError, Workers, shape_of, zeros
 from commhooks.wrappers import ErrorFeedback
 
 DRAWS = 64
-"""Steps in which an input is tried, each with random numbers of its own."""
+"""The number of steps in which an input is tried, each with its own random numbers."""
 SIGMAS = 6.0
-"""How many standard errors of its mean a measured error may exceed what is declared: a normally distributed mean does
-once in 1e9, and the inputs are the same in every run, so a verdict never changes."""
+"""The number of standard errors by which a measured mean error may exceed the declared one. A normally distributed mean
+does so once in 1e9, and the inputs are the same in every run, so a verdict never changes."""
 UNSEEN = 14.0
-"""An event that is expected so often in all draws is not seen in any of them once in a million."""
+"""If this many events of a kind are expected in all draws, the probability of seeing none is one in a million."""
 MANY = ("normal", "equal", "alternating", "sparse", "between levels", "a ramp")
 """Inputs in which many elements count alike: a sum of their errors is nearly normally distributed, and its spread is
 seen. Where one element counts for most, an event that is too rare to be seen would look like a bias."""
 _ROUNDING = 1e-5
-"""Relative; for fp32's rounding of what is measured."""
+"""A relative tolerance, for fp32's rounding of measured values."""
 _TRIES, _TRIED = 24, 6
 """Changes of an input that the search makes, and the draws that compare one with the last."""
 _FADING = 1e-9
 
 
 class Measured(NamedTuple):
-    """What one input's draws have left unsent."""
+    """The unsent parts of one input, over several draws."""
 
     ratios: Tensor
     """|unsent|² / |gradient|², [draws]."""
@@ -53,8 +53,8 @@ class Measured(NamedTuple):
     def proven(self) -> float:
         """The error that is certain: the ratios' mean, less `SIGMAS` of its standard errors, and what was not seen.
 
-        An event that occurs in a part p of all draws stays unseen in n of them with a probability of at most
-        exp(-p·n), so of p = `UNSEEN`/n once in a million; in it nothing may be left out.
+        An event that occurs in a fraction p of all draws stays unseen in n of them with a probability of at most
+        exp(-p·n), for p = `UNSEEN`/n once in a million; such an event may leave nothing unsent.
         """
         n = len(self.ratios)
         unseen = UNSEEN / n if n == DRAWS else 0.0  # fewer draws than that: they are all alike
@@ -62,7 +62,7 @@ class Measured(NamedTuple):
 
 
 def inputs(shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return gradients of a shape that are hard for some code: name and values, fp32."""
+    """Return gradients of a shape, each hard for some code, by name; fp32."""
     n = math.prod(shape)
     drawn = torch.Generator().manual_seed(11)
     normals, uniform = torch.randn(n, generator=drawn), torch.rand(n, generator=drawn)

@@ -1,4 +1,4 @@
-"""Laws of what is remembered: it is declared, saved, resumed, and follows another number of ranks."""
+"""Laws of state: it is declared, saved and resumed, and carries over to another number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One compressor on N workers of this process, over the lockstep communicator: what every law is tried on."""
+"""One compressor on N workers of this process, over the lockstep communicator, for trying laws."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from commhooks.state.table import StateTable
 
 
 class BrokenLawError(AssertionError):
-    """A law does not hold; the message says of which parameter, in which step, on which rank, and by how much."""
+    """A law does not hold; the message names the parameter, the step, the rank, and the difference."""
 
 
 class GivenBucket:
-    """A bucket as a DDP hands it in."""
+    """A bucket like those that a DDP hands in."""
 
     def __init__(self, number: int, memory: Tensor, members: list[Tensor], *, is_last: bool) -> None:
         self._number = number
@@ -131,12 +131,12 @@ class Workers:
 
     @property
     def ledger(self) -> Ledger:
-        """What the first worker has counted, by parameter."""
+        """The first worker's counts, by parameter."""
         return self.engines[0].lane.ledger
 
     @property
     def traffic(self) -> Traffic:
-        """What the first worker has sent."""
+        """The first worker's statistics."""
         return self.engines[0].lane.traffic or Traffic()
 
     @property
@@ -219,9 +219,9 @@ class Workers:
         return kept.reshape(-1).as_strided(parameter.shape, parameter.stride())
 
     def unsent(self, index: int) -> Tensor:
-        """Return what has not reached the mean yet, in float64: the residuals' mean, and what servers hold.
+        """Return the part that has not reached the mean yet, in float64: the residuals' mean, and the servers' shares.
 
-        Whatever the names under which that is kept.
+        Entries are found by kind, whatever their names.
         """
         parameter = self.parameters[index]
         ranks = range(self.world_size)

@@ -1,7 +1,7 @@
-"""The compiled search for the largest elements of blocks and tiles, and the sums of what ranks have sent of them.
+"""The compiled search for the largest elements of blocks and tiles, and the sums of the elements that ranks have sent.
 
-All is in fp32, on a CPU. What is found and added up is the same at every level; of equal magnitudes, other elements may
-be found than eagerly.
+All is in fp32, on a CPU. The results are the same at every level. Among equal magnitudes, eager code may choose other
+elements.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SUM_OF_TILES = struct.Struct(f"{_GRID}Pq{_PACKED}{_PACKED}Pq")
 
 
 class Grid(NamedTuple):
-    """Tiles a×b over a matrix n×m, of which 1-D memory has the first `elements`; what is more is padding."""
+    """Tiles a×b over a matrix n×m, of which 1-D memory has the first `elements`; the others are padding."""
 
     a: int
     b: int
@@ -38,11 +38,11 @@ class Grid(NamedTuple):
     n: int
     m: int
     down: int
-    """How far apart in memory two neighbours in a column are; `right`: in a row."""
+    """The distance in memory of two neighbours in a column; `right`: in a row."""
     right: int
     elements: int
     k: int
-    """How many elements are sent of each tile."""
+    """The number of elements sent of each tile."""
 
     @property
     def tiles(self) -> int:
@@ -51,13 +51,13 @@ class Grid(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Numbers that `commhooks.compressors.bits` has packed, and which of them count."""
+    """Numbers that `commhooks.compressors.bits` has packed, and the first one that counts."""
 
     codes: Tensor
     """[W, bytes], uint8."""
     bits: int
     total: int
-    """How many numbers there are of each rank."""
+    """The number of packed values of each rank."""
     first: int
 
 
@@ -73,7 +73,7 @@ class Selection:
 
     @classmethod
     def chosen(cls, memory: Tensor) -> Self | None:
-        """Return what to use for memory, or None if that is eager.
+        """Return the functions to use for this memory, or None if everything runs eagerly.
 
         Raises `SettingsError` as `commhooks.compiled` does.
         """

@@ -23,27 +23,27 @@ from commhooks.errors import SettingsError
 VARIABLE = "COMMHOOKS_COMPILED"
 PATH = Path(__file__).with_name("_kernels.dll" if sys.platform == "win32" else "_kernels.so")
 VERSION = 3
-"""Of the functions' arguments; library.c has the same."""
+"""The version of the functions' arguments; library.c has the same."""
 LEVELS = ("plain", "sse42", "avx2", "avx512")
-"""From the lowest to the highest, as library.c numbers them."""
+"""The levels, from the lowest to the highest, as library.c numbers them."""
 PASSES = ("uniform", "qsgd", "sign", "vote", "fp8", "natural", "mxfp4")
 """The kinds of code that have compiled passes, as passes.h numbers them."""
 SEARCHES = ("top-k", "sparse-loco")
-"""What else runs compiled: largest.h."""
+"""The compressors whose searches run compiled (largest.h)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Which compiled passes are in use, and if none, why not."""
+    """The compiled passes in use, or the reason why there are none."""
 
     level: str | None
     """The level in use: `"avx512"`, `"avx2"`, `"sse42"` or `"plain"`; None: everything runs eagerly."""
     levels: tuple[str, ...]
     """The levels that the library and this processor have, from the highest to the lowest."""
     kinds: tuple[str, ...]
-    """What runs compiled, on a CPU."""
+    """The codes and compressors that run compiled, on a CPU."""
     reason: str
-    """Why no level is in use, or why this one is."""
+    """The reason why no level is in use, or why this one is."""
 
     def __str__(self) -> str:
         """Return one sentence."""
@@ -53,7 +53,7 @@ class Compiled:
 
 
 def compiled() -> Compiled:
-    """Return which compiled passes are in use in this process, and if none, why not; `str` of it is one sentence.
+    """Return the compiled passes in use in this process, or the reason why there are none; `str` gives one sentence.
 
     They take the place of eager ones with the same results, on CPUs, where commhooks was built with a C compiler. The
     environment variable `COMMHOOKS_COMPILED` chooses a level (`avx512`, `avx2`, `sse42` or `plain`), or `off`. Raises
@@ -155,7 +155,7 @@ def _warn(reason: str) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a file is as long as its ELF header says; the loader would map what is not there, and crash."""
+    """Return whether a file is as long as its ELF header says; the loader would map missing pages, and crash."""
     with path.open("rb") as file:
         header = file.read(64)
     if header[:6] != b"\x7fELF\x02\x01":  # 64 bits, little-endian

@@ -23,7 +23,7 @@ from commhooks.errors import CompressorError, SettingsError
 from commhooks.native import library
 
 _AT_LEAST = 1 << 16
-"""How many elements a thread gets; fewer are done before another thread has started."""
+"""The least number of elements for a thread; fewer are done before another thread has started."""
 _FLOATS, _BYTES, _SHORTS = {torch.float32}, {torch.int8, torch.uint8}, {torch.int16, torch.uint16}
 _SHIFTS = {torch.int64, torch.int32, *_SHORTS}
 _FORM, _PAYLOADS, _ROWS, _NOISE = "qqqd", "PqqPqq", "Pqqq", "PqPPq"
@@ -32,7 +32,7 @@ _WRITE = struct.Struct(f"{_FORM}{_PAYLOADS}{_ROWS}P")
 _SERVE = struct.Struct(f"{_FORM}{_PAYLOADS}q{_PAYLOADS}PP{_NOISE}")
 """The structs in passes.h. Packed, they take a third of the time that `ctypes` needs for as many arguments."""
 _ARGUMENTS = (ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p)
-"""Which blocks, and one of these structs."""
+"""The first block, the end of the blocks, and one of these structs, packed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Form:
     packed: tuple[int, int, int] = dataclasses.field(init=False, repr=False)
     """Kind, levels and block as numbers."""
     payloads: tuple[tuple[Set[torch.dtype], int, int], ...] = dataclasses.field(init=False, repr=False)
-    """Of each payload, scales first: its possible dtypes, how many of them a block takes, and the bytes of one."""
+    """For each payload, scales first: the possible dtypes, the number of elements per block, and the bytes of one."""
 
     def __post_init__(self) -> None:
         if self.kind not in library.PASSES:
@@ -70,7 +70,7 @@ class Form:
 
 
 class Noise(NamedTuple):
-    """What k blocks draw: element j of block i draws ((table[rows[i], j] + shifts[i]) mod 2^16 + 1/2) / 2^16."""
+    """Random numbers of k blocks: number j of block i is ((table[rows[i], j] + shifts[i]) mod 2^16 + 1/2) / 2^16."""
 
     table: Tensor
     """[R, block], int16 or uint16."""
@@ -81,15 +81,15 @@ class Noise(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Payloads of a message that were found to be what a form needs: one look is enough for many passes."""
+    """Payloads of a message that were checked against a form, once for many passes."""
 
     form: Form
     payloads: Sequence[Tensor]
-    """Kept here, so that the addresses stay theirs."""
+    """The tensors, kept so that the addresses stay valid."""
     shape: tuple[int, ...]
     """[W, b] or, of one rank's rows, [k]."""
     arguments: Sequence[int]
-    """Of scales and bytes: the address and two strides in bytes; zeros, if there are no scales."""
+    """The address and two strides in bytes, of the scales and of the bytes; zeros if there are no scales."""
 
     @classmethod
     def of(cls, form: Form, payloads: Sequence[Tensor], dim: int = 3) -> Self:
@@ -194,7 +194,7 @@ class Passes:
 
 
 def _blocks(form: Form, blocks: Tensor, name: str) -> int:
-    """Return how many blocks there are. Raises `CompressorError` if they are not [k, block], fp32 and contiguous."""
+    """Return the number of blocks. Raises `CompressorError` if they are not [k, block], fp32 and contiguous."""
     if (
         blocks.dtype is not torch.float32
         or not blocks.is_cpu
@@ -224,7 +224,7 @@ def _looked_at(form: Form, message: Sequence[Tensor] | Message) -> tuple[tuple[i
 
 
 def _message(form: Form, payloads: Sequence[Tensor], dim: int) -> tuple[tuple[int, ...], list[int]]:
-    """Return the dimensions before the last, and of scales and bytes the address and two strides in bytes.
+    """Return the dimensions before the last, and the addresses of scales and bytes, each with two strides in bytes.
 
     The dimensions are ranks, if there are three, and rows; the strides too. Without scales their numbers are 0.
     """
@@ -248,7 +248,7 @@ def _message(form: Form, payloads: Sequence[Tensor], dim: int) -> tuple[tuple[in
 
 
 def _noise(form: Form, noise: Noise | None, k: int) -> tuple[int, ...]:
-    """Return addresses, how many rows the table has, and the bytes from shift to shift; zeros for no noise."""
+    """Return the addresses, the number of rows of the table, and the bytes from shift to shift; zeros for no noise."""
     if noise is None:
         return 0, 0, 0, 0, 0
     table, rows, shifts = noise
@@ -269,7 +269,7 @@ def _noise(form: Form, noise: Noise | None, k: int) -> tuple[int, ...]:
 
 
 def unsuited(name: str, tensor: Tensor, expected: str) -> CompressorError:
-    """Return the error for a tensor that is not what a function takes."""
+    """Return the error for a tensor that a function does not take."""
     return CompressorError(
         f"compiled passes need {name} on a CPU, {expected} (got {list(tensor.shape)} with strides "
         f"{list(tensor.stride())}, of {tensor.dtype}, on {tensor.device})."
