@@ -21,7 +21,7 @@ from ..runs import RunResult, RunSettings, strict
 from .findings import finding, names_of
 
 FORMAT = 1
-"""Of the JSON; increased when its readers must change."""
+"""The format of the JSON text; increased when its readers must change."""
 SCHEMA = Path(__file__).with_name("report.schema.json")
 
 

@@ -1,4 +1,4 @@
-"""What a page of results consists of, paragraphs, tables and pictures, as Markdown and in a terminal."""
+"""The blocks of a page of results: paragraphs, tables and pictures, as Markdown and in a terminal."""
 
 from __future__ import annotations
 

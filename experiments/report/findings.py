@@ -1,4 +1,4 @@
-"""What follows from the numbers, in sentences."""
+"""Findings from the numbers, in sentences."""
 
 from __future__ import annotations
 

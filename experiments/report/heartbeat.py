@@ -19,7 +19,7 @@ class Heartbeat:
 
     @property
     def due(self) -> bool:
-        """Whether a minute has passed since the last line, or since the beginning."""
+        """True if a minute has passed since the last line, or since the beginning."""
         return self._clock() - self._printed >= SECONDS
 
     def print(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""What a hook makes of each layer: a picture and a table from the last probed step."""
+"""A hook's effect on each layer: a picture and a table from the last probed step."""
 
 from __future__ import annotations
 

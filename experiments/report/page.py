@@ -60,17 +60,17 @@ class Picture:
 
     @property
     def caption(self) -> str:
-        """What it shows, for those who cannot see it."""
+        """The picture's content in words, for readers who cannot see it."""
         return _CAPTIONS[self.kind]
 
     @property
     def note(self) -> str:
-        """What a reader must know of it; mostly nothing."""
+        """A note that readers need to understand it; mostly empty."""
         return ABOVE_ONE if self.kind in {"gradients", "layers"} else ""
 
     @property
     def wide(self) -> bool:
-        """Whether it takes the page's whole width."""
+        """True if it takes the page's whole width."""
         return self.kind in _WIDE
 
     @property
@@ -108,15 +108,15 @@ def page(
     """Return the report as HTML, with every picture inside it.
 
     Args:
-        settings: What came out.
-        pictures: Of each setting.
+        settings: The outcomes, by setting.
+        pictures: The pictures of each setting.
         across: Pictures across settings.
-        target_rule: How the target loss was chosen.
-        command: How to get the report again.
-        written: When this is.
+        target_rule: The rule that chose the target loss, in words.
+        command: The command that makes the report again.
+        written: The time at which the report is written.
         notes: Warnings, for the top of the page.
         failures: The traceback of each run that failed.
-        folders: Where the results are, as named in the command; none: beside the page.
+        folders: The folders with the results, as named in the command; empty: the page's own folder.
 
     """
     names = names_of(settings)

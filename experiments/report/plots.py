@@ -1,4 +1,4 @@
-"""How the pictures look: themes, canvases, colours of hooks, and PNG files."""
+"""The style of the pictures: themes, canvases, colours of hooks, and PNG files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ THEMES = (LIGHT, DARK)
 
 @dataclass(frozen=True)
 class Look:
-    """How one hook is drawn: the same in all pictures of a report."""
+    """The style of one hook's lines, the same in all pictures of a report."""
 
     colour: str
     dashes: Any  # a line style of matplotlib
@@ -67,7 +67,7 @@ class Look:
 
 
 def looks(hooks: Sequence[str], baseline: str | None) -> Mapping[str, Look]:
-    """Return how each hook is drawn; the baseline is grey."""
+    """Return the style of each hook; the baseline is grey."""
     found, others = {}, [hook for hook in hooks if hook != baseline]
     for number, hook in enumerate(others):
         colour, dashes = LIGHT.hooks[number % len(LIGHT.hooks)], _DASHES[number // len(LIGHT.hooks) % len(_DASHES)]

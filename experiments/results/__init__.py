@@ -1,1 +1,1 @@
-"""What runs show: each one in numbers, means over seeds with intervals, and whether a hook pays."""
+"""The results of runs: each run in numbers, means over seeds with intervals, and whether a hook pays."""

@@ -1,4 +1,4 @@
-"""How long the runs of a comparison go on: a fast hook may take more steps, so that all have the same time."""
+"""The goals of a comparison's runs: a fast hook may take more steps, so that all have the same time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .summary import SMOOTHING_STEPS, steps_to, target_loss, total_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class GoingOn:
-    """What the runs of a comparison go on to, once they have taken the steps asked for."""
+    """The rule for goals that the runs of a comparison pursue beyond the steps asked for."""
 
     baseline: Spec  # the hook whose run sets the goal of the others with the same seed
     times: int  # the steps asked for that a run takes at most
@@ -29,7 +29,7 @@ class GoingOn:
         )
 
     def goals(self, runs: Sequence[RunSettings], known: Mapping[RunSettings, RunResult]) -> dict[int, Goal]:
-        """Return the goals of those runs, by their place, whose baseline is finished already."""
+        """Return the goals of the runs whose baseline is already finished, by their index."""
         firsts = {place: known.get(replace(settings, hook=self.baseline)) for place, settings in enumerate(runs)}
         return {
             place: self.goal(first.asked_steps)
@@ -56,7 +56,7 @@ class Pursuit:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run takes another step: it has not reached anything yet, and its loss is finite."""
+        """True if the run takes another step: it has not reached its target or a limit, and its loss is finite."""
         left = self._made < self._goal.steps and self._seconds < self._goal.seconds
         return left and not self._reached and math.isfinite(self._recent[-1].loss)
 

@@ -1,7 +1,7 @@
-"""Means over seeds with 95 % confidence intervals; what two hooks did is compared seed by seed.
+"""Means over seeds with 95 % confidence intervals; two hooks are compared seed by seed.
 
-One seed has a value, two have two values, and only from three seeds on is there an interval: that of two values is nine
-standard deviations to either side, and tells less than the values themselves.
+One seed has a value, two have two values, and three or more have an interval. The interval of two values would extend
+nine standard deviations to either side, and tell less than the values themselves.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Interval:
         return (self.low > 0) - (self.high < 0)
 
     def scaled(self, factor: float) -> Interval:
-        """Return it in other units."""
+        """Return the estimate in other units."""
         return Interval(self.mean * factor, self.low * factor, self.high * factor)
 
 
@@ -84,7 +84,7 @@ class Estimate:
 
     @property
     def seeds(self) -> int:
-        """How many seeds it was measured with."""
+        """The number of seeds it was measured with."""
         return len(self.by_seed)
 
     @property

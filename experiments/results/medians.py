@@ -50,7 +50,7 @@ class Ratio:
 
     @property
     def saved(self) -> str:
-        """What ours save of theirs, as in '23 % (20 to 27)'."""
+        """The fraction of theirs that ours save, as in '23 % (20 to 27)'."""
         interval = f"{100 * (1 - self.high):.0f} to {100 * (1 - self.low):.0f}"
         return f"{100 * (1 - self.median):.0f} % ({interval if math.isfinite(self.high) else 'too few turns'})"
 

@@ -1,4 +1,4 @@
-"""What came out of runs with several seeds: for every setting and hook, estimates and paired comparisons."""
+"""The outcomes of runs with several seeds: estimates and paired comparisons for every setting and hook."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHOWN = 0.0005  # half of the last digit that is shown of a loss
 
 
 class Outcome:
-    """One hook in one setting: its runs by seed, and what they say together.
+    """One hook in one setting: its runs by seed, and estimates over all of them.
 
     Unless it says otherwise, an attribute is about the steps asked for, of which every run has the same number.
     """
@@ -59,12 +59,12 @@ class Outcome:
 
     @cached_property
     def replicas_identical(self) -> bool:
-        """Whether all ranks ended with the same parameters in every run."""
+        """True if all ranks ended with the same parameters in every run."""
         return all(result.replicas_identical for result in self.results.values())
 
     @cached_property
     def held_out_loss(self) -> Estimate:
-        """On held-out data, after the last step."""
+        """Loss on held-out data after the last step."""
         return Estimate.of({seed: result.evaluation.loss for seed, result in self.results.items()})
 
     def metric(self, name: str) -> Estimate:
@@ -75,7 +75,7 @@ class Outcome:
 
     @cached_property
     def train_loss(self) -> Estimate:
-        """Mean over the last steps."""
+        """Training loss, mean over the last steps."""
         return self._each(lambda steps: smoothed_losses(steps)[-1])
 
     @cached_property
@@ -131,24 +131,24 @@ class Outcome:
 
     @cached_property
     def reached(self) -> Mapping[int, int]:
-        """After how many steps, of all, the target was reached, for the seeds that did."""
+        """For each seed that reached the target, the number of steps that it took, also beyond those asked for."""
         found = {seed: steps_to(self.targets.get(seed, math.nan), one.steps) for seed, one in self.results.items()}
         return {seed: steps for seed, steps in found.items() if steps is not None}
 
     @cached_property
     def steps_to_target(self) -> Estimate:
-        """Steps until the target is reached, over the seeds that did."""
+        """Steps until the target is reached, over the seeds that reached it."""
         return Estimate.of(self.reached)
 
     @cached_property
     def seconds_to_target(self) -> Estimate:
-        """Training time until the target is reached, over the seeds that did."""
+        """Training time until the target is reached, over the seeds that reached it."""
         found = {seed: total_seconds(self.results[seed].steps[:n]) for seed, n in self.reached.items()}
         return Estimate.of_times(found)
 
     @cached_property
     def bytes_to_target(self) -> Estimate:
-        """Bytes that one rank moved until the target is reached, over the seeds that did."""
+        """Bytes that one rank moved until the target is reached, over the seeds that reached it."""
         return Estimate.of({seed: total_bytes(self.results[seed].steps[:n]) for seed, n in self.reached.items()})
 
     @cached_property
@@ -164,9 +164,9 @@ class Outcome:
 
     @cached_property
     def link_use(self) -> Estimate:
-        """The share of the link's rate that the interface used over the whole run.
+        """The fraction of the link's rate that the interface used over the whole run.
 
-        Without seeds as `overhead`, and for a rate that changes.
+        It has no seeds if `overhead` has none, or if the rate changes.
         """
         return Estimate.of(
             {
@@ -248,9 +248,10 @@ class Setting:
 
     @cached_property
     def margin(self) -> float:
-        """The difference of two losses above which it matters: MATTERS of what the baseline's training loss fell.
+        """The difference of two losses above which it matters: MATTERS times the fall of the baseline's training loss.
 
-        At least half of the last digit that is shown of a loss; that alone if the baseline's did not fall.
+        It is at least half of the last digit that is shown of a loss, and exactly that if the baseline's loss did not
+        fall.
         """
         runs = self.baseline.results if self.baseline is not None else {}
         fall = Estimate.of({seed: fall_of(one.asked_steps) for seed, one in runs.items()}).mean
@@ -258,12 +259,12 @@ class Setting:
 
     @property
     def is_silent(self) -> bool:
-        """Whether no rank moved a byte, as with a single one."""
+        """True if no rank moved a byte, as with a single rank."""
         return not any(one.moved_bytes.mean for one in self.outcomes)
 
     @property
     def any_result(self) -> RunResult:
-        """One of the runs, for what they have in common."""
+        """One of the runs, for the settings they have in common."""
         return next(iter(self.outcomes[0].results.values()))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""How fast a run sends, and how much of its link it uses."""
+"""The rate at which a run sends, and the fraction of its link that it uses."""
 
 from __future__ import annotations
 

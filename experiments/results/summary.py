@@ -142,6 +142,6 @@ def target_loss(runs: Sequence[Sequence[StepRecord]]) -> float:
 
 
 def steps_to(target: float, steps: Sequence[StepRecord]) -> int | None:
-    """Return after how many steps the smoothed loss reaches the target; None: never."""
+    """Return the number of steps until the smoothed loss reaches the target; None: never."""
     windows = enumerate(smoothed_losses(steps), start=1)
     return next((n for n, loss in windows if loss <= target and n >= min(SMOOTHING_STEPS, len(steps))), None)

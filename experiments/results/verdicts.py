@@ -1,4 +1,4 @@
-"""Whether a hook pays, and whether its loss differs by what matters: its runs beside the baseline's, seed by seed."""
+"""Verdicts on hooks: whether one pays, and whether its loss differs enough to matter, from runs paired by seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SURE = 1.96  # standard errors of a point of the curves of training losses, to 
 
 
 class Difference(Enum):
-    """What the difference of two losses, ours - the baseline's, means beside the setting's margin."""
+    """A difference of losses, ours - the baseline's, compared with the setting's margin."""
 
     LOWER = "lower by more than the margin"
     HIGHER = "higher by more than the margin"
@@ -23,7 +23,7 @@ class Difference(Enum):
 
     @property
     def matters(self) -> bool:
-        """Whether the difference is surely larger than the margin."""
+        """True if the difference is surely larger than the margin."""
         return self in {Difference.LOWER, Difference.HIGHER}
 
     @property
@@ -34,7 +34,7 @@ class Difference(Enum):
 
 @dataclass(frozen=True)
 class Losses:
-    """How a hook's losses differ from the baseline's; None: not compared."""
+    """The differences of a hook's losses from the baseline's; None: not compared."""
 
     same_time: Difference | None  # training loss after the same time
     held_out_then: Difference | None  # held-out loss then
@@ -42,7 +42,7 @@ class Losses:
 
 
 class Verdict(Enum):
-    """What can be said of a hook in one setting."""
+    """The verdict on a hook in one setting."""
 
     PAYS = "pays"
     COSTS = "does not pay"
@@ -52,7 +52,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """What each comparison with the baseline says: 1 for the hook, -1 against it, 0 for neither, None not known."""
+    """The result of each comparison with the baseline: 1 for the hook, -1 against it, 0 neither, None not known."""
 
     target: int | None  # which of the two reached it sooner
     same_time: int | None  # whose training loss was lower after the same time
@@ -67,7 +67,7 @@ class Judgement:
 
     @property
     def verdict(self) -> Verdict:
-        """What they say together: neither yes nor no if they disagree, or if the run ended too early to tell."""
+        """The verdict of all comparisons: not settled if they disagree, or if the run ended too early to tell."""
         if self.diverged:
             return Verdict.DIVERGED
         decisive = {vote for vote in (self.target, self.same_time) if vote}
@@ -104,7 +104,7 @@ _NONE: Mapping[int, float] = {}
 
 
 def weighed(difference: Estimate, margin: float, noise: Mapping[int, float] = _NONE) -> Difference | None:
-    """Return what a difference of losses means beside the margin; None without seeds.
+    """Compare a difference of losses with the margin; return None without seeds.
 
     It matters if all of its 95 % interval lies beyond the margin, and does not if all of it lies within. With fewer
     seeds than an interval needs, each of them must say so, give or take its noise.
