@@ -98,7 +98,7 @@ def task_function(name: str) -> Callable[..., Any]:
 
 
 def _checked_settings(spec: Spec, function: Callable[..., Any]) -> dict[str, SettingValue]:
-    """Return the settings as arguments; raise ValueError if one is no parameter of the function, or one is missing."""
+    """Return the settings as arguments; raise ValueError if the function lacks one of them, or requires another."""
     parameters = inspect.signature(function).parameters
     if any(one.kind is inspect.Parameter.POSITIONAL_ONLY for one in parameters.values()):
         raise ValueError(f"task {spec.label!r}: {spec.name} must accept its arguments by name, without a '/'")

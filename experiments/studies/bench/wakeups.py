@@ -100,7 +100,7 @@ def _take_turns(task: str, spec: str, rounds: int, tell: Tell, *, is_bound: bool
 
 
 def _with_usual_threads(make: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    """Return what is made, with the usual policy for Gloo's threads that came with it."""
+    """Return the result of `make`, whose new Gloo threads get the usual scheduling policy."""
     before = set(_gloo_threads())
     made = make()
     made()  # a group for sparse sums, or for some of the ranks, is opened in the first step that needs it
