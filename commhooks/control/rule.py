@@ -1,4 +1,4 @@
-"""When a controller looks at the link, and when it moves to another compressor."""
+"""The rule by which a controller looks at the link and moves to another compressor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commhooks.errors import SettingsError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveRule:
-    """When the controller looks, and when it moves.
+    """The rule by which the controller looks at the link and moves to another compressor.
 
     Raises `SettingsError` for a value that cannot work, and for a setting of earlier versions.
     """

@@ -347,7 +347,7 @@ class _SeenOfShards:
 
 
 def _flagged(bucket: BucketView, seen: _SeenOfShards) -> Exchange:
-    """Tell all ranks whether this one's gradients are finite, in addition to an exchange that has not told them."""
+    """Tell all ranks whether this rank's gradients are finite, if the exchange has not told them already."""
     if not seen.flags:
         rows = [memory for memory, _ in bucket.rows]
         (flags,) = yield AllToAll(Flags.of(rows, len(bucket.memory)), last=True)

@@ -47,7 +47,7 @@ class TaskAccuracy:
     steps: int
     seeds: int
     seed_range: float
-    """Between the best and the worst seed of dense all-reduce: a difference of less is lost among seeds."""
+    """The distance between dense all-reduce's best and worst seeds; a smaller difference cannot be told from chance."""
     differences: tuple[Difference, ...]
 
 

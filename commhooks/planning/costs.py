@@ -59,12 +59,12 @@ class HookCosts:
     bucket_seconds: float
     """Seconds for each bucket, whatever its size."""
     matrices: tuple[Sample, ...]
-    """Square ones, from the smallest on."""
+    """The samples of square matrices, from the smallest to the largest."""
     vector: Sample
-    """A parameter of one dimension."""
+    """The sample of a parameter with one dimension."""
     copies_per_byte: float
-    """The processor time of sending one byte through Gloo, and adding what comes, in copies of one byte. Gloo adds half
-    precision more slowly than fp32."""
+    """The CPU time to send and add one byte through Gloo, in units of one byte's copy. Gloo adds half precision more
+    slowly than fp32."""
     growth: tuple[float, ...]
     """The fraction by which each rank beyond two increases the cost before each round and after the last one."""
 
@@ -133,7 +133,7 @@ class Costs:
     """The costs of all hooks that were measured, and of Gloo."""
 
     hooks: Mapping[str, HookCosts]
-    """By name with settings, such as 'powersgd:rank=4'."""
+    """The costs of each hook, by name with settings, such as 'powersgd:rank=4'."""
     hop_seconds: float
     """Seconds that Gloo takes to send a few bytes between idle ranks, on a network without latency."""
     round_seconds: float

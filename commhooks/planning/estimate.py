@@ -64,7 +64,7 @@ class HookEstimate:
     hook: str
     time: StepTime
     speed_up: float
-    """Over the baseline: dense all-reduce, or plain FSDP2."""
+    """The speed-up over the baseline, dense all-reduce or plain FSDP2."""
     pays_between: Rates
     """The ranges of rates at which it pays, in bits per second; empty: none, or the baseline itself."""
     on_faster_link: float
@@ -113,7 +113,7 @@ class Estimate:
     level: str | None
     """The compiled passes with which the costs were measured; None: none."""
     tasks: tuple[tuple[str, str], ...]
-    """Those on which accuracy was measured, each with the unit of its differences."""
+    """The tasks on which accuracy was measured, each with the unit of its differences."""
     baseline: str = DENSE
     """The hook with which all others are compared: dense all-reduce, or plain FSDP2."""
 

@@ -30,7 +30,7 @@ class SeldomChoice:
     compressor: str
     """The compressor in text form: 'powersgd:rank=4'."""
     rounds: Rounds
-    """Those rounds; of `MOST_STEPS` steps if none is long enough."""
+    """The shortest rounds that suffice; rounds of `MOST_STEPS` steps if none do."""
     is_enough: bool
     """True if the wanted utilisation is reached."""
     utilisation: float

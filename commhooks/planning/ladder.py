@@ -29,7 +29,7 @@ class Rungs(NamedTuple):
     sizes: tuple[int, ...]
     """Ascending, in bytes each rank contributes."""
     needed: int = 0
-    """Smallest size from which the profile's largest payload can be predicted.
+    """The smallest size from which the profile's largest payload can be predicted.
 
     Sizes up to it may use the whole time."""
 
@@ -37,8 +37,8 @@ class Rungs(NamedTuple):
 def ladders_of(profile: Profile | None, ranks: int) -> dict[str, Rungs]:
     """Return the sizes to try, by kind.
 
-    For a profile they end with a fourth of the largest payload that its hooks send, and that payload; only kinds that
-    they send are measured, and sums. Otherwise every kind has all `SIZES`.
+    For a profile, sizes end with a fourth of the largest payload that its hooks send, and with that payload itself; the
+    kinds are sums and those that the hooks send. Otherwise every kind has all `SIZES`.
     """
     if profile is None:
         return {kind: _ladder(kind, SIZES, ranks) for kind in MEASURED}

@@ -63,7 +63,7 @@ class Brief:
     parts: tuple[float, float, float, float]
     own_seconds: float
     ready: np.ndarray
-    """When each parameter's gradient was ready, in seconds; NaN: it had none."""
+    """The time at which each parameter's gradient was ready, in seconds; NaN: it had none."""
     buckets: list[BucketRecord]
 
 

@@ -32,12 +32,12 @@ class Phases:
     begin: float
     end: float
     forward: list[Interval]
-    """When the DDP ran its forward pass."""
+    """The intervals in which the DDP ran its forward pass."""
     backward: list[tuple[float, float, float]]
     """The beginning, the last gradient and the end of each backward pass."""
     optimizer: list[Interval]
     gradients: list[tuple[float, int]]
-    """When which parameter's gradient was ready."""
+    """The time at which a gradient was ready, and its parameter's index, for each gradient."""
     own_seconds: float
     """The time spent on recording all this."""
 

@@ -24,7 +24,7 @@ class Place:
     machine: str
     """An identifier of the machine: the number that Linux draws when it boots, if available."""
     processors: frozenset[int]
-    """Those that this rank may use."""
+    """The processors that this rank may use."""
     threads: int
     """The threads that one computation of this rank uses."""
     local_ranks: int

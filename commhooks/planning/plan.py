@@ -49,9 +49,9 @@ class Choice:
     uncertainty: float
     """Seconds in either direction: one standard deviation, roughly."""
     speed_up: float
-    """Over the all-reduce, with the profile's bucket size."""
+    """The speed-up over the all-reduce, with the profile's bucket size."""
     utilisation: float
-    """The part of the step that a rank needs without communication."""
+    """The fraction of the step that a rank needs without communication."""
     bytes_sent: int
     """Bytes sent per step and rank, averaged over ranks."""
     waiting: float
@@ -80,7 +80,7 @@ class Plan:
     bound: float
     """The largest possible speed-up: the step under all-reduce over the step without communication."""
     rates: tuple[tuple[str, float | None], ...]
-    """For each hook the rate, in bits per second, at which it reaches `wanted_utilisation`; None: it never does."""
+    """Each hook with the rate, in bits per second, at which it reaches `wanted_utilisation`; None: it never does."""
     wanted_utilisation: float
     plain_error: float
     """Predicted over measured step of the plain all-reduce, minus 1."""

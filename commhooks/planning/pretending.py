@@ -17,7 +17,7 @@ from commhooks.errors import SettingsError
 
 
 class Watcher(Protocol):
-    """Is told of every collective, by the thread that starts it."""
+    """An observer of collectives, called by the thread that starts them."""
 
     def starting(self, collective: Collective) -> None:
         """Take note that a collective is about to be answered."""

@@ -83,7 +83,7 @@ class Cost:
     """The cost of one kind of collective, for any size."""
 
     timings: tuple[Timing, ...]
-    """By ascending payload; at least two."""
+    """The timings of at least two sizes, by ascending payload."""
 
     def __post_init__(self) -> None:
         payloads = [timing.payload for timing in self.timings]
@@ -183,15 +183,16 @@ class Probe:
 
     ranks: int
     costs: Mapping[str, Cost]
-    """By kind, one of `MEASURED`."""
+    """The cost of each kind of collective, one of `MEASURED`."""
     took: float
     """Seconds of measuring."""
     backend: str = "gloo"
     ranks_per_host: int = 1
     inner: Probe | None = None
-    """Among the ranks of one machine, in all machines at once. None: machines have one rank, or there is only one."""
+    """The probe among the ranks of one machine, in all machines at once. None: machines have one rank, or there is only
+    one machine."""
     outer: Probe | None = None
-    """Among the ranks at the same position in every machine, in all positions at once."""
+    """The probe among the ranks at the same position in every machine, in all positions at once."""
     link: str = ""
     """The link's name, as the user gave it."""
     hosts: tuple[str, ...] = ()

@@ -104,7 +104,7 @@ class HookProfile:
     """"fifo" or "fused"."""
     step: StepParts
     buckets: tuple[BucketProfile, ...]
-    """In the order in which they became ready."""
+    """The buckets, in the order in which they became ready."""
     state_bytes: int = 0
     """Memory that the compressor keeps between steps, on the rank that keeps most."""
 
@@ -120,7 +120,7 @@ class Event:
     begin: float
     """Seconds from the beginning of the step."""
     seconds: float | None = None
-    """None: a moment."""
+    """The duration in seconds; None: it is a moment."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,13 +139,13 @@ class Profile:
     cores: int
     """2 if each rank has a free core for its worker thread besides the backward pass's, otherwise 1."""
     plain: StepParts
-    """Under the DDP's own all-reduce, over the link."""
+    """The step under the DDP's own all-reduce, over the link."""
     noop: StepParts
-    """Without communication."""
+    """The step without communication."""
     gradients: tuple[GradientProfile, ...]
-    """In the order in which they became ready."""
+    """The gradients, in the order in which they became ready."""
     hooks: Mapping[str, HookProfile]
-    """By the hook's label; "noop" and "allreduce" are always there."""
+    """The profile of each hook, by its label; "noop" and "allreduce" are always there."""
     own_share: float
     """The profiler's own time as a part of the step under the noop hook, summed over its callbacks."""
     bucket_cap_mb: float | None = None

@@ -41,7 +41,7 @@ class BucketRecord:
     parameters: tuple[str, ...]
     bytes: int
     handed_in: float
-    """By the wall clock."""
+    """The time at which it was handed in, by the wall clock."""
     seconds: list[float] = dataclasses.field(default_factory=list)
     """Seconds of compression in each round."""
     sends: list[Sends] = dataclasses.field(default_factory=list)

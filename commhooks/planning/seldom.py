@@ -22,7 +22,7 @@ _SETTLING, _COUNTED = 32, 4  # rounds: a link that carries too little falls behi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """When ranks communicate; the fields are arguments of `commhooks.DiLoCo`."""
+    """The steps in which ranks communicate; the fields are arguments of `commhooks.DiLoCo`."""
 
     every: int
     fragments: int = 1

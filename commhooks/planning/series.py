@@ -34,7 +34,7 @@ class Series:
     """Profiles of one model, each measured as one of another number of ranks."""
 
     profiles: tuple[Profile, ...]
-    """By ascending number of ranks, with the same hooks, buckets and rounds."""
+    """The profiles by ascending number of ranks, with the same hooks, buckets and rounds."""
     counted: tuple[Counted, ...] = ()
 
     def __post_init__(self) -> None:

@@ -45,7 +45,8 @@ class Stage:
     seconds: float
     """Seconds of compression on this rank's processor, before the collectives."""
     collectives: tuple[tuple[str, int], ...]
-    """The kind and the payload of each, in bytes that this rank puts in. Their answers are waited for together."""
+    """The kind of each collective, and the bytes that this rank contributes to it. The rank waits for all answers
+    together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Step:
     optimizer: float = 0.0
     """Seconds of the optimizer, after the last mean."""
     buckets: tuple[Bucket, ...]
-    """In the order in which they become ready."""
+    """The buckets, in the order in which they become ready."""
     policy: str = "fifo"
     """"fifo" or "fused", as for `commhooks.attach`."""
     cores: int = 1
@@ -126,7 +127,7 @@ class StepTime:
     communication: float
     """Seconds in which the link was busy, hidden or not."""
     bytes_sent: int
-    """Per rank, on average over the ranks."""
+    """Bytes sent per rank, on average over the ranks."""
 
     @property
     def utilisation(self) -> float:

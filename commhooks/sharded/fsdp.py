@@ -27,7 +27,8 @@ from commhooks.tensors import local
 from commhooks.unwrapping import is_ddp, plain_name, unwrapped
 
 _sending_unused: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
-"""By FSDP2's parameter group: the number of attachments that need zeros sent, and whether they were sent before."""
+"""For each parameter group of FSDP2, the number of attachments that need zeros sent, and whether they were sent
+before."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -36,7 +36,7 @@ from .standings import Run, Standing, recommended
 
 PAGE, RUNS, STANDINGS, GRACE, TABLES = "leaderboard.html", "runs.csv", "standings.csv", "grace.csv", "tables.md"
 SORTED, END = '<div class="sorted" markdown>', "</div>"
-"""What surrounds a table of the documentation that its readers can sort."""
+"""The HTML around a table of the documentation that readers can sort."""
 _SHOWN, _FOLDED = (0, 1, 2, 6, 4, 8), (0, 3, 5, 7)  # columns of a task's table, and of the one below it that is folded
 _ADVICE = (
     "On every task even the worse end of their interval is no worse than the plain all-reduce with another seed, and "

@@ -24,7 +24,7 @@ def task_of(returned: Any, where: str) -> Task:
         where: The task's name, for messages.
 
     Raises:
-        ValueError: It is neither, or a part of it cannot work.
+        ValueError: `returned` is neither, or a part of it cannot work.
 
     """
     if isinstance(returned, tuple) and len(returned) == 3:

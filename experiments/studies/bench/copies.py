@@ -33,7 +33,7 @@ BESIDES: Mapping[str, float] = {
     "powersgd": 8,  # M is written, read again for Q and once more at the end, so the old residual need not be kept
     "powersgd-unbiased": 4,  # the gradient is read again for Q
 }
-"""By compressor: bytes of an element that must be moved besides what `Worked.floor` says of all."""
+"""The bytes of an element that a compressor must move in addition to `Worked.floor`."""
 _COPIES = 3  # before each step, of which the median counts
 _APART = 4097  # elements between the workers' parts of one random vector
 _WORD = 4  # bytes of an element

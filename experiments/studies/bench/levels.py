@@ -26,7 +26,7 @@ TARGETS: Mapping[str, Mapping[str, float]] = {
     "top-k:ratio=0.01": {"avx512": 10, "avx2": 11, EAGER: 30},
     "sparse-loco": {"avx512": 12, "avx2": 14, EAGER: 45},
 }
-"""By compressor and level, in copies."""
+"""The targets of each compressor and level, in copies."""
 
 
 def measure(quick: bool, tell: Tell) -> list[Row]:

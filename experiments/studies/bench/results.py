@@ -40,7 +40,7 @@ class Measured:
 
 
 Results = dict[str, Measured]
-"""By section."""
+"""The measurements of each section."""
 
 
 @dataclass(frozen=True)
