@@ -60,7 +60,7 @@ class Worked:
     def step(self, level: str) -> float:
         """Average once with these compiled passes, or with `EAGER`; return what a worker takes, in copies.
 
-        It is processor time of this thread: whatever else runs here can only disturb the caches.
+        It is CPU time of this thread: whatever else runs here can only disturb the caches.
         """
         for bucket, gradient in zip(self.buckets, self.gradients, strict=True):
             bucket.buffer().copy_(gradient)

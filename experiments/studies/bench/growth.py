@@ -27,7 +27,7 @@ SENTENCE = (
     "matrices of 1,000×1,000, compressed by a worker that is alone; buckets of 160 kB each are averaged on a single "
     "rank by `ddp_core`, whose backward pass is part of it; ranks are workers of one process, each with a gradient of "
     "a million parameters, of which one worker's compute counts; r is PowerSGD's rank, for four matrices of "
-    "1,024×1,024. Processor time on one thread. The message that fp16 allocates anew in every step, the allocator "
+    "1,024×1,024. CPU time on one thread. The message that fp16 allocates anew in every step, the allocator "
     "asks of the system if it is above 32 MiB, that is beyond 16 million parameters. And a million parameters fit in "
     "the caches."
 )

@@ -34,7 +34,7 @@ from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside, pooled
 SENTENCE = (
     "Each of our hooks over PyTorch's of the same name, under `ddp_core` and under PyTorch's DDP on 2 ranks of one "
     "thread each: forward and backward pass; the memory that the model, its DDP and 4 steps take at most; collectives "
-    "and payload bytes of a step, which are exact; and the processor time of a call of the hook on a single rank, "
+    "and payload bytes of a step, which are exact; and the CPU time of a call of the hook on a single rank, "
     "where collectives move nothing. Noise is PyTorch's hook against itself, under another copy of the model. "
     "PyTorch's `powerSGD_hook` fails on Gloo if there are two buckets, so all PowerSGD runs have one. Its "
     "`batched_powerSGD_hook` fails in the first compressed step, so ours is compared with its `powerSGD_hook`. "

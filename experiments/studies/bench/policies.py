@@ -26,7 +26,7 @@ from .given import forward_and_backward
 from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside
 
 SENTENCE = (
-    "The processor time of a backward pass with 40 buckets (178 MB) on a single rank, under the policy `fused` over "
+    "The CPU time of a backward pass with 40 buckets (178 MB) on a single rank, under the policy `fused` over "
     "that under `fifo`: what it costs to pack the requests of all buckets into one message. Noise is `fifo` against "
     "itself."
 )

@@ -18,7 +18,7 @@ from .given import GPT_SHAPES, GivenBucket, Shape, refill, resnet18_shapes
 from .rows import Row, Seconds, ratios
 
 SENTENCE = (
-    "The processor time of `powerSGD_hook` in a backward pass on one thread, over that of moving 28 bytes an element: "
+    "The CPU time of `powerSGD_hook` in a backward pass on one thread, over that of moving 28 bytes an element: "
     "the gradient and the residual are read and M is written (12), M is read again for Q (4), and once more at the "
     "end, where residual and mean are written (12). The limit is 3.5 times one copy of the whole model's gradients, "
     "which moves 8 bytes an element. Noise is that copy against itself."

@@ -13,7 +13,7 @@ from .rows import Row
 
 SENTENCE = (
     "What a step of one bucket takes a worker, among workers in one process, over the time of copying the gradients: "
-    "processor time on one thread, with what the workers' collectives copy and add. Every registered compressor at its "
+    "CPU time on one thread, with what the workers' collectives copy and add. Every registered compressor at its "
     "usual settings, with error feedback where that is the default; the gradients are ResNet-18's, 11.2 million, among "
     "8 workers, and a GPT's, one layer of width 768, 7.1 million, among 2. *Eager* is without compiled passes, "
     "*compiled* with the highest level that the processor has, for the compressors that have such passes. The *floor* "
