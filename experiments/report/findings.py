@@ -183,7 +183,7 @@ def _verdict(setting: Setting, first: Outcome, judged: Mapping[str, Judgement], 
     elif losses_of(setting, best.hook).same_time is Difference.SAME:
         why = "after the same time its loss differs by less than matters, and it was not surely sooner at the target"
     else:
-        why = "the difference is too small to be sure of, so it needs more steps or seeds"
+        why = "what the runs show may be luck, so it needs more steps or seeds"
     question = "Whether compression pays here" if dense else f"Whether a hook beats {first.hook} here"
     return f"{question} is not settled. The best is {best.hook}: {why}. {what}".rstrip()
 
