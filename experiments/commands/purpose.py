@@ -9,7 +9,7 @@ import commhooks
 PURPOSE = "Train models over several ranks under several gradient-compression hooks, and see what each one costs."
 GROUPS = {
     "Decide": {
-        "estimate": "Estimate in a second whether compression pays: each hook's step time and break-even rate.",
+        "estimate": "Estimate in seconds whether compression pays: each hook's step time and break-even rate.",
         "plan": "Predict every hook's step on your link, and recommend one, or say that none pays.",
     },
     "Compare": {
