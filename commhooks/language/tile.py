@@ -125,7 +125,7 @@ class Tile:
         """Return each mean's largest magnitude, in the bucket's dtype, for a verdict on means that are finite in fp32.
 
         Only fp16 has a shorter range, in which such a mean may be inf; for other dtypes the list is empty, and means
-        that come from a generator are not computed.
+        that come from a generator are not computed. Leave out means without elements: they have no largest magnitude.
         """
         if torch.finfo(self.gradient.dtype).max >= torch.finfo(torch.bfloat16).max:
             return []
