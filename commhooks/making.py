@@ -138,7 +138,10 @@ def _imported(name: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise SettingsError(f"compressor {name!r} cannot be imported: {error}.") from error
+        raise SettingsError(
+            f"compressor {name!r} cannot be imported: {error}. Write 'module:Class', and add the module's folder to "
+            "PYTHONPATH."
+        ) from error
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)) and not isinstance(found, Registered):
         raise SettingsError(f"compressor {name!r}: {found!r} is not a dataclass, as compressors must be.")
     return found

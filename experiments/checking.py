@@ -30,6 +30,8 @@ def compressor_named(text: str) -> Compressor:
         where = import_module(where, f"compressor {text!r}").__name__
         text = f"{where}:{rest}"
         name = f"{where}:{rest.partition(':')[0]}"
+    elif where.endswith(".py"):
+        raise ValueError(f"compressor {text!r}: name the class in the file too, '{where}:Class'")
     else:
         name = where
     kind = kind_of(name)

@@ -92,6 +92,7 @@ def test_names_are_those_of_hooks_modules_and_files() -> None:
         (["nowhere.py:Class"], "there is no file nowhere.py"),
         (["nowhere:Class"], "there is no module 'nowhere'"),
         (["own_codes.py:Missing"], "has no attribute 'Missing'"),
+        (["own_codes.py"], "name the class in the file too, 'own_codes.py:Class'"),
         (["fp16", "--law", "replica"], "there is no such law; there are replicas, repeats,"),
     ],
 )
