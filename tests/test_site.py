@@ -92,6 +92,11 @@ def test_a_newcomers_question_finds_the_page_that_answers_it_first(query: str, p
     assert search.pages(query)[0] == page
 
 
+@pytest.mark.parametrize("query", ["1", "2", "10", "100", "1.3"])
+def test_numbers_are_found(query: str, search: Search) -> None:
+    assert search.pages(query)
+
+
 @pytest.mark.parametrize("query", ["memory", "bucket", "checkpoint", "compressor"])
 def test_pages_of_the_guide_are_found_before_decisions_and_reproductions(query: str, search: Search) -> None:
     folders = [page.split("/")[0] for page in search.pages(query)]
