@@ -1,7 +1,7 @@
 """Two changes to the site's search: pages count by their folder, and numbers are found.
 
-A page's own `search: boost:` takes precedence over its folder's. Decisions and reproductions use every word of the guide,
-and there are more of them; without a factor they come first.
+A page's own `search: boost:` takes precedence over its folder's. Decisions and reproductions use every word of the
+guide, and there are more of them; without a factor they come first.
 """
 
 from __future__ import annotations
