@@ -192,7 +192,7 @@ def test_a_hook_that_is_added_later_has_the_goal_of_the_baseline_that_is_there(
 
 def test_sweeps_end_their_runs_after_the_steps_asked_for(tmp_path: Path) -> None:
     assert Sweep(runs=(result().settings,), out=tmp_path).going_on([]) is None
-    with pytest.raises(ValueError, match=r"go_on: expected a whole number of at least 1, .* \(got 0\)"):
+    with pytest.raises(ValueError, match=r"go_on: expected a whole number of at least 1: .* \(got 0\)"):
         Sweep(runs=(result().settings,), out=tmp_path, go_on=0)
 
 
