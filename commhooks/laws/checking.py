@@ -17,13 +17,16 @@ from commhooks.compressors.codecs import Codec
 from commhooks.errors import SettingsError
 from commhooks.language import lending
 from commhooks.language.compressor import Compressor, check_compressor, loss_of_a_matrix, takes_feedback
-from commhooks.laws import conservation, exchange, losses, state
 from commhooks.laws.claims import Claims, every_one_in
+from commhooks.laws.conservation import LAWS as OF_FEEDBACK
+from commhooks.laws.exchange import LAWS as OF_EXCHANGE
 from commhooks.laws.law import Law, law
+from commhooks.laws.losses import LAWS as OF_LOSSES
+from commhooks.laws.state import LAWS as OF_STATE
 from commhooks.laws.workers import BrokenLawError
 from commhooks.wrappers import ErrorFeedback, Hierarchical
 
-LAWS: tuple[Law, ...] = (*exchange.LAWS, *conservation.LAWS, *state.LAWS, *losses.LAWS)
+LAWS: tuple[Law, ...] = (*OF_EXCHANGE, *OF_FEEDBACK, *OF_STATE, *OF_LOSSES)
 """Every law, in the order in which they are tried."""
 
 Verdict = Literal["kept", "broken", "crashed", "does not apply"]
@@ -31,7 +34,7 @@ Verdict = Literal["kept", "broken", "crashed", "does not apply"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What became of one law."""
+    """The result of trying one law."""
 
     law: str
     """The law's key."""
@@ -39,7 +42,7 @@ class Finding:
     """The law in a sentence."""
     verdict: Verdict
     why: str = ""
-    """What broke it, or why it does not apply."""
+    """The observation that broke it, or the reason why it does not apply."""
     causes: str = ""
     """The usual causes, if it is broken."""
     place: str = ""
@@ -48,7 +51,7 @@ class Finding:
 
     @property
     def is_bad(self) -> bool:
-        """Whether it is broken, or crashed."""
+        """True if the law is broken, or trying it crashed."""
         return self.verdict in ("broken", "crashed")
 
     def __str__(self) -> str:
@@ -67,7 +70,7 @@ def steps(compressor: Compressor, claims: Claims) -> None:
 
 
 def as_used(given: Compressor | Codec) -> Compressor:
-    """Return what is checked: a codec inside `TwoHop`, and error feedback around what keeps what it leaves out.
+    """Return the compressor to check: a codec inside `TwoHop`, and `ErrorFeedback` around a loss that it can feed back.
 
     A compressor is returned as it is if there is `ErrorFeedback` in it, if it is unbiased, or if its error is not below
     1.
@@ -84,12 +87,12 @@ def as_used(given: Compressor | Codec) -> Compressor:
 def check(compressor: Compressor | Codec, *, only: Sequence[str] = ()) -> list[Finding]:
     """Try every law on a compressor, on workers in this process, and return a finding for each law.
 
-    A law does not apply if the compressor does not claim what it is about, or names it in `exempt`. It takes 5 to 30 s
+    A law does not apply if the compressor does not claim its subject, or names the law in `exempt`. It takes 5 to 30 s
     on one core; more for large blocks, or an error near 1.
 
     Args:
-        compressor: What to check, with its settings. A codec is put into `TwoHop`, and a compressor that keeps what it
-            leaves out into `ErrorFeedback`.
+        compressor: The compressor, with its settings. A codec is put into `TwoHop`, and a compressor that calls `keep`
+            into `ErrorFeedback`.
         only: The keys of the laws to try; none: all.
 
     Raises:

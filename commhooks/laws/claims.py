@@ -13,7 +13,7 @@ from commhooks.compressors.codecs import Codec
 from commhooks.compressors.codecs.passes import payloads_of
 from commhooks.compressors.noop import NoOp
 from commhooks.language.compressor import Compressor, inner_of
-from commhooks.laws import bounds
+from commhooks.laws.bounds import of_conservation, unit_roundoff
 from commhooks.laws.workers import Workers, normal, zeros
 from commhooks.wrappers import ErrorFeedback
 
@@ -63,7 +63,7 @@ class Claims:
 
     @classmethod
     def of(cls, compressor: Compressor) -> Self:
-        """Return what a compressor's declarations and settings claim, and those of what it wraps."""
+        """Return the claims of a compressor's declarations and settings, including the compressors that it wraps."""
         nest = list(every_one_in(compressor))
         feeding = [one for one in nest if isinstance(one, ErrorFeedback)]
         decays = {one.decay for one in feeding}
@@ -83,7 +83,7 @@ class Claims:
             drops="; ".join(drops),
             depends_on_buckets="buckets" in exempt,
             rank=_ROUNDINGS // 4,
-            wire=max((one for one in workers.summed_in if one.itemsize == 2), key=bounds.unit_roundoff, default=None),
+            wire=max((one for one in workers.summed_in if one.itemsize == 2), key=unit_roundoff, default=None),
             roundings=_ROUNDINGS,
             range=torch.float16 if torch.float16 in narrow else None,
             exempt=exempt,
@@ -112,8 +112,7 @@ class Claims:
         dtype = torch.promote_types(gradients[0][0].dtype, torch.float32)
         wire = None if on_one_rank else self.wire
         return [
-            bounds.of_conservation(of_ranks, self.rank, dtype, wire, self.roundings)
-            for of_ranks in zip(*to_send, strict=True)
+            of_conservation(of_ranks, self.rank, dtype, wire, self.roundings) for of_ranks in zip(*to_send, strict=True)
         ]
 
     def horizon(self, contraction: float) -> int:

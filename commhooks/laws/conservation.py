@@ -10,7 +10,7 @@ from torch import Tensor
 from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.language.compressor import Compressor, loss_of_a_matrix
 from commhooks.language.loss import Loss
-from commhooks.laws import bounds
+from commhooks.laws.bounds import of_mean, unit_roundoff
 from commhooks.laws.claims import SHAPES, Claims
 from commhooks.laws.exchange import where
 from commhooks.laws.law import keeping_nothing, law, not_conserving
@@ -20,14 +20,14 @@ from commhooks.wrappers import PerParameter
 MOST_STEPS = 1000
 """A running mean that takes longer to converge is not waited for."""
 _CAUSES = (
-    "`loss` not overridden, so that there is no residual; `keep` called with something else than what was not sent, or "
-    "after `room` or `write`; `form` called for the next slot before this one's `M` is used; what the wire rounds "
-    "away, which `context.as_sent` tells"
+    "`loss` not overridden, so that there is no residual; `keep` not called, or called with something else than what "
+    "was not sent, or after `room` or `write`; `form` called for the next slot before this one's `M` is used; what the "
+    "wire rounds away, which `context.as_sent` tells"
 )
 
 
 class Watch:
-    """What workers have still to send before a step, and what they may round away in it."""
+    """Workers whose steps are checked: mean + residual must be what was to be sent, up to rounding."""
 
     def __init__(self, workers: Workers, claims: Claims) -> None:
         self.workers, self.claims = workers, claims
@@ -53,8 +53,8 @@ class Watch:
             to_send = mean_of(gradients, index) + self.claims.decay * before[index]
             off = largest(means[0][index].double() + workers.unsent(index) - to_send)
             if dtype is not None:
-                written = 2 * bounds.unit_roundoff(dtype) * largest(means[0][index])
-                allowed[index] += written + bounds.of_mean(3, dtype) * largest(*(own[index] for own in gradients))
+                written = 2 * unit_roundoff(dtype) * largest(means[0][index])
+                allowed[index] += written + of_mean(3, dtype) * largest(*(own[index] for own in gradients))
             if off > allowed[index]:
                 share = off / max(largest(to_send), 1e-300)
                 raise BrokenLawError(f"off by {share:.2g} of the largest element: {where(workers, index, step)}")
@@ -92,7 +92,7 @@ def wire(compressor: Compressor, claims: Claims) -> None:
     excuse=not_conserving,
 )
 def narrow(compressor: Compressor, claims: Claims) -> None:
-    """Of gradients in fp16 and bf16 too, sent + residual = what was to be sent, but for the rounding of the mean."""
+    """For fp16 and bf16 gradients too, sent + residual = what was to be sent, up to the rounding of the mean."""
     compressors = [compressor]
     if not loss_of_a_matrix(compressor).of_bucket:
         compressors.append(PerParameter(rules=(("layer[013]", compressor),)))  # some of a bucket's parameters
@@ -188,4 +188,4 @@ def convergence(compressor: Compressor, claims: Claims) -> None:
 
 
 LAWS = (conservation, wire, narrow, tiny, convergence)
-"""In the order in which they are tried."""
+"""The laws of this file, in the order in which they are tried."""

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from commhooks.language.compressor import Compressor
 from commhooks.language.loss import Sends
-from commhooks.laws import bounds
+from commhooks.laws.bounds import IN_FLOAT64
 from commhooks.laws.claims import SHAPES, Claims
 from commhooks.laws.law import idle, keeping_nothing, law, sharing
 from commhooks.laws.workers import BrokenLawError, Workers, largest, normal, shape_of, zeros
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 ODD = (((1,),), ((0,), (3, 0), (4, 4)), ((),), ((1, 200), (200, 1)), ((17, 31), (13,)))
-"""Shapes of the parameters of models that are no model of anybody's, and must work."""
+"""Shapes of parameters that no real model combines, and that must work nevertheless."""
 
 
 def where(workers: Workers, index: int, step: int | None = None, rank: int | None = None) -> str:
-    """Return which parameter it is, and when and where."""
+    """Return a description of a parameter, with the step and the rank."""
     parameter = workers.parameters[index]
     dtype = str(parameter.dtype).removeprefix("torch.")
     at = "" if step is None else f" in step {step}"
@@ -43,7 +43,7 @@ def require_alike(
 ) -> None:
     """Raise `BrokenLawError` unless float64 means are equal: bit for bit, but for products, which round by place."""
     for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        if largest(one - other) > (largest(other) * bounds.IN_FLOAT64 if claims.rank else 0.0):
+        if largest(one - other) > (largest(other) * IN_FLOAT64 if claims.rank else 0.0):
             raise BrokenLawError(f"the means differ for {where(workers, index, step)}")
 
 
@@ -112,7 +112,7 @@ def buckets(compressor: Compressor, claims: Claims) -> None:
     causes="a part whose layout does not list its elements: make parts with `slot.part`",
 )
 def bytes_by_parameter(compressor: Compressor, claims: Claims) -> None:
-    """What parameters are counted to send adds up to what is sent."""
+    """The bytes counted for parameters add up to the bytes sent."""
     for policy in ("fifo", "fused"):
         workers = Workers(compressor, 3, zeros(*claims.shapes(*SHAPES)), buckets=3, policy=policy)
         for step in range(2):
@@ -205,7 +205,8 @@ def zeros_stay_zero(compressor: Compressor, claims: Claims) -> None:
 @law(
     "flaws",
     causes="judging too little: a bad element that is not sent needs a number that shows it; integers and packed bits "
-    "are always finite, so their scale must be judged; state written before `Judge`, or a finite mean under a "
+    "are always finite, so their scale must be judged (a codec whose codes cannot show it: `shows_non_finite = "
+    "False`); state written before `Judge`, or a finite mean under a "
     "false verdict (add `torch.where(finite, 0.0, torch.nan)`)",
     excuse=idle,
 )
@@ -262,7 +263,7 @@ def overflow(compressor: Compressor, claims: Claims) -> None:
 
 @law(
     "together",
-    causes="state written before `Judge`, or without its verdict",
+    causes="state written before `Judge`, or without its verdict; `keep` not called",
     excuse=keeping_nothing,
 )
 def together(compressor: Compressor, claims: Claims) -> None:
@@ -320,4 +321,4 @@ LAWS = (
     together,
     scales,
 )
-"""In the order in which they are tried."""
+"""The laws of this file, in the order in which they are tried."""

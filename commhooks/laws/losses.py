@@ -92,7 +92,7 @@ def inputs(shape: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def measured_alone(compressor: Compressor) -> Iterator[Compressor]:
-    """Yield those compressors in a nest that have a loss of their own, without what feeds it back."""
+    """Yield the compressors in a nest that have a loss of their own, without their error feedback."""
     if isinstance(compressor, TwoHop):
         yield dataclasses.replace(compressor, server_feedback=False)
         return
@@ -129,12 +129,12 @@ class Bench:
         return list(zip(unsent, means, strict=True))
 
     def is_random(self, of_steps: Sequence[list[tuple[Tensor, Tensor]]]) -> bool:
-        """Return whether steps differ, so that more of them tell more."""
+        """Return True if steps differ, so that more of them are worth measuring."""
         first, *others = of_steps
         return not all(torch.equal(one, own) for step in others for (one, _), (own, _) in zip(step, first, strict=True))
 
     def measure(self, draws: int) -> list[Measured]:
-        """Return what each of `draws` steps leaves unsent of each gradient; of a few steps if all leave the same."""
+        """Measure the unsent part of each gradient in `draws` steps, or in a few if these leave the same."""
         of_steps = [self.draw() for _ in range(_TRIED // 2)]
         if self.is_random(of_steps):
             of_steps += [self.draw() for _ in range(draws - len(of_steps))]
@@ -178,7 +178,7 @@ def _changed(gradient: Tensor, number: int, drawn: torch.Generator) -> Tensor:
 
 
 def lossless(compressor: Compressor, claims: Claims) -> str:
-    """Excuse a compressor of whose losses nothing can be measured."""
+    """Excuse a compressor whose losses cannot be measured."""
     if not claims.exchanges:
         return "it exchanges nothing"
     alone = list(measured_alone(compressor))
@@ -205,7 +205,7 @@ def biased(compressor: Compressor, claims: Claims) -> str:
     excuse=lossless,
 )
 def loss_is_enough(compressor: Compressor, claims: Claims) -> None:
-    """A step leaves out no more than `loss` says, of whatever gradient."""
+    """A step leaves out no more of any gradient than `loss` says."""
     for one in measured_alone(compressor):
         hard = {name: values for shape in claims.shapes((24, 40))[-1:] for name, values in inputs(shape).items()}
         if claims.range == torch.float16:  # what is too small for it becomes 0, which a `loss` does not count
@@ -274,4 +274,4 @@ def unbiased(compressor: Compressor, claims: Claims) -> None:
 
 
 LAWS = (loss_is_enough, unbiased)
-"""In the order in which they are tried."""
+"""The laws of this file, in the order in which they are tried."""

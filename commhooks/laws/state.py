@@ -7,7 +7,7 @@ from torch import Tensor
 
 from commhooks.engine.resume import lay_out
 from commhooks.language.compressor import Compressor
-from commhooks.laws import bounds
+from commhooks.laws.bounds import unit_roundoff
 from commhooks.laws.claims import SHAPES, Claims
 from commhooks.laws.exchange import require_alike, require_equal, where
 from commhooks.laws.law import keeping_nothing, law, sharing
@@ -130,7 +130,7 @@ def other_workers(compressor: Compressor, claims: Claims) -> None:
             for index in range(len(before.parameters)):
                 now = after.unsent(index)
                 held = [after.residual(rank, index) for rank in range(other)]
-                rounded = bounds.unit_roundoff(torch.float32) * (largest(now) + 2 * sum(map(largest, held)))
+                rounded = unit_roundoff(torch.float32) * (largest(now) + 2 * sum(map(largest, held)))
                 if largest(now - before.unsent(index) * ratio) > rounded:
                     raise BrokenLawError(f"{how!r} from {one} workers keeps something else: {where(after, index)}")
             after.step_number = before.step_number
@@ -140,4 +140,4 @@ def other_workers(compressor: Compressor, claims: Claims) -> None:
 
 
 LAWS = (declared, resume, moved, other_workers)
-"""In the order in which they are tried."""
+"""The laws of this file, in the order in which they are tried."""
