@@ -56,7 +56,7 @@ class Compute:
         if match is None or float(match[1]) == 0:
             raise ValueError(
                 f"compute {text!r} does not parse: expected the time of a step's compute on your processor, such as "
-                "'200ms', or a factor of what it takes here, such as '0.5x'"
+                "'200ms', or a factor of its time here, such as '0.5x'"
             )
         if match[2] == "x":
             return cls(factor=float(match[1]))

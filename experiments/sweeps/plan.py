@@ -268,7 +268,7 @@ def crowded(runs: Sequence[RunSettings], available: int | None = None) -> str | 
     return (
         f"{ranks} ranks share {available} cores: compute looks {ranks / available:.1f} times as slow as with a core "
         "for each rank, so compression looks less useful than it is. State what a step's compute takes on your "
-        "processor, with --compute 200ms, or with --compute 0.5x for half of what it takes here."
+        "processor, with --compute 200ms, or with --compute 0.5x for half of its time here."
     )
 
 
