@@ -28,7 +28,7 @@ OPTIMIZERS = (SGD, ADAMW)
 RAISES, WARNS, RIGHT = "raises", "warns", "right"
 MISSED = "missed"  # replicas drift apart, and nobody says so
 OTHER_ERROR = "another error"  # one that is not the guard's
-LOCAL = "local"  # no word, and the ranks differ on purpose
+LOCAL = "local"  # no word, and the ranks may differ on purpose
 
 Program = Callable[["Run"], None]
 

@@ -168,9 +168,9 @@ def attach_takes_a_mode(rank: int) -> None:
 @fact
 def another_mode_is_refused(rank: int) -> None:
     model, loud = ddp_of(CORE), "loud"
-    with pytest.raises(commhooks.SettingsError) as caught:
+    with pytest.raises(ValueError, match="loud") as caught:
         commhooks.attach(model, "fp16", guard=loud)  # type: ignore[arg-type]  # it is none of its literals
-    assert all(word in str(caught.value) for word in ("loud", "raise", "warn", "off")), caught.value
+    assert all(word in str(caught.value) for word in ("raise", "warn", "off")), caught.value
     with pytest.raises(ValueError, match="loud"):
         ddp_core.set_guard(model, loud)  # type: ignore[arg-type]  # the same
 
@@ -254,7 +254,9 @@ def a_model_that_is_dropped_is_freed(rank: int) -> None:
         run.train(steps=2)
         kept = weakref.ref(run.model.module.first.weight)
         del run
-        gc.collect()
+        until = time.monotonic() + 10  # a thread of the hook's may still hold the last bucket
+        while kept() is not None and time.monotonic() < until:
+            gc.collect()
         assert kept() is None, wrapper
 
 
@@ -326,7 +328,7 @@ def one_rank_bypasses(rank: int) -> tuple[str, list[str]]:
     commhooks.attach(model, "fp16", hook_timeout=2.0)
     run = Run(CORE, SGD, rank)
     optimizer = run.optimizer_of(model.parameters())
-    run.train(model, optimizer, steps=1)
+    run.train(model, optimizer, steps=3)  # the order of buckets is agreed on by then: the hook alone communicates
     with mock.patch.object(ddp_core.proof, "PATIENCE", 0.2), words() as said:
         try:
             run.train(model.module if rank == 1 else model, optimizer, steps=1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from experiments.launch import Tell
 
-from . import checkpoints, ddp, growth, hiding, hooks, levels, policies, powersgd, real_step, throughput, wakeups
+from . import checkpoints, ddp, growth, guard, hiding, hooks, levels, policies, powersgd, real_step, throughput, wakeups
 from .rows import Row
 
 
@@ -24,6 +24,7 @@ class Section:
 SECTIONS = {
     "ddp": Section("`ddp_core` and PyTorch's DDP", ddp.SENTENCE, ddp.measure),
     "hooks": Section("Hooks and their twins in PyTorch", hooks.SENTENCE, hooks.measure),
+    "guard": Section("The guard against gradients that were not averaged", guard.SENTENCE, guard.measure),
     "powersgd": Section("PowerSGD and its memory traffic", powersgd.SENTENCE, powersgd.measure),
     "real-step": Section("PowerSGD in a real step", real_step.SENTENCE, real_step.measure),
     "wakeups": Section("Gloo's event loop in a real step", wakeups.SENTENCE, wakeups.measure),
