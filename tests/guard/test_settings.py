@@ -221,7 +221,7 @@ def the_reducers_own_error_comes_first(rank: int) -> None:
         for mode in ("raise", "off"):
             run = Run(wrapper, SGD, rank)
             model = run.wrap(Net(), bucket_cap_mb=1e-5)
-            ddp_core.set_guard(model, mode)  # type: ignore[arg-type]  # a string, not one of its literals
+            ddp_core.set_guard(model, mode)
             optimizer = run.optimizer_of(model.parameters())
             with pytest.raises(RuntimeError) as caught:
                 run.train(functools.partial(model, without_head=True), optimizer)

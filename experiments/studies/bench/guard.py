@@ -94,18 +94,17 @@ def _take_turns(rounds: int, tell: Tell) -> dict[tuple[str, str], tuple[dict[str
                 )
                 for what, clock in CLOCKS.items()
             }
-            direct = {
-                "optimizer.step()": _added(*(partial(site.seconds_of_hooks, who) for who in (OURS, THEIRS)), rounds)
-            }
+            with_it, without = (partial(site.seconds_of_hooks, who) for who in (OURS, THEIRS))
+            direct = {"optimizer.step()": _added(with_it, without, rounds)}
             if "PyTorch" in wrapper:
-                passes = [_Local(layers, width, is_logged=is_logged).backward_seconds for is_logged in (True, False)]
-                direct["log"] = _added(*passes, rounds)
+                logged, plain = (_Local(layers, width, is_logged=is_logged) for is_logged in (True, False))
+                direct["log"] = _added(logged.backward_seconds, plain.backward_seconds, rounds)
             found[name, wrapper] = taken, direct
             ddp_core.set_guard(site.ddp, "off")
     return found
 
 
-def _added(with_it: Callable[[], float], without: Callable[[], float], /, rounds: int) -> float:
+def _added(with_it: Callable[[], float], without: Callable[[], float], rounds: int) -> float:
     """Return the median difference, in seconds."""
     found = turns_of({OURS: with_it, THEIRS: without}, rounds, warm_up=2, order=forth_and_back)
     return statistics.median(a - b for a, b in zip(found[OURS], found[THEIRS], strict=True))
