@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         CommHooksError,
         CompressorError,
         GradientError,
-        HookDidNotRunError,
         HookTypeError,
         ProbeError,
         ProfileError,
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from commhooks.hooks.exchangers import Exchangers
     from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
     from commhooks.hooks.sockets import hook_statistics
+    from commhooks.hooks.watching import NotAveragedError, NotAveragedWarning, set_guard, steps_locally
     from commhooks.language.compressor import Compressor
     from commhooks.making import make_compressor
     from commhooks.native.library import Compiled, compiled
@@ -113,13 +113,14 @@ __all__ = [
     "Exchangers",
     "GradientError",
     "Hierarchical",
-    "HookDidNotRunError",
     "HookTypeError",
     "LoadRules",
     "Match",
     "MemoryReport",
     "ModelAverager",
     "NoOp",
+    "NotAveragedError",
+    "NotAveragedWarning",
     "ParameterTraffic",
     "PerParameter",
     "PowerSGD",
@@ -171,5 +172,7 @@ __all__ = [
     "register_ddp_comm_hook",
     "save_checkpoint",
     "schedule",
+    "set_guard",
     "step_in_lockstep",
+    "steps_locally",
 ]

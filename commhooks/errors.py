@@ -19,10 +19,6 @@ class AttachError(CommHooksError, RuntimeError):
     """A model that no compressor can be attached to, or ranks that disagree about the attachment."""
 
 
-class HookDidNotRunError(AttachError):
-    """An optimizer step on gradients that did not pass through the attached compressor, or DiLoCo without a round."""
-
-
 class GradientError(CommHooksError, TypeError):
     """A gradient that no compressor can average, such as an integer gradient."""
 

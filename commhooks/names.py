@@ -18,8 +18,8 @@ _PLACES = {
     ),
     "control.adaptive": "Adaptive",
     "errors": (
-        "AttachError CheckpointError CollectiveError CommHooksError CompressorError GradientError HookDidNotRunError "
-        "HookTypeError ProbeError ProfileError SettingsError"
+        "AttachError CheckpointError CollectiveError CommHooksError CompressorError GradientError HookTypeError "
+        " ProbeError ProfileError SettingsError"
     ),
     "hooks.attach": "Attachment attach",
     "hooks.by_name": "DDPCommHookType register_ddp_comm_hook",
@@ -31,6 +31,7 @@ _PLACES = {
     "hooks.exchangers": "Exchangers",
     "hooks.powersgd": "PowerSGDState batched_powerSGD_hook powerSGD_hook",
     "hooks.sockets": "hook_statistics",
+    "hooks.watching": "NotAveragedError NotAveragedWarning set_guard steps_locally",
     "language.compressor": "Compressor",
     "making": "make_compressor",
     "native.library": "Compiled compiled",

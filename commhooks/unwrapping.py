@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -85,11 +85,6 @@ def trained_parameters(model: Module, ddp: Module) -> list[tuple[str, Tensor]]:
     # replicate() hands its DDP a bare list of parameters; their names are in the module that it was called with.
     named: Any = ddp.module if unwrapped(model) is ddp else unwrapped(model)
     return [(plain_name(name), p) for name, p in named.named_parameters() if p in in_buckets]
-
-
-def left_out_parameters(ddp: Module, in_buckets: Set[Tensor]) -> dict[Tensor, str]:
-    """Return the parameters that are in no bucket although `ddp` was not told to ignore them, with their names."""
-    return {p: plain_name(name) for name, p in _managed(ddp) if p not in in_buckets}
 
 
 def _in_buckets(ddp: Module) -> set[Tensor]:

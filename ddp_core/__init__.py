@@ -3,5 +3,14 @@
 from ddp_core.bucket import GradBucket
 from ddp_core.distributed import DistributedDataParallel
 from ddp_core.errors import HookTimeoutError
+from ddp_core.guard import NotAveragedError, NotAveragedWarning, set_guard, steps_locally
 
-__all__ = ["DistributedDataParallel", "GradBucket", "HookTimeoutError"]
+__all__ = [
+    "DistributedDataParallel",
+    "GradBucket",
+    "HookTimeoutError",
+    "NotAveragedError",
+    "NotAveragedWarning",
+    "set_guard",
+    "steps_locally",
+]

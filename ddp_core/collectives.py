@@ -80,3 +80,11 @@ def number_of_ranks(group: dist.ProcessGroup, count: dist.Work | None) -> int:
         return group.size()
     ranks = result_of(count)
     return int((count.result() if ranks is None else ranks)[0].item())
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """Return the store through which the ranks of ``group`` met; None if it has none."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))  # torch 2.8 and older
+    return store

@@ -29,6 +29,7 @@ from ddp_core.construction import (
 from ddp_core.delayed import DelayedGradients, choose_delay
 from ddp_core.errors import amid_reduction
 from ddp_core.graph import tensors_in, through_sink
+from ddp_core.guard import guard_wrapper
 from ddp_core.hooks import CommHook, Hook, check_hook, check_timeout
 from ddp_core.joining import MayRunOut, elect, exchange_sync_flag
 from ddp_core.reducer import Reducer
@@ -141,6 +142,8 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         trained = [(name, p) for name, p in self.managed_parameters() if p.requires_grad]
         sparse = sparse_parameters(self.module)
         self.reducer = Reducer(trained, sparse, group, settings, DelayedGradients(self._delay))
+        named = zip(self.reducer.layout.names, self.reducer.layout.parameters, strict=True)
+        self.reducer.guard = guard_wrapper(self, [*named, *self.reducer.delayed.named])
         self.reducer.paused = not self.require_backward_grad_sync
         if static_graph and trained:  # delayed gradients are reduced once, however often they come
             self._set_static_graph()

@@ -103,7 +103,7 @@ class Pending(NamedTuple):
             return
         completed = threading.Event()
         future.add_done_callback(functools.partial(_set, completed))
-        limit = _timeout_of(group, self.bucket.buffer().device) if self.timeout is None else self.timeout
+        limit = timeout_of(group, self.bucket.buffer().device) if self.timeout is None else self.timeout
         if not completed.wait(min(limit, threading.TIMEOUT_MAX)):
             whose = "the process group's timeout" if self.timeout is None else "its hook_timeout"
             raise HookTimeoutError(
@@ -118,7 +118,8 @@ def _set(event: threading.Event, _future: object) -> None:
     event.set()
 
 
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the timeout of a group's collectives, in seconds."""
     try:
         timeout = group._get_backend(device).options._timeout
     except (RuntimeError, AttributeError):  # a group without a backend of PyTorch's does not expose its timeout

@@ -27,6 +27,7 @@ from ddp_core.bucket import Bucket, GradBucket
 from ddp_core.collectives import all_reduce, finish, number_of_ranks
 from ddp_core.delayed import DelayedGradients
 from ddp_core.graph import at_end_of_backward, at_end_of_backward_through
+from ddp_core.guard import WrapperGuard
 from ddp_core.hooks import CommHook, Pending
 from ddp_core.layout import Layout
 from ddp_core.listening import Listener
@@ -65,6 +66,7 @@ class Reducer:
         self.join_work: dist.Work | None = None  # counts the ranks that still train, if those are to divide
         self.buffer_futures: list[torch.futures.Future[Any]] = []
         self.steps_in_backward = False  # whether an optimiser steps as soon as there is a mean
+        self.guard: WrapperGuard | None = None  # is told which gradients are not averaged, and when all are
         self.progress = Progress()
         self.listener = Listener(self)
         accumulators = self.listener.listen(Reducer.gradient_ready, self.layout.parameters)
@@ -179,6 +181,7 @@ class Reducer:
             unused.used[index] = 1  # also under no_sync: what was used there is reduced later
         if self.paused or self.progress.phase is not REDUCING:
             if not self._takes_part(self.layout.names[index]):
+                self._tell_guard(self.layout.parameters[index])
                 return
             if unused.learning:
                 unused.firings[index] += 1
@@ -204,6 +207,10 @@ class Reducer:
             self.warned_late = True
             warnings.warn(errors.late(name), stacklevel=2)
         return False  # in FAILED too: even if the module has been wrapped again, its gradients are still reported here
+
+    def _tell_guard(self, parameter: Parameter) -> None:
+        if self.guard is not None and parameter.grad is not None:
+            self.guard.log.append(parameter)
 
     def _begin(self) -> None:
         self.progress.enter(Phase.LEARNING if self.unused.learning else Phase.REDUCING)
@@ -260,12 +267,14 @@ class Reducer:
 
     def delayed_ready(self, index: int) -> None:
         """Record the gradient of a delayed parameter."""
-        name = self.delayed.named[index][0]
-        if self._takes_part(name):
-            if self.delayed.in_flight:
-                raise self.progress.noted(errors.marked_twice(index, name))
-            self.delayed.missing.discard(index)
-            self._launch_delayed_if_due()
+        name, parameter = self.delayed.named[index]
+        if not self._takes_part(name):
+            self._tell_guard(parameter)
+            return
+        if self.delayed.in_flight:
+            raise self.progress.noted(errors.marked_twice(index, name))
+        self.delayed.missing.discard(index)
+        self._launch_delayed_if_due()
 
     def trigger_ready(self, _: int) -> None:
         """Launch the delayed gradients once all of them have arrived and every bucket has been launched."""
@@ -324,8 +333,12 @@ class Reducer:
         elif self.wants_order:
             self.layout.ready_order = self.order + (self.unused.here if self.unused.static else [])
         self.progress.enter(Phase.REDUCED)
+        if self.guard is not None:
+            self.guard.finished = torch._C._current_graph_task_id()  # optimisers may step as soon as there is a mean
         with self.progress.fatal(in_flight):
             self._write_means(in_flight, delayed, usage)
+        if self.guard is not None:
+            self.guard.averaged()
         if self.unused.searches:
             self.unused.used = [0] * len(self.layout.parameters)
 

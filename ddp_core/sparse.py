@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
+from ddp_core.collectives import store_of
+
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
 
@@ -26,7 +28,7 @@ def group_for_sparse_sums(group: dist.ProcessGroup, device: torch.device) -> Any
     """
     if group in _opened:
         return _opened[group]
-    store = _store_of(group) if type(group) is dist.ProcessGroup else None
+    store = store_of(group) if type(group) is dist.ProcessGroup else None
     if store is None:
         return group
     backend: Any = group._get_backend(device)
@@ -40,10 +42,3 @@ def group_for_sparse_sums(group: dist.ProcessGroup, device: torch.device) -> Any
     options._devices, options._timeout, options._threads = settings._devices, settings._timeout, 1
     _opened[group] = ProcessGroupGloo(PrefixStore("ddp_core/sparse", store), group.rank(), group.size(), options)
     return _opened[group]
-
-
-def _store_of(group: dist.ProcessGroup) -> Any:
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))  # torch 2.8 and older
-    return store

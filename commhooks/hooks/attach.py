@@ -24,7 +24,8 @@ from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.table import ResidualStorage, StateTable
-from commhooks.unwrapping import find_ddp, left_out_parameters, trained_parameters
+from commhooks.unwrapping import find_ddp, trained_parameters
+from ddp_core.guard import GuardMode, check_mode, guard_wrapper
 
 
 class Attachment(Handle):
@@ -79,25 +80,22 @@ class Attachment(Handle):
             raise AttachError(f"{caller}: this attachment was detached, or its model is gone; call attach again.")
 
     def watch(self, *optimizers: object) -> None:
-        """Raise `HookDidNotRunError` whenever one of these takes a step on gradients that bypassed the compressor.
+        """Raise `NotAveragedError` whenever one of these takes a step on gradients that bypassed the compressor.
 
-        Pass the optimizers of the attached model, or a framework's wrappers around them. If the module inside the DDP
-        is called directly, or every backward pass runs inside `no_sync()`, each rank trains alone, and nothing else
-        reports it. The same holds for parameters that were frozen when the model was wrapped and are trained later. The
-        error is raised before the step changes anything, or after it if the step runs the backward pass itself, in a
-        closure. At the first step, rank 0 warns if the compressor is known to do badly with such an optimizer. Watching
-        ends with `detach`. Raises `AttachError` for an optimizer of other parameters.
+        Pass the optimizers of the attached model, or a framework's wrappers around them. This is the guard of `attach`
+        in its strict form: the error is raised without comparing gradients with those of other ranks, so it does not
+        wait for a rank that is late, and gradients that were averaged by hand are an error too. It is raised before the
+        step changes anything, or after it if the step runs the backward pass itself, in a closure. At the first step,
+        rank 0 warns if the compressor is known to do badly with such an optimizer. Watching ends with `detach`. Raises
+        `AttachError` for an optimizer of other parameters.
         """
         model = self._model()
         if model is None or not self.is_attached:
             raise AttachError("watch: this attachment was detached, or its model is gone; call attach again.")
         in_buckets = {parameter for _, parameter in self._named}
-        left_out = left_out_parameters(model, in_buckets)
         found = [optimizer_of("watch", in_buckets, optimizer) for optimizer in optimizers]
-        self._watches += [
-            Watch(optimizer, in_buckets, left_out, lambda: self._socket.buckets_handed_in, self._engine)
-            for optimizer in found
-        ]
+        guard = guard_wrapper(model, self._named)
+        self._watches += [Watch(optimizer, guard, in_buckets, self._engine) for optimizer in found]
 
     def detach(self) -> None:
         """Restore the model's plain all-reduce, and stop the scheduler. A second call does nothing.
@@ -125,6 +123,7 @@ def attach(
     scaler: Scaler | None = None,
     residuals: ResidualStorage = "fp32",
     atomic: bool = False,
+    guard: GuardMode | None = None,
 ) -> Attachment:
     """Average the gradients of `model`, ddp_core's or PyTorch's DistributedDataParallel, with `compressor`.
 
@@ -146,6 +145,10 @@ def attach(
       host's memory.
     - `atomic`: a step whose mean holds an inf or a NaN in any bucket changes no state at all. This keeps a second copy
       of the state. Without it, "fused" judges all buckets of a step together, and "fifo" judges each bucket separately.
+    - `guard`: what happens before an optimizer steps on gradients of this model that were not averaged, for example
+      because the module inside the DDP was called: "raise" `NotAveragedError`, "warn" once, or nothing if "off". None:
+      as before, which is "raise" unless `set_guard` or the environment variable DDP_GUARD says otherwise. It lasts as
+      long as the model is wrapped. See `docs/guide/guard.md`.
 
     Raises `AttachError` if a hook is already attached or registered, if the model is not a DistributedDataParallel,
     shards its parameters or is wrapped twice, if its process group has no name or store, or if ranks disagree about
@@ -154,6 +157,8 @@ def attach(
     ddp = find_ddp("attach", model)
     compressor = checked_compressor("attach", compressor)
     check_run_settings("attach", policy, hook_timeout)
+    if guard is not None:
+        check_mode("attach", guard)
     check_hook_is_called("attach", ddp)
     check_step_has_an_end("attach", ddp, policy, atomic=atomic)
     if torch._C._current_graph_task_id() != -1:
@@ -182,8 +187,17 @@ def attach(
     engine.open(named[0][1].device, refusal_of(compressor, dict(named), line))
     _warn_of_loss(compressor, named)
     attachment = Attachment(engine, socket, named, ddp)
-    socket.plug_in(attachment, engine, ddp, line.timeout if hook_timeout is None else hook_timeout)
+    seconds = line.timeout if hook_timeout is None else hook_timeout
+    socket.plug_in(attachment, engine, ddp, seconds)
+    if guard_wrapper(ddp, named, guard, seconds) is None:
+        warnings.warn(_UNGUARDED, stacklevel=2)
     return attachment
+
+
+_UNGUARDED = (
+    "commhooks: this version of PyTorch does not tell when its DistributedDataParallel is done, so steps on gradients "
+    "that were not averaged go unnoticed; use ddp_core.DistributedDataParallel, whose guard does not need that."
+)
 
 
 def _warn_of_loss(compressor: Compressor, named: list[tuple[str, Tensor]]) -> None:

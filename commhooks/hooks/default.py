@@ -20,6 +20,7 @@ from commhooks.hooks.foreign import AnyHook, completed, name_of, run_foreign
 from commhooks.hooks.sockets import run_stateless
 from commhooks.language.compressor import Compressor, no_hook
 from commhooks.wrappers import WireDtype
+from ddp_core.guard import hook_ran
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 RunOnWire = Callable[[Any, GradBucket, torch.dtype], torch.futures.Future[Tensor]]
@@ -61,6 +62,7 @@ def quantization_perchannel_hook(
 
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Return the bucket unchanged, without communication. Replicas drift apart, so use it for measurements only."""
+    hook_ran(bucket)
     return completed(bucket.buffer())
 
 

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from commhooks.devices import future_on
 from commhooks.errors import CompressorError, GradientError
+from ddp_core.guard import hook_ran
 
 AnyHook = Callable[[Any, Any], Any]
 """A third-party hook; it need not have the signature that PyTorch requires."""
@@ -18,6 +19,7 @@ AnyHook = Callable[[Any, Any], Any]
 
 def run_foreign(hook: AnyHook, state: Any, bucket: GradBucket, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
     """Run a hook on the bucket cast to `dtype`, and write its result into the bucket's own memory."""
+    hook_ran(bucket)
     own = bucket.buffer()
     if not (own.is_floating_point() or own.is_complex()):
         raise GradientError(

@@ -30,6 +30,7 @@ from commhooks.state.snapshot import LoadRules, Snapshot
 from commhooks.state.table import ResidualStorage, StateTable
 from commhooks.unwrapping import plain_name, unwrapped
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
+from ddp_core.guard import hook_ran
 
 
 class PowerSGDState(Handle):
@@ -233,6 +234,7 @@ class PowerSGDState(Handle):
     ) -> torch.futures.Future[Tensor]:
         """Average a bucket; `wire` and `matrices`, if given, override the state's and must never change."""
         check_bucket(bucket)
+        hook_ran(bucket)
         engine = self._made_engine()
         self._load_what_waits()
         # If every parameter of a step's first bucket is new, either the model was replaced, and everything starts over,

@@ -29,6 +29,7 @@ from commhooks.hooks.foreign import name_of
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.ledger import Statistics
 from commhooks.scheduling.line import ProcessGroupLine
+from ddp_core.guard import hook_ran, notice_wrappers
 
 COLLECTIVES_A_BUCKET = 16
 """The limit of ddp_core's wait for a bucket, in timeouts of one collective."""
@@ -59,6 +60,7 @@ def run_stateless(
 ) -> torch.futures.Future[Tensor]:
     """Average a bucket with a stateless compressor, on the engine of its process group."""
     check_bucket(bucket)
+    hook_ran(bucket)
     group = group_or_default(process_group)
     engines = _engines.setdefault(group, {})
     if compressor not in engines:
@@ -101,7 +103,6 @@ class Socket:
         self.engine: Engine | None = None
         self.attachment: object = None
         """The attachment, kept alive while its engine is plugged in, even if nobody else refers to it."""
-        self.buckets_handed_in = 0
         self._group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self._registered = False
         self._removable: Any = None
@@ -146,7 +147,7 @@ class Socket:
         """Average a bucket with the engine, or with a plain all-reduce if nothing is attached."""
         if self.engine is None:
             return run_stateless(AllReduceMean(), self._group(), bucket)
-        self.buckets_handed_in += 1
+        hook_ran(bucket)
         return deliver(self.engine.run(bucket), bucket)
 
 
@@ -169,3 +170,11 @@ def check_is_free(caller: str, ddp: Module) -> None:
             f"{caller}: the hook {name_of(registered[-1])} is registered on this model already; PyTorch's "
             "DistributedDataParallel never takes another one, ddp_core's does after remove_comm_hook()."
         )
+
+
+def _is_ours(hook: Any) -> bool:
+    """Return whether a hook that is registered on a DDP is one of this package."""
+    return str(getattr(hook, "__module__", "")).startswith("commhooks.")
+
+
+notice_wrappers(_is_ours)  # PyTorch's wrappers with one of our hooks are guarded, as those of ddp_core are

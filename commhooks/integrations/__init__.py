@@ -8,6 +8,6 @@
     commhooks.integrations.ray               compress, after ray.train.torch.prepare_model
     commhooks.integrations.torchft           compress, with the Manager of the replicas
 
-Each keeps the hook's state in the framework's own checkpoint, and raises `HookDidNotRunError` if an optimizer
+Each keeps the hook's state in the framework's own checkpoint, and raises `NotAveragedError` if an optimizer
 steps on gradients that did not pass through the compressor, or if DiLoCo's training ends without a round.
 """

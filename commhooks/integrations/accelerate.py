@@ -37,7 +37,7 @@ def compress(
 
     - `save_state` then writes the hook's state into its folder, one file for each rank, and `load_state` restores it.
       `world_size`, `settings` and `missing` allow differences between the two: see `LoadRules`.
-    - The optimizers are watched: a step on gradients that bypassed the compressor raises `HookDidNotRunError`.
+    - The optimizers are watched: a step on gradients that bypassed the compressor raises `NotAveragedError`.
     - `options` are those of `attach`; `scaler` is the accelerator's own by default.
 
     `model` may also be a `ddp_core.DistributedDataParallel` around the result of `accelerator.prepare_model(module,

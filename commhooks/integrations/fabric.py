@@ -36,7 +36,7 @@ def compress(
     optimizer, "hooks": hooks}`: it saves and restores the state of all ranks. Its `attachment` has the statistics;
     `end()` detaches.
 
-    - `optimizer`: one or several; each of their steps raises `HookDidNotRunError` if its gradients did not pass through
+    - `optimizer`: one or several; each of their steps raises `NotAveragedError` if its gradients did not pass through
       the compressor.
     - `world_size`, `settings` and `missing` allow differences between a checkpoint and this run; see `LoadRules`.
     - `options` are those of `commhooks.attach`; the gradient scaler is Fabric's own.

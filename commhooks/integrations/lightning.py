@@ -47,7 +47,7 @@ class CompressGradients(Callback):
 
     When training starts, it raises `AttachError` or `SettingsError` if the Trainer's strategy cannot work with a
     compressor, and `CheckpointError` if the checkpoint does not match the run. An optimizer step on gradients that
-    bypassed the compressor raises `HookDidNotRunError`.
+    bypassed the compressor raises `NotAveragedError`.
     """
 
     def __init__(

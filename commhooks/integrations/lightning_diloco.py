@@ -24,7 +24,7 @@ from torch import Tensor
 from commhooks.communicators.connection import WrapCommunicator
 from commhooks.communicators.ranks import Ranks
 from commhooks.devices import generator_states, set_generator_states
-from commhooks.errors import AttachError, CheckpointError, HookDidNotRunError, SettingsError
+from commhooks.errors import AttachError, CheckpointError, SettingsError
 from commhooks.integrations.common import check_not_alone, require
 from commhooks.language.compressor import Compressor
 from commhooks.seldom.cutting import Arrangement
@@ -35,6 +35,7 @@ from commhooks.state.groups import Snapshots
 from commhooks.state.snapshot import LoadOptions, LoadRules
 from commhooks.state.table import ResidualStorage
 from commhooks.unwrapping import bare, kept_buffers
+from ddp_core.guard import NotAveragedError
 
 require("lightning", at_least="2.4")
 
@@ -79,7 +80,7 @@ class TrainWithDiLoCo(Callback):
 
     When training starts, it raises `AttachError` or `SettingsError` for another strategy or settings that `DiLoCo`
     rejects, and `CheckpointError` if the checkpoint does not match the run. A `fit` that ends without any round since
-    training began raises `HookDidNotRunError`.
+    training began raises `NotAveragedError`.
     """
 
     def __init__(
@@ -246,14 +247,14 @@ class TrainWithDiLoCo(Callback):
         self._evaluating.close()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise `HookDidNotRunError` if no round took place; give the module the outer copies, and end all exchanges.
+        """Raise `NotAveragedError` if no round took place; give the module the outer copies, and end all exchanges.
 
         `trainer.save_checkpoint()` still saves this rank's own state.
         """
         diloco = self.diloco
         counts = diloco.statistics()
         if trainer.global_step > self._begun_at and not counts.rounds and not trainer.fast_dev_run:
-            raise HookDidNotRunError(
+            raise NotAveragedError(
                 f"{OWNER}: training ended after {trainer.global_step} steps of the optimizer, {counts.steps} of them "
                 f"counted, without a round, so each rank trained alone. Rounds take place every "
                 f"{diloco.schedule.every} steps: train longer, or choose a smaller every."

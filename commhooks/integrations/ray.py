@@ -47,7 +47,7 @@ def compress(
     Call it inside the training loop, on every worker, and call `detach()` on the result when the training is done.
 
     - `optimizers`, those that train the model, are watched: a step on gradients that bypassed the compressor raises
-      `HookDidNotRunError`.
+      `NotAveragedError`.
     - `checkpoint` holds the hook's state to resume from: "latest" is the result of `ray.train.get_checkpoint()`, None
       in a new run; None starts from zero. Loading the model and the optimizer is up to you.
     - `world_size`, `settings` and `missing` allow differences between checkpoint and run: see `LoadRules`.

@@ -59,7 +59,7 @@ def compress(
     begins with an empty residual.
 
     `optimizers`, those that train the model, are watched: a step on gradients that bypassed the compressor raises
-    `HookDidNotRunError`. See `attach` for `policy`, `hook_timeout`, `scaler` and `residuals`.
+    `NotAveragedError`. See `attach` for `policy`, `hook_timeout`, `scaler` and `residuals`.
 
     Raises `SettingsError` if the manager's quorum is asynchronous, and `AttachError` if the model is not as described.
     """

@@ -43,7 +43,7 @@ class CompressGradients(TrainerCallback):
     - every checkpoint of the Trainer holds the hook's state, one file for each rank, and `resume_from_checkpoint`
       restores it. `world_size`, `settings` and `missing` allow differences: see `LoadRules`. To resume from a folder
       that is not in `output_dir`, pass it as `resume_from` too.
-    - the optimizer is watched: a step on gradients that bypassed the compressor raises `HookDidNotRunError`.
+    - the optimizer is watched: a step on gradients that bypassed the compressor raises `NotAveragedError`.
     - whenever the Trainer logs a loss, it also logs `Attachment.metrics` (`by_parameter=True`: each parameter's too),
       unless `log=False`.
 

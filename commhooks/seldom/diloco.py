@@ -41,6 +41,7 @@ from commhooks.state.table import ResidualStorage
 from commhooks.tensors import all_finite, cloned, local
 from commhooks.units import counted
 from commhooks.unwrapping import bare, everything_kept
+from ddp_core.guard import steps_locally
 
 _INSIDE = "within outer_parameters(): the parameters are the outer copies, and this rank's own would be lost"
 
@@ -137,6 +138,7 @@ class DiLoCo:
         self.weight = 1.0
         """This rank's weight in the exchanges that begin from now on, if DiLoCo is weighted. It is not saved."""
         self._make_exchangers(beginning.compressor, line, residuals)
+        steps_locally(self._outer_optimizer)
         self._inner = Inner(beginning.optimizer, self.exchangers.fail)
         self._rounds = self._dropped = 0
         self._is_closed = self._is_at_outer = False

@@ -13,8 +13,8 @@ from torch._compile import _disable_dynamo
 from torch.optim import Adagrad, Optimizer
 
 from commhooks.errors import SettingsError
-from commhooks.hooks.watching import is_standing
 from commhooks.tensors import all_finite, local
+from ddp_core.guard import is_standing, steps_locally
 
 
 class Inner:
@@ -32,6 +32,7 @@ class Inner:
         own = weakref.ref(self)  # the optimizer must not keep this, and through it all exchanges, alive
         self._handle = optimizer.register_step_pre_hook(functools.partial(_before_step, own))
         _of_optimizers[optimizer] = own
+        steps_locally(optimizer)  # also if it trains a wrapped model
 
     @property
     def is_ahead(self) -> bool:
@@ -70,6 +71,7 @@ class Inner:
         own = _of_optimizers.get(self.optimizer)
         if own is not None and own() is self:  # not if this was closed before, and another one counts by now
             del _of_optimizers[self.optimizer]
+            steps_locally(self.optimizer, is_local=False)
 
 
 _of_optimizers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Inner]] = weakref.WeakKeyDictionary()

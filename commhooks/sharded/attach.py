@@ -115,8 +115,8 @@ class ShardedAttachment(ModulesAttachment[ShardedUnit]):
         for gather in self.gathers.values():
             gather.detach()
 
-    def _shards(self, label: str) -> set[Tensor]:
-        return {parameter.shard for parameter in self[label]._unit.parameters()}
+    def _shards(self, label: str) -> dict[Tensor, str]:
+        return {parameter.shard: parameter.name for parameter in self[label]._unit.parameters()}
 
 
 def attach_sharded(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from abc import abstractmethod
-from collections.abc import Set
+from collections.abc import Mapping
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from commhooks.hooks.grouped import Grouped, One
-from commhooks.hooks.watching import Watch, optimizer_of
+from commhooks.hooks.watching import ReductionsGuard, Watch, optimizer_of
 from commhooks.scheduling.ledger import Statistics, total
 from commhooks.scheduling.line import ProcessGroupLine
 
@@ -38,8 +38,8 @@ class ModulesAttachment(Grouped[One]):
         """
 
     @abstractmethod
-    def _shards(self, label: str) -> Set[Tensor]:
-        """Return the parameters whose gradients a handle's compressor averages."""
+    def _shards(self, label: str) -> Mapping[Tensor, str]:
+        """Return the parameters whose gradients a handle's compressor averages, with their names."""
 
     @property
     def steps(self) -> int:
@@ -66,7 +66,7 @@ class ModulesAttachment(Grouped[One]):
         return self._line.process_group
 
     def watch(self, *optimizers: object) -> None:
-        """Raise `HookDidNotRunError` whenever one of these takes a step on gradients that bypassed the compressor.
+        """Raise `NotAveragedError` whenever one of these takes a step on gradients that bypassed the compressor.
 
         Pass the optimizers of the model, or a framework's wrappers around them. See `Attachment.watch`. With one rank,
         nothing is watched.
@@ -74,19 +74,21 @@ class ModulesAttachment(Grouped[One]):
         if self._line.world_size == 1:
             return
         shards = {label: self._shards(label) for label in self}
-        found = [optimizer_of("watch", set[Tensor]().union(*shards.values()), one) for one in optimizers]
+        found = [optimizer_of("watch", list(itertools.chain(*shards.values())), one) for one in optimizers]
         for optimizer, label in itertools.product(found, self):
             self._watch(optimizer, label, shards[label])
 
-    def _watch(self, optimizer: Optimizer, label: str, shards: Set[Tensor]) -> None:
+    def _watch(self, optimizer: Optimizer, label: str, shards: Mapping[Tensor, str]) -> None:
         trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if not trained.isdisjoint(shards):
+        if not trained.isdisjoint(shards.keys()):
             engine = self[label]._made_engine()
             advice = (
-                f"It trains parameters of {label}: run the last backward pass before each step with "
-                f"set_requires_gradient_sync(True), and set no other {self._seam}."
+                "the last backward pass before the step did not synchronise; run it with "
+                f"set_requires_gradient_sync(True), and set no other {self._seam}"
             )
-            self._watches.append(Watch(optimizer, shards, {}, lambda: engine.step, engine, advice))
+            named = [(name, shard) for shard, name in shards.items()]
+            guard = ReductionsGuard(named, label, engine, advice, lambda: engine.step)
+            self._watches.append(Watch(optimizer, guard, shards.keys(), engine))
 
     def _end_watching(self) -> None:
         while self._watches:  # they hold parameters

@@ -178,8 +178,8 @@ class ReplicasAttachment(ModulesAttachment[Exchanger]):
         for exchanger in self.values():
             exchanger.close()
 
-    def _shards(self, label: str) -> set[Tensor]:
-        return {parameter.shard for unit in self._units[label] for parameter in unit.parameters()}
+    def _shards(self, label: str) -> dict[Tensor, str]:
+        return {parameter.shard: parameter.name for unit in self._units[label] for parameter in unit.parameters()}
 
 
 def attach_replicas(

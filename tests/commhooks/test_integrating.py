@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 
 import commhooks
+import ddp_core
 from commhooks import AttachError, ParameterTraffic, SettingsError, Statistics
 from commhooks.hooks.metrics import metrics_of, write_to
 from commhooks.integrations import common
@@ -243,14 +244,16 @@ def test_an_optimizer_that_steps_without_the_hook_raises(rank: int) -> None:
         model(torch.ones(4, 16)).sum().backward()
         optimizer.step()  # after an accumulation whose last backward pass was synchronised
         before = [parameter.clone() for parameter in model.parameters()]
-        with pytest.raises(commhooks.HookDidNotRunError, match="SGD is about to take a step, but no gradient has"):
+        with pytest.raises(
+            commhooks.NotAveragedError, match="SGD is about to take a step on gradients of Sequential that were"
+        ):
             step(model.module, optimizer, rank, 1)
         assert all(torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
         optimizer.step(functools.partial(backward, model))  # whose backward pass is part of the step
         optimizer.step(closure=functools.partial(backward, model))
-        with pytest.raises(commhooks.HookDidNotRunError, match="SGD took a step"):
+        with pytest.raises(commhooks.NotAveragedError, match="SGD took a step"):
             optimizer.step(functools.partial(backward, model.module))
-        with model.no_sync(), pytest.raises(commhooks.HookDidNotRunError):
+        with model.no_sync(), pytest.raises(commhooks.NotAveragedError):
             step(model, optimizer, rank, 2)
         with pytest.raises(commhooks.AttachError, match="none of the parameters of SGD belongs to the model"):
             attachment.watch(torch.optim.SGD(build().parameters(), lr=0.1))
@@ -261,12 +264,20 @@ def test_an_optimizer_that_steps_without_the_hook_raises(rank: int) -> None:
         step(model, optimizer, rank, 3)
         optimizer.step()  # with the same mean gradients again
         model.module(torch.ones(4, 16)).sum().backward()
-        with pytest.raises(commhooks.HookDidNotRunError, match="SGD is about to take a step, but no gradient has"):
+        with pytest.raises(
+            commhooks.NotAveragedError, match="SGD is about to take a step on gradients of Sequential that were"
+        ):
             optimizer.step()
         attachment.detach()
         with pytest.raises(commhooks.AttachError, match="watch: this attachment was detached"):
             attachment.watch(optimizer)
-        step(model.module, optimizer, rank, 3)  # nobody watches any more
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            ddp_core.set_guard(model, "warn")
+            step(model.module, optimizer, rank, 3)  # not watched any more, but guarded as before
+            step(model.module, optimizer, rank, 4)
+        assert [one.category for one in heard] == [commhooks.NotAveragedWarning]
+        ddp_core.set_guard(model, "off")
 
         attachment = commhooks.attach(model, "dgc")
         with_momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -289,7 +300,7 @@ def knows_which_parameters_come_in_buckets(rank: int) -> None:
         attachment.watch(optimizer)
         step(model, optimizer, rank, 0)
         module[0].requires_grad_(True)
-        with pytest.raises(commhooks.HookDidNotRunError, match=r"gradient of '0\.weight' and of 1 more parameters, wh"):
+        with pytest.raises(commhooks.NotAveragedError, match=r"'0\.weight' and 1 more on rank \d, .*it was frozen"):
             step(model, optimizer, rank, 1)
         attachment.detach()
 

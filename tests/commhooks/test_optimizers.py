@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from commhooks import Compressor, HookDidNotRunError, make_compressor, schedule
+from commhooks import Compressor, NotAveragedError, make_compressor, schedule
 from commhooks.hooks.optimizers import unsuited
-from commhooks.hooks.watching import Watch
+from commhooks.hooks.watching import ReductionsGuard, Watch
 from tests.commhooks.workers import Workers, zeros
 
 RANKS, BATCH, ROWS, COLUMNS, STEPS = 2, 32, 8, 64, 100
@@ -116,7 +116,7 @@ def test_the_first_step_of_a_watched_optimizer_warns_once_and_on_rank_0() -> Non
     heard = []
     for engine in engines:
         optimizer = sgd(parameters)
-        watch = Watch(optimizer, set(parameters), {}, lambda: 1, engine)
+        watch = Watch(optimizer, None, set(parameters), engine)
         for _ in range(2):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -133,11 +133,12 @@ def test_only_a_rate_of_zero_lets_a_step_pass_that_the_hook_knows_nothing_of(rat
     parameters = zeros((ROWS, COLUMNS))
     watched = sgd(parameters)
     watched.param_groups[0]["lr"] = rate
-    (engine,) = Workers(make_compressor("int8"), 1, parameters).engines
-    watch = Watch(watched, set(parameters), {}, lambda: 0, engine)
+    engine, *_ = Workers(make_compressor("int8"), RANKS, parameters).engines
+    guard = ReductionsGuard([("rows", parameters[0])], "a model", engine, "nothing averages", lambda: 0)
+    watch = Watch(watched, guard, set(parameters), engine)
     parameters[0].grad = torch.ones(ROWS, COLUMNS)
     if rate is None or rate:
-        with pytest.raises(HookDidNotRunError, match="is about to take a step, but no gradient has"):
+        with pytest.raises(NotAveragedError, match="is about to take a step on gradients of a model that were not"):
             watched.step()
     else:
         watched.step()

@@ -230,7 +230,7 @@ REFUSALS = {
     "after load_state": "AttachError: compress: an optimizer has taken steps",
     "twice": "AttachError: attach: ErrorFeedback",
     "saved without": "CheckpointError:",
-    "did not run": "HookDidNotRunError: SGD is about to take a step",
+    "did not run": "NotAveragedError: SGD is about to take a step",
     "damaged": "CheckpointError:",
     "incomplete": "CheckpointError:",
 }

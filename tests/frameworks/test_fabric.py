@@ -21,7 +21,7 @@ ERRORS = {
     "not DDP": "AttachError: .*\\(got _FabricModule around Sequential and Local\\); pass Fabric\\(strategy=",
     "twice": "AttachError: attach: ErrorFeedback.* is attached to this model already",
     "saved without": "KeyError: .*'hooks' that does not exist in the loaded checkpoint",
-    "did not run": "HookDidNotRunError: SGD is about to take a step, but no gradient has passed",
+    "did not run": "NotAveragedError: SGD is about to take a step on gradients of",
     "after end": "CheckpointError: .*nothing is attached",
     "refused": "CheckpointError: .*saved by 2 ranks, loaded by 3; pass world_size='spread'",
     "alone": "AttachError: .*this run has one process",

@@ -20,7 +20,7 @@ ERRORS = {
     "own argument, ddp_core": "SettingsError: DDPCoreStrategy: ddp_comm_hook is set too",
     "not DDP": "AttachError: CompressGradients: Local does not train with a DistributedDataParallel",
     "two callbacks": "RuntimeError: Found more than one stateful callback of type `CompressGradients`",
-    "did not run": "HookDidNotRunError: SGD took a step, but no gradient has passed through",
+    "did not run": "NotAveragedError: SGD took a step on gradients of",
     "other settings": "CheckpointError: rank 0: .* setting inner.compressor: saved with PowerSGD, now TwoHop",
     "before fit": "AttachError: CompressGradients: nothing is attached before trainer.fit",
     "refused": "CheckpointError: .*saved by 2 ranks, loaded by 3; pass world_size='spread'",

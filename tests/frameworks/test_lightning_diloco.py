@@ -26,7 +26,7 @@ ERRORS = {
     "batch norms": "SettingsError: DiLoCoStrategy: sync_batchnorm=True would communicate in every forward pass",
     "two optimizers": r"SettingsError: TrainWithDiLoCo: DiLoCo takes one optimizer .*\(configure_optimizers returned 2",
     "two callbacks": "RuntimeError: Found more than one stateful callback of type `TrainWithDiLoCo`",
-    "no round": "HookDidNotRunError: TrainWithDiLoCo: training ended after 12 steps of the optimizer, .*100 steps",
+    "no round": "NotAveragedError: TrainWithDiLoCo: training ended after 12 steps of the optimizer, .*100 steps",
     "no argument": "SettingsError: TrainWithDiLoCo: unknown argument rank",
     "spread": r"SettingsError: TrainWithDiLoCo\(world_size='spread'\)",
     "every": r"SettingsError: DiLoCo\(every=0\): every must be an int of at least 1",

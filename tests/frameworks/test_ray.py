@@ -67,7 +67,7 @@ def test_a_run_that_loses_a_worker_ends_as_one_that_does_not(whole: Path, tmp_pa
 def test_steps_without_the_hook_and_checkpoints_without_its_state_are_refused(whole: Path) -> None:
     for rank in range(2):
         told = torch.load(whole / f"told{rank}.pt")
-        assert told["bypassed"][0] == "HookDidNotRunError"
+        assert told["bypassed"][0] == "NotAveragedError"
         assert "got Sequential" in told["bare"][1]
         assert "holds no commhooks.pt" in told["without"][1] and "checkpoint=None" in told["without"][1]
         assert "got True" in told["no checkpoint"][1]

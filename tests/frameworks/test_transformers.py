@@ -165,7 +165,7 @@ REFUSALS = {
     "saved without": "CheckpointError: ",
     "another folder": "CheckpointError: could not find the checkpoint.",
     "other settings": "CheckpointError: rank ",
-    "did not run": "HookDidNotRunError: AdamW is about to take a step",
+    "did not run": "NotAveragedError: AdamW is about to take a step",
     "wrapped twice": "AttachError: attach: DistributedDataParallel around DistributedDataParallel",
     "accelerate's own hook": "SettingsError: CompressGradients: DistributedDataParallelKwargs(comm_hook=...) is set",
 }

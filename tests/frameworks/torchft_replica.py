@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
-from commhooks import HookDidNotRunError
+from commhooks import NotAveragedError
 from commhooks.integrations.torchft import compress
 
 DIES_AT, STEPS_TOGETHER = 5, 6
@@ -108,7 +108,7 @@ def _bypass(module: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     module(torch.randn(8, 64)).square().mean().backward()
     try:
         optimizer.step()
-    except HookDidNotRunError:
+    except NotAveragedError:
         return True
     return False
 

@@ -1,0 +1,705 @@
+"""The guard: no optimizer steps on gradients of a wrapped model that were not averaged, without a word.
+
+Suspicion is cheap, local and exact. Each wrapper has a log of the parameters whose gradient came outside a reduction,
+or after one; the end of a reduction empties it, because a reduction averages all that ``p.grad`` holds. A step is
+suspect if a parameter that it changes is in the log, if it runs in a backward pass whose means are not there yet, if no
+reduction has ended since the optimizer's last step, or if a parameter of the model is not known to the reducer.
+
+Proof costs only then: ranks compare fingerprints of the gradients through the store (``proof.py``). Equal ones are
+averaged by hand, or come from the same data; others raise `NotAveragedError`, or warn.
+
+The reducer of ddp_core says itself what it did. PyTorch's is followed from outside, with public hooks of PyTorch and
+the names in ``PRIVATE_NAMES``: parameters report their gradients, and the communication hook that its buckets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import json
+import os
+import warnings
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch._compile import _disable_dynamo
+from torch.nn import Module
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ddp_core.collectives import store_of
+from ddp_core.hooks import timeout_of
+from ddp_core.proof import (
+    AbsentError,
+    Gradient,
+    Print,
+    UnansweredError,
+    compare,
+    fingerprints,
+    in_thread,
+    is_close,
+    is_plain,
+)
+
+GuardMode = Literal["raise", "warn", "off"]
+
+PRIVATE_NAMES = (
+    "torch:_C._current_graph_task_id",
+    "torch._compile:_disable_dynamo",
+    "torch.autograd:Variable._execution_engine.queue_callback",
+    "torch.distributed:Reducer._check_reducer_finalized",
+)
+FOLLOWS_PYTORCH = hasattr(dist, "Reducer") and hasattr(dist.Reducer, "_check_reducer_finalized")
+"""False if this PyTorch does not tell when its reducer is done: its DistributedDataParallel is then not guarded."""
+VARIABLE = "DDP_GUARD"
+"""The environment variable with the mode of all guards for which the program sets none."""
+
+_graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
+
+
+class NotAveragedError(RuntimeError):
+    """An optimizer is about to take, or took, a step on gradients that were not averaged."""
+
+
+class NotAveragedWarning(UserWarning):
+    """The same, where it may be intended or is not certain."""
+
+
+class Guard:
+    """What is known of some parameters' gradients, and of the optimizers that step on them.
+
+    This class counts reductions, and judges the optimizers that `watch` is called with: strictly, on suspicion alone.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]], title: str) -> None:
+        self.title = title  # of the model, in errors
+        named = list(named)
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]  # kept alive, so that their ids stay theirs
+        self.index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self.log: deque[Tensor] = deque(maxlen=max(1, len(named)))
+        self._ended_reductions = 0
+        self.finished = -1  # the backward pass whose means are there
+        self.mode: GuardMode = "raise"
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[Any, int]]] = weakref.WeakKeyDictionary()
+        """For each watched optimizer, the gradients of its last step, and their versions."""
+        _install()
+
+    @property
+    def reductions(self) -> int:
+        """The number of reductions that have ended."""
+        return self._ended_reductions
+
+    def remove(self) -> None:
+        """Judge no step any more."""
+        self.log.clear()
+        _watching.discard(self)
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Raise before a step of ``optimizer`` on suspicion alone, in any mode, even if all ranks would agree."""
+        _watching.add(self)
+        self._watched[optimizer] = {}
+        self._stepped[optimizer] = self.reductions
+
+    def judges(self, optimizer: Optimizer) -> bool:
+        """Return True if steps of ``optimizer`` may raise or warn."""
+        return optimizer in self._watched
+
+    def unwatch(self, optimizer: Optimizer) -> None:
+        """End `watch`."""
+        self._watched.pop(optimizer, None)
+
+    def ranks(self) -> tuple[int, int]:
+        """Return this process's rank among those that average together, and their number."""
+        raise NotImplementedError
+
+    def cause(self, optimizer: Optimizer, known: bool, within: bool) -> str:
+        """Return the likely cause of a step on local gradients, and a remedy."""
+        raise NotImplementedError
+
+    def require_finished(self) -> None:
+        """Raise the reducer's own error if a reduction began and has not ended."""
+
+    def judge(self, optimizer: Optimizer, held: set[int], task: int, verb: str) -> None:
+        """Raise or warn if a step of ``optimizer`` is on local gradients; ``held`` are its parameters' ids."""
+        if self.judges(optimizer):
+            within = task not in (-1, self.finished)  # in the backward pass, before the means are there
+            stale = self._stepped.get(optimizer, 0) == self.reductions  # gradients by hand, or the last step's
+            if within or stale or self.log:
+                self._suspect(optimizer, held, within, stale, verb)
+            self._stepped[optimizer] = self.reductions
+
+    def _suspect(self, optimizer: Optimizer, held: set[int], within: bool, stale: bool, verb: str) -> None:
+        candidates = self.parameters if within or stale else list(self.log)
+        suspects = [p for p in candidates if id(p) in held and p.grad is not None]
+        used = self._watched.get(optimizer)
+        if used is not None and stale and not within:  # a second step on the same means is no bypass
+            logged = {id(p) for p in self.log}
+            suspects = [p for p in suspects if id(p) in logged or not _is_same(p, used)]
+        if suspects:
+            self.accuse(optimizer, [(self.names[self.index[id(p)]], p) for p in suspects], held, verb, within)
+
+    def accuse(
+        self,
+        optimizer: Optimizer,
+        suspects: Sequence[tuple[str, Tensor]],
+        held: set[int],
+        verb: str,
+        within: bool = False,
+    ) -> None:
+        """Raise or warn, unless the step changes nothing or gradients turn out to be the same on all ranks."""
+        suspects = [(name, p) for name, p in suspects if p.grad is not None and _has_content(p.grad)]
+        if not suspects or is_standing(optimizer) or not self.judges(optimizer):
+            return
+        if not within:
+            self.require_finished()
+        known = id(suspects[0][1]) in self.index
+        if optimizer in self._watched:
+            raise NotAveragedError(self._text(optimizer, verb, [n for n, _ in suspects], known, within))
+        if self.mode != "off":
+            self.prove(optimizer, suspects, held, functools.partial(self._text, optimizer, verb, within=within))
+
+    def prove(
+        self, optimizer: Optimizer, suspects: Sequence[tuple[str, Tensor]], held: set[int], text: Callable[..., str]
+    ) -> None:
+        """Compare suspect gradients with those of the other ranks, and raise or warn if they differ."""
+        raise NotImplementedError
+
+    def _text(self, optimizer: Optimizer, verb: str, names: Sequence[str], known: bool, within: bool) -> str:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return (
+            f"{type(optimizer).__name__} {verb} a step on gradients of {self.title} that were not averaged: "
+            f"{names[0]!r}{more} on rank {self.ranks()[0]}, so replicas drift apart. "
+            f"Likely cause: {self.cause(optimizer, known, within)}."
+        )
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Remember the gradients that a watched optimizer has used."""
+        if optimizer in self._watched:
+            self._watched[optimizer] = {
+                id(p): (weakref.ref(p.grad), p.grad._version)
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            }
+
+
+class WrapperGuard(Guard):
+    """The guard of a DistributedDataParallel, ddp_core's or PyTorch's.
+
+    ``limit``: seconds to wait for ranks that are late; None: the process group's timeout.
+    """
+
+    def __init__(self, wrapper: Any, named: Iterable[tuple[str, Tensor]], *, listens: bool) -> None:
+        super().__init__(named, type(wrapper.module).__name__)
+        self.limit: float | None = None
+        self.mode = _modes.get(wrapper) or _default_mode()
+        self._wrapper = weakref.ref(wrapper, lambda _: self.remove())
+        self._suspicions, self._next_proof = 0, 1
+        self._warned = self._warned_of_silence = False
+        self._at_last_step = 0  # of any optimizer: the number of reductions
+        self._pass = -1  # the backward pass in which the hook was called
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in zip(self.names, self.parameters, strict=True)]
+        self._key = _numbered(wrapper.process_group, f"{self.title} {shapes}")
+        self.listens = listens  # to parameters, because the reducer, PyTorch's, does not report
+        self._handles = [_listen(parameter, self.log.append) for parameter in self.parameters] if listens else []
+        self._sharing = [one for one in _of_wrappers.values() if not self.index.keys().isdisjoint(one.index)]
+        for other in self._sharing:
+            other._sharing.append(self)
+        _unguarded.pop(wrapper, None)
+        _of_wrappers[wrapper] = self
+        _refresh()
+
+    def remove(self) -> None:
+        """Judge no step any more, and listen to no gradient."""
+        while self._handles:
+            self._handles.pop().remove()
+        for other in self._sharing:
+            other._sharing.remove(self)
+        self._sharing = []
+        super().remove()
+        _refresh()
+
+    @property
+    def wrapper(self) -> Any:
+        """The DistributedDataParallel; None once it is gone."""
+        return self._wrapper()
+
+    def ranks(self) -> tuple[int, int]:
+        """Return this process's rank among those that average together, and their number."""
+        group = self.wrapper.process_group
+        return group.rank(), group.size()
+
+    # ---------------------------------------------------------------- what reducers report
+
+    def launched(self) -> None:
+        """Note that PyTorch's reducer has passed a bucket to its hook: this pass will end in a reduction."""
+        task = _graph_task()
+        if task not in (-1, self._pass):  # -1: on a rank that has joined
+            self._pass = task
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._ended))  # twice: the reducer queues its own with the last bucket, after this one
+
+    def _ended(self) -> None:
+        self._pass = -1
+        if self.wrapper is None:
+            return
+        try:
+            self.wrapper.reducer._check_reducer_finalized()
+        except RuntimeError:  # a bucket is missing, and nothing was written back: the next forward pass says so
+            return
+        self.averaged()
+
+    def averaged(self) -> None:
+        """Note that all that ``p.grad`` holds is averaged, including what had accumulated before."""
+        self.log.clear()
+        self._ended_reductions += 1
+        self.finished = _graph_task()
+        for other in self._sharing:
+            kept = [parameter for parameter in other.log if id(parameter) not in self.index]
+            other.log.clear()
+            other.log.extend(kept)
+
+    # ---------------------------------------------------------------- suspicion and proof
+
+    def judges(self, optimizer: Optimizer) -> bool:
+        """Return True if steps of ``optimizer`` may raise or warn."""
+        return self.ranks()[1] > 1 or super().judges(optimizer)
+
+    def judge(self, optimizer: Optimizer, held: set[int], task: int, verb: str) -> None:
+        """Raise or warn if a step of ``optimizer`` is on local gradients; ``held`` are its parameters' ids."""
+        super().judge(optimizer, held, task, verb)
+        self._at_last_step = self.reductions
+
+    def require_finished(self) -> None:
+        """Raise the reducer's own error if a reduction began and has not ended."""
+        reducer: Any = self.wrapper.reducer
+        (reducer._check_reducer_finalized if self.listens else reducer.require_finished)()
+
+    def cause(self, optimizer: Optimizer, known: bool, within: bool) -> str:
+        """Return the likely cause of a step on local gradients, and a remedy."""
+        wrapper = self.wrapper
+        if not known:
+            return "it was frozen when the model was wrapped, or added or replaced afterwards; wrap the model again"
+        if within:
+            return "the optimizer steps in a gradient's hook, before the mean is there; step after the backward pass"
+        if not wrapper.require_backward_grad_sync or not wrapper.require_forward_param_sync:
+            return "the last backward pass before the step ran inside no_sync()"
+        if self.reductions > self._at_last_step:
+            return (
+                "a backward pass that was averaged was followed by one that was not; call the wrapper once for each "
+                "backward pass, and never the module inside it"
+            )
+        return "the module inside the wrapper was called; call the wrapper"
+
+    def prove(
+        self, optimizer: Optimizer, suspects: Sequence[tuple[str, Tensor]], held: set[int], text: Callable[..., str]
+    ) -> None:
+        """Compare suspect gradients with those of the other ranks, and raise or warn if they differ.
+
+        Gradients that were the same are compared again at twice as many suspicions.
+        """
+        wrapper = self.wrapper
+        self._suspicions += 1
+        is_local_on_purpose = self.mode == "warn" or not wrapper.require_backward_grad_sync
+        if self._suspicions < self._next_proof or (self._warned and is_local_on_purpose):
+            return
+        says = functools.partial(text, known=id(suspects[0][1]) in self.index)
+        try:
+            names = self._compare(suspects, held, says([name for name, _ in suspects]))
+        except AbsentError as error:
+            self._tell(f"{says([name for name, _ in suspects])} Gradients could not be compared: {error}.", optimizer)
+            return
+        except UnansweredError as error:
+            if not self._warned_of_silence:
+                self._warned_of_silence = True
+                _warn(f"{says([name for name, _ in suspects])} This could not be proved: {error}.")
+            return
+        if names is None:
+            self._next_proof = 2 * self._suspicions
+        else:
+            self._tell(says(names or [name for name, _ in suspects]), optimizer)
+
+    def _compare(self, suspects: Sequence[tuple[str, Tensor]], held: set[int], text: str) -> list[str] | None:
+        group = self.wrapper.process_group
+        parameters = dict([*zip(self.names, self.parameters, strict=True), *suspects])
+        store = _store_of(group)
+        if store is None:
+            raise UnansweredError("the process group has no store in which ranks could compare gradients")
+        suspect = {id(parameter) for _, parameter in suspects}
+        prints = fingerprints([parameter.grad for parameter in parameters.values()])
+        if not any(one and id(p) in suspect for one, p in zip(prints, parameters.values(), strict=True)):
+            raise UnansweredError("gradients are of a subclass of Tensor")
+        mine = {
+            name: Gradient(one, held=id(parameter) in held, suspect=id(parameter) in suspect)
+            for (name, parameter), one in zip(parameters.items(), prints, strict=True)
+        }
+        key = f"ddp_core/guard/{self._key}/{self._suspicions}"
+        late = functools.partial(_warn_of_late, text, group.rank())
+        return compare(store, key, group.rank(), group.size(), mine, self._limit(), late)
+
+    def _limit(self) -> float:
+        group, hook = self.wrapper.process_group, getattr(self.wrapper.reducer, "hook", None)
+        limits = (self.limit, getattr(hook, "timeout", None), timeout_of(group, self.parameters[0].device))
+        return next(limit for limit in limits if limit is not None)
+
+    def _tell(self, text: str, optimizer: Optimizer) -> None:
+        if self.mode == "raise" and self.wrapper.require_backward_grad_sync:
+            raise NotAveragedError(f"{text} {_ON_PURPOSE}")
+        self._warned = True
+        _warn(f"{text} This is said once. {_ON_PURPOSE}")
+
+
+_ON_PURPOSE = "If it is intended (local SGD), say so: ddp_core.steps_locally(optimizer)."
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, NotAveragedWarning, stacklevel=2)
+
+
+def _warn_of_late(text: str, rank: int, seconds_left: float) -> None:
+    _warn(
+        f"Rank {rank} waits for the other ranks, to compare gradients with theirs: no reduction has averaged its own. "
+        f"It raises if some rank does not come within another {seconds_left:.0f} s; a rank may be late, or its "
+        f"gradients were averaged. What this rank would say: {text}"
+    )
+
+
+class _Outside:
+    """The parameters of one optimizer that are in no wrapper: warn once if their replicas drift apart."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, weakref.ref[Tensor]] = {}
+        self.steps, self.next_look = 0, 2
+        self.key = ""
+
+    def step(self, optimizer: Optimizer, new: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self.steps += 1
+        store = _store_of(group) if self.next_look else None
+        if store is None:
+            return
+        try:
+            if new and not self.key:  # parameters that come later are not compared
+                shapes = [tuple(parameter.shape) for parameter in new]
+                self.key = f"ddp_core/outside/{_numbered(group, str(shapes))}"
+                self.about = f"{len(new)} parameters (the first of shape {shapes[0]})"
+                posted = json.dumps([_combined(fingerprints(new)), _combined(fingerprints([p.grad for p in new]))])
+                in_thread(lambda _: store.set(f"{self.key}/{group.rank()}", posted), _ANSWER_SECONDS, _ignore)
+            elif self.steps == self.next_look and group.rank() == 0:
+                keys = [f"{self.key}/{rank}" for rank in range(group.size())]
+                told = in_thread(lambda _: _look(store, keys), _ANSWER_SECONDS, _ignore)
+                self.next_look = 0 if told else 2 * self.steps
+                if told and _drift([json.loads(one) for one in told]):
+                    _warn(self._text(optimizer))
+        except UnansweredError:  # nothing is known then; what is averaged is not in question
+            self.next_look = 0
+        self.known.update({id(parameter): weakref.ref(parameter) for parameter in new})
+
+    def _text(self, optimizer: Optimizer) -> str:
+        return (
+            f"{type(optimizer).__name__} trains {self.about} outside every DistributedDataParallel. They were equal on "
+            "all ranks before its first step, and their gradients were not, so replicas drift apart. Likely cause: one "
+            f"of two models was not wrapped. {_ON_PURPOSE}"
+        )
+
+
+_ANSWER_SECONDS = 2.0
+
+
+def _ignore(_: float) -> None:
+    """Warn of nobody: no rank is waited for."""
+
+
+def _look(store: Any, keys: list[str]) -> list[Any]:
+    return [store.get(key) for key in keys] if store.check(keys) else []
+
+
+def _combined(prints: Sequence[Print | None]) -> Print:
+    """Return one fingerprint of several tensors in their order."""
+    told = [one for one in prints if one is not None]
+    return [
+        sum(one[0] ** 2 for one in told) ** 0.5,
+        sum(one[1] * (1 + 1 / (1 + number)) for number, one in enumerate(told)),
+        sum(one[2] * (1 + 1 / (1 + number)) for number, one in enumerate(told)),
+    ]
+
+
+def _drift(told: Sequence[tuple[Print, Print]]) -> bool:
+    """Return True if parameters were equal everywhere, and some rank's gradient is like that of no other rank.
+
+    If each is like some other one, smaller groups of ranks have averaged them.
+    """
+    if not all(is_close(parameters, told[0][0]) for parameters, _ in told):
+        return False
+    gradients = sorted(gradient for _, gradient in told)
+    pairs = [is_close(one, other) for one, other in itertools.pairwise(gradients)]
+    return not all(before or after for before, after in zip([False, *pairs], [*pairs, False], strict=True))
+
+
+_of_wrappers: weakref.WeakKeyDictionary[Module, WrapperGuard] = weakref.WeakKeyDictionary()
+_watching: weakref.WeakSet[Guard] = weakref.WeakSet()  # those that watch some optimizer
+_known: set[int] = set()  # the ids of all parameters in wrappers with a guard
+_unguarded: weakref.WeakKeyDictionary[Module, list[tuple[str, Tensor]]] = weakref.WeakKeyDictionary()
+"""PyTorch's wrappers without a guard, with the parameters in their buckets."""
+_modes: weakref.WeakKeyDictionary[Module, GuardMode] = weakref.WeakKeyDictionary()
+_local: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_outside: weakref.WeakKeyDictionary[Optimizer, _Outside] = weakref.WeakKeyDictionary()
+_numbers: dict[str, int] = {}
+_is_ours: list[Callable[[Any], bool]] = []
+
+
+# -------------------------------------------------------------------- for programs
+
+
+def set_guard(wrapper: Module, mode: GuardMode) -> None:
+    """Set what happens before a step on gradients of a DistributedDataParallel that were not averaged.
+
+    ``"raise"``: NotAveragedError. ``"warn"``: NotAveragedWarning, once. ``"off"``: nothing is compared. The wrapper is
+    ddp_core's, or PyTorch's if commhooks is attached to it or one of its hooks is registered on it. Raises ValueError
+    for another mode, and TypeError for something that is no DistributedDataParallel.
+    """
+    check_mode("set_guard", mode)
+    wrapper = getattr(wrapper, "_orig_mod", wrapper)  # torch.compile's
+    if not hasattr(wrapper, "require_backward_grad_sync") or not isinstance(wrapper, Module):
+        raise TypeError(f"set_guard: expected a DistributedDataParallel (got {type(wrapper).__name__})")
+    _modes[wrapper] = mode
+    if wrapper in _of_wrappers:
+        _of_wrappers[wrapper].mode, _of_wrappers[wrapper]._warned = mode, False
+
+
+def steps_locally(optimizer: Optimizer, is_local: bool = True) -> None:
+    """Let ``optimizer`` step on gradients that were not averaged, as local SGD does; False: judge its steps again."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"steps_locally: expected a torch.optim.Optimizer (got {type(optimizer).__name__})")
+    (_local.add if is_local else _local.discard)(optimizer)
+
+
+def check_mode(caller: str, mode: object) -> None:
+    """Raise ValueError unless ``mode`` is one of the three."""
+    if mode not in get_args(GuardMode):
+        raise ValueError(f'{caller}: guard must be "raise", "warn" or "off" (got {mode!r})')
+
+
+def is_standing(optimizer: Optimizer) -> bool:
+    """Return True if all learning rates are 0, so that a step changes no parameter.
+
+    ``torch.distributed.checkpoint`` takes such a step to make an optimizer create its state. An optimizer whose rate is
+    None chooses its own. A rate on a GPU counts as not 0, without being read: the host would wait for it, and reading
+    fails during graph capture.
+    """
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return not any(
+        rate is None or (isinstance(rate, Tensor) and rate.device.type != "cpu") or float(rate) for rate in rates
+    )
+
+
+# -------------------------------------------------------------------- for hooks
+
+
+def notice_wrappers(is_ours: Callable[[Any], bool]) -> None:
+    """Guard each DistributedDataParallel of PyTorch on which a hook is registered that ``is_ours`` returns True for.
+
+    A hook is told no module, so wrappers are noticed as they are made, by PyTorch's public hook for submodules.
+    """
+    _is_ours.append(is_ours)
+    if len(_is_ours) == 1 and FOLLOWS_PYTORCH:
+        register_module_module_registration_hook(_noticed)
+        _install()
+        if dist.is_available() and dist.is_initialized():  # some may have been made before
+            for wrapper in [one for one in gc.get_objects() if type(one) is PyTorchDDP]:
+                _noticed(wrapper, "module", wrapper.module)
+
+
+def hook_ran(bucket: Any) -> None:
+    """Note that a hook has received a bucket, in whatever wrapper of PyTorch's it is registered."""
+    if not isinstance(bucket, GradBucket) or not (_of_wrappers or _unguarded):
+        return
+    listening = [guard for guard in _of_wrappers.values() if guard.listens]
+    guard = listening[0] if len(listening) == 1 and not _unguarded else _guard_of_bucket(bucket, listening)
+    if guard is not None:
+        guard.launched()
+
+
+def guard_wrapper(
+    wrapper: Module, named: Iterable[tuple[str, Tensor]], mode: GuardMode | None = None, limit: float | None = None
+) -> WrapperGuard | None:
+    """Return the guard of a wrapper, which gets one if it has none; ``named`` are the parameters in its buckets.
+
+    None if the wrapper is PyTorch's, and this version does not have what following it needs.
+    """
+    if mode is not None:
+        _modes[wrapper] = mode
+    guard = _of_wrappers.get(wrapper)
+    if guard is None:
+        is_pytorchs = isinstance(wrapper, PyTorchDDP)
+        if is_pytorchs and not FOLLOWS_PYTORCH:
+            return None
+        guard = WrapperGuard(wrapper, named, listens=is_pytorchs)
+    guard.mode = _modes.get(wrapper) or guard.mode
+    guard.limit = guard.limit if limit is None else limit
+    return guard
+
+
+def _guard_of_bucket(bucket: GradBucket, listening: list[WrapperGuard]) -> WrapperGuard | None:
+    parameter = bucket.parameters()[0]
+    for wrapper, named in list(_unguarded.items()):
+        if any(one is parameter for _, one in named) and wrapper.require_backward_grad_sync:
+            listening = [*listening, WrapperGuard(wrapper, named, listens=True)]
+    mine = [guard for guard in listening if id(parameter) in guard.index]
+    return next((guard for guard in mine if guard.wrapper.require_backward_grad_sync), None)
+
+
+# -------------------------------------------------------------------- process-wide hooks
+
+
+@functools.cache
+def _install() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _noticed(module: Module, name: str, child: Module | None) -> None:
+    if name == "module" and isinstance(module, PyTorchDDP) and child is not None:
+        ignored = getattr(child, "_ddp_params_and_buffers_to_ignore", ())
+        _unguarded[module] = [(n, p) for n, p in child.named_parameters() if p.requires_grad and n not in ignored]
+
+
+def _adopt() -> None:
+    """Guard the wrappers of PyTorch's on which a hook of ours is registered by now."""
+    for wrapper, named in list(_unguarded.items()):
+        hooks = getattr(wrapper, "_comm_hooks", ())
+        if any(is_ours(hook) for hook, _ in hooks for is_ours in _is_ours):
+            guard_wrapper(wrapper, named)
+
+
+@_disable_dynamo
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not _has_closure(args, kwargs):
+        _check(optimizer, "is about to take")
+
+
+@_disable_dynamo
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if _has_closure(args, kwargs):
+        _check(optimizer, "took")
+    for guard in list(_watching):
+        guard.note_step(optimizer)
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Return True if the backward pass runs inside the step."""
+    return bool(args or kwargs) and any(map(callable, (*args, *kwargs.values())))
+
+
+def _check(optimizer: Optimizer, verb: str) -> None:
+    if _unguarded:
+        _adopt()
+    if not (_of_wrappers or _watching) or optimizer in _local:
+        return
+    task, lists = _graph_task(), [group["params"] for group in optimizer.param_groups]
+    held: set[int] = set()
+    for params in lists:
+        held.update(map(id, params))
+    if _of_wrappers and not held <= _known:
+        _judge_unknown(optimizer, [p for params in lists for p in params if id(p) not in _known], held, verb)
+    guards: list[Guard] = list(_of_wrappers.values())  # in the order of wrapping, which is the same on all ranks
+    guards += [guard for guard in _watching if not isinstance(guard, WrapperGuard)]
+    for guard in guards:
+        guard.judge(optimizer, held, task, verb)
+
+
+def _judge_unknown(optimizer: Optimizer, unknown: Sequence[Tensor], held: set[int], verb: str) -> None:
+    guards = [guard for guard in _of_wrappers.values() if guard.judges(optimizer)]
+    outside = _outside.get(optimizer)
+    judged = outside.known if outside is not None else {}
+    elsewhere = {id(parameter) for named in _unguarded.values() for _, parameter in named}
+    new = [p for p in unknown if p.grad is not None and id(p) not in elsewhere]
+    new = [p for p in new if not (id(p) in judged and judged[id(p)]() is p)]
+    for guard in guards if new else ():
+        wrapper = guard.wrapper
+        names = {id(p): name for name, p in wrapper.module.named_parameters()}
+        left_out = [(names[id(p)], p) for p in new if names.get(id(p), "") not in ("", *wrapper.parameters_to_ignore)]
+        new = [p for p in new if id(p) not in names]
+        if left_out:
+            guard.accuse(optimizer, left_out, held, verb)
+    judging = [guard for guard in guards if guard.mode != "off" and guard.ranks()[1] > 1]
+    if not judging or is_standing(optimizer):
+        return
+    new = [p for p in new if is_plain(p)]
+    if outside is None and new:
+        outside = _outside[optimizer] = _Outside()
+    if outside is not None:
+        outside.step(optimizer, new, judging[0].wrapper.process_group)
+
+
+# -------------------------------------------------------------------- small things
+
+
+def _listen(parameter: Tensor, append: Callable[[Tensor], None]) -> Any:
+    frozen = not parameter.requires_grad  # such a one cannot be listened to
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(append)  # a C function: no Python frame for each gradient
+    parameter.requires_grad_(not frozen)
+    return handle
+
+
+def _is_same(parameter: Tensor, used: dict[int, tuple[Any, int]]) -> bool:
+    """Return True if the last step used this gradient, and nothing has changed it since."""
+    gradient, version = used.get(id(parameter), (_nothing, -1))
+    grad = parameter.grad
+    return grad is not None and grad is gradient() and grad._version == version
+
+
+def _nothing() -> None:
+    """Return None, as a dead reference does."""
+
+
+def _has_content(gradient: Tensor) -> bool:
+    if not is_plain(gradient):
+        return True
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False  # the host must not ask while a graph is captured
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.count_nonzero())
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    try:
+        return store_of(group)
+    except RuntimeError:  # a group that is written in Python, or was made without one
+        return None
+
+
+def _default_mode() -> GuardMode:
+    mode: Any = os.environ.get(VARIABLE) or "raise"
+    check_mode(f"environment variable {VARIABLE}", mode)
+    checked: GuardMode = mode
+    return checked
+
+
+def _refresh() -> None:
+    _known.clear()
+    for guard in _of_wrappers.values():
+        _known.update(guard.index)
+
+
+def _numbered(group: dist.ProcessGroup, what: str) -> str:
+    """Return a key for the next thing of a kind on a group: things of one kind are made in one order on all ranks."""
+    name = "unnamed"
+    with contextlib.suppress(RuntimeError):  # "name not set": it is written in Python
+        name = str(group.group_name)
+    key = f"{name}/{zlib.crc32(what.encode()):08x}"
+    _numbers[key] = _numbers.get(key, 0) + 1
+    return f"{key}/{_numbers[key]}"
