@@ -91,7 +91,6 @@ class Guard:
         self.log: deque[Tensor] = deque(maxlen=max(1, len(named)))
         self._ended_reductions = 0
         self.finished = -1  # the backward pass whose means are there
-        self.mode: GuardMode = "raise"
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._watched: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[Any, int]]] = weakref.WeakKeyDictionary()
         """For each watched optimizer, the gradients of its last step, and their versions."""
@@ -168,14 +167,13 @@ class Guard:
         known = id(suspects[0][1]) in self.index
         if optimizer in self._watched:
             raise NotAveragedError(self._text(optimizer, verb, [n for n, _ in suspects], known, within))
-        if self.mode != "off":
-            self.prove(optimizer, suspects, held, functools.partial(self._text, optimizer, verb, within=within))
+        self.prove(optimizer, suspects, held, functools.partial(self._text, optimizer, verb, within=within))
 
     def prove(
         self, optimizer: Optimizer, suspects: Sequence[tuple[str, Tensor]], held: set[int], text: Callable[..., str]
     ) -> None:
         """Compare suspect gradients with those of the other ranks, and raise or warn if they differ."""
-        raise NotImplementedError
+        raise NotImplementedError  # a guard that watches only has raised by now
 
     def _text(self, optimizer: Optimizer, verb: str, names: Sequence[str], known: bool, within: bool) -> str:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -205,7 +203,7 @@ class WrapperGuard(Guard):
     def __init__(self, wrapper: Any, named: Iterable[tuple[str, Tensor]], *, listens: bool) -> None:
         super().__init__(named, type(wrapper.module).__name__)
         self.limit: float | None = None
-        self.mode = _modes.get(wrapper) or _default_mode()
+        self.mode: GuardMode = _modes.get(wrapper) or _default_mode()
         self._wrapper = weakref.ref(wrapper, lambda _: self.remove())
         self._suspicions, self._next_proof = 0, 1
         self._warned = self._warned_of_silence = False
@@ -262,9 +260,15 @@ class WrapperGuard(Guard):
             return
         self.averaged()
 
-    def averaged(self) -> None:
-        """Note that all that ``p.grad`` holds is averaged, including what had accumulated before."""
+    def averaged(self, skipped: Iterable[Tensor] = ()) -> None:
+        """Note that all that ``p.grad`` holds is averaged, including what had accumulated before.
+
+        ``skipped`` are the parameters of buckets that were not reduced, since this pass did not use them.
+        """
+        left_out = {id(parameter) for parameter in skipped}
+        local = [parameter for parameter in self.log if id(parameter) in left_out] if left_out else []
         self.log.clear()
+        self.log.extend(local)
         self._ended_reductions += 1
         self.finished = _graph_task()
         for other in self._sharing:
@@ -276,7 +280,7 @@ class WrapperGuard(Guard):
 
     def judges(self, optimizer: Optimizer) -> bool:
         """Return True if steps of ``optimizer`` may raise or warn."""
-        return self.ranks()[1] > 1 or super().judges(optimizer)
+        return (self.mode != "off" and self.ranks()[1] > 1) or super().judges(optimizer)
 
     def judge(self, optimizer: Optimizer, held: set[int], task: int, verb: str) -> None:
         """Raise or warn if a step of ``optimizer`` is on local gradients; ``held`` are its parameters' ids."""
@@ -634,7 +638,7 @@ def _judge_unknown(optimizer: Optimizer, unknown: Sequence[Tensor], held: set[in
         new = [p for p in new if id(p) not in names]
         if left_out:
             guard.accuse(optimizer, left_out, held, verb)
-    judging = [guard for guard in guards if guard.mode != "off" and guard.ranks()[1] > 1]
+    judging = [guard for guard in guards if guard.mode != "off" and guard.ranks()[1] > 1]  # not those that only watch
     if not judging or is_standing(optimizer):
         return
     new = [p for p in new if is_plain(p)]
