@@ -12,6 +12,17 @@ class HookTimeoutError(RuntimeError, TimeoutError):
     """A communication hook's future was not completed in time."""
 
 
+class NotAveragedError(RuntimeError):
+    """An optimizer is about to take, or took, a step on gradients that were not averaged."""
+
+
+class NotAveragedWarning(UserWarning):
+    """The same, where it may be intended or is not certain."""
+
+
+ON_PURPOSE = "If it is intended (local SGD), say so: ddp_core.steps_locally(optimizer)."
+
+
 def unfinished(
     missing: Sequence[int], names: Sequence[str], rank: int, searching: bool, static_graph: bool
 ) -> RuntimeError:

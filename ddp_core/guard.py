@@ -14,15 +14,11 @@ the names in ``PRIVATE_NAMES``: parameters report their gradients, and the commu
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import itertools
-import json
 import os
 import warnings
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
@@ -38,19 +34,34 @@ from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddp_core.collectives import store_of
+from ddp_core.errors import ON_PURPOSE, NotAveragedError, NotAveragedWarning
 from ddp_core.hooks import timeout_of
+from ddp_core.outside import Outside
 from ddp_core.proof import (
     AbsentError,
     Gradient,
-    Print,
     UnansweredError,
     compare,
     fingerprints,
-    in_thread,
-    is_close,
     is_plain,
+    numbered,
+    shared_store,
 )
+
+__all__ = [
+    "Guard",
+    "GuardMode",
+    "NotAveragedError",
+    "NotAveragedWarning",
+    "WrapperGuard",
+    "check_mode",
+    "guard_wrapper",
+    "hook_ran",
+    "is_standing",
+    "notice_wrappers",
+    "set_guard",
+    "steps_locally",
+]
 
 GuardMode = Literal["raise", "warn", "off"]
 
@@ -68,14 +79,6 @@ VARIABLE = "DDP_GUARD"
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 
 
-class NotAveragedError(RuntimeError):
-    """An optimizer is about to take, or took, a step on gradients that were not averaged."""
-
-
-class NotAveragedWarning(UserWarning):
-    """The same, where it may be intended or is not certain."""
-
-
 class Guard:
     """What is known of some parameters' gradients, and of the optimizers that step on them.
 
@@ -91,7 +94,6 @@ class Guard:
         self.log: deque[Tensor] = deque(maxlen=max(1, len(named)))
         self._ended_reductions = 0
         self.finished = -1  # the backward pass whose means are there
-        self.mode: GuardMode = "raise"
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._watched: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[Any, int]]] = weakref.WeakKeyDictionary()
         """For each watched optimizer, the gradients of its last step, and their versions."""
@@ -168,14 +170,13 @@ class Guard:
         known = id(suspects[0][1]) in self.index
         if optimizer in self._watched:
             raise NotAveragedError(self._text(optimizer, verb, [n for n, _ in suspects], known, within))
-        if self.mode != "off":
-            self.prove(optimizer, suspects, held, functools.partial(self._text, optimizer, verb, within=within))
+        self.prove(optimizer, suspects, held, functools.partial(self._text, optimizer, verb, within=within))
 
     def prove(
         self, optimizer: Optimizer, suspects: Sequence[tuple[str, Tensor]], held: set[int], text: Callable[..., str]
     ) -> None:
         """Compare suspect gradients with those of the other ranks, and raise or warn if they differ."""
-        raise NotImplementedError
+        raise NotImplementedError  # a guard that watches only has raised by now
 
     def _text(self, optimizer: Optimizer, verb: str, names: Sequence[str], known: bool, within: bool) -> str:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -205,14 +206,14 @@ class WrapperGuard(Guard):
     def __init__(self, wrapper: Any, named: Iterable[tuple[str, Tensor]], *, listens: bool) -> None:
         super().__init__(named, type(wrapper.module).__name__)
         self.limit: float | None = None
-        self.mode = _modes.get(wrapper) or _default_mode()
+        self.mode: GuardMode = _modes.get(wrapper) or _default_mode()
         self._wrapper = weakref.ref(wrapper, lambda _: self.remove())
         self._suspicions, self._next_proof = 0, 1
         self._warned = self._warned_of_silence = False
         self._at_last_step = 0  # of any optimizer: the number of reductions
         self._pass = -1  # the backward pass in which the hook was called
         shapes = [(name, tuple(parameter.shape)) for name, parameter in zip(self.names, self.parameters, strict=True)]
-        self._key = _numbered(wrapper.process_group, f"{self.title} {shapes}")
+        self._key = numbered(wrapper.process_group, f"{self.title} {shapes}")
         self.listens = listens  # to parameters, because the reducer, PyTorch's, does not report
         self._handles = [_listen(parameter, self.log.append) for parameter in self.parameters] if listens else []
         self._sharing = [one for one in _of_wrappers.values() if not self.index.keys().isdisjoint(one.index)]
@@ -262,9 +263,15 @@ class WrapperGuard(Guard):
             return
         self.averaged()
 
-    def averaged(self) -> None:
-        """Note that all that ``p.grad`` holds is averaged, including what had accumulated before."""
+    def averaged(self, skipped: Iterable[Tensor] = ()) -> None:
+        """Note that all that ``p.grad`` holds is averaged, including what had accumulated before.
+
+        ``skipped`` are the parameters of buckets that were not reduced, since this pass did not use them.
+        """
+        left_out = {id(parameter) for parameter in skipped}
+        local = [parameter for parameter in self.log if id(parameter) in left_out] if left_out else []
         self.log.clear()
+        self.log.extend(local)
         self._ended_reductions += 1
         self.finished = _graph_task()
         for other in self._sharing:
@@ -276,7 +283,7 @@ class WrapperGuard(Guard):
 
     def judges(self, optimizer: Optimizer) -> bool:
         """Return True if steps of ``optimizer`` may raise or warn."""
-        return self.ranks()[1] > 1 or super().judges(optimizer)
+        return (self.mode != "off" and self.ranks()[1] > 1) or super().judges(optimizer)
 
     def judge(self, optimizer: Optimizer, held: set[int], task: int, verb: str) -> None:
         """Raise or warn if a step of ``optimizer`` is on local gradients; ``held`` are its parameters' ids."""
@@ -335,7 +342,7 @@ class WrapperGuard(Guard):
     def _compare(self, suspects: Sequence[tuple[str, Tensor]], held: set[int], text: str) -> list[str] | None:
         group = self.wrapper.process_group
         parameters = dict([*zip(self.names, self.parameters, strict=True), *suspects])
-        store = _store_of(group)
+        store = shared_store(group)
         if store is None:
             raise UnansweredError("the process group has no store in which ranks could compare gradients")
         suspect = {id(parameter) for _, parameter in suspects}
@@ -357,12 +364,9 @@ class WrapperGuard(Guard):
 
     def _tell(self, text: str, optimizer: Optimizer) -> None:
         if self.mode == "raise" and self.wrapper.require_backward_grad_sync:
-            raise NotAveragedError(f"{text} {_ON_PURPOSE}")
+            raise NotAveragedError(f"{text} {ON_PURPOSE}")
         self._warned = True
-        _warn(f"{text} This is said once. {_ON_PURPOSE}")
-
-
-_ON_PURPOSE = "If it is intended (local SGD), say so: ddp_core.steps_locally(optimizer)."
+        _warn(f"{text} This is said once. {ON_PURPOSE}")
 
 
 def _warn(text: str) -> None:
@@ -377,77 +381,6 @@ def _warn_of_late(text: str, rank: int, seconds_left: float) -> None:
     )
 
 
-class _Outside:
-    """The parameters of one optimizer that are in no wrapper: warn once if their replicas drift apart."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, weakref.ref[Tensor]] = {}
-        self.steps, self.next_look = 0, 2
-        self.key = ""
-
-    def step(self, optimizer: Optimizer, new: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        self.steps += 1
-        store = _store_of(group) if self.next_look else None
-        if store is None:
-            return
-        try:
-            if new and not self.key:  # parameters that come later are not compared
-                shapes = [tuple(parameter.shape) for parameter in new]
-                self.key = f"ddp_core/outside/{_numbered(group, str(shapes))}"
-                self.about = f"{len(new)} parameters (the first of shape {shapes[0]})"
-                posted = json.dumps([_combined(fingerprints(new)), _combined(fingerprints([p.grad for p in new]))])
-                in_thread(lambda _: store.set(f"{self.key}/{group.rank()}", posted), _ANSWER_SECONDS, _ignore)
-            elif self.steps == self.next_look and group.rank() == 0:
-                keys = [f"{self.key}/{rank}" for rank in range(group.size())]
-                told = in_thread(lambda _: _look(store, keys), _ANSWER_SECONDS, _ignore)
-                self.next_look = 0 if told else 2 * self.steps
-                if told and _drift([json.loads(one) for one in told]):
-                    _warn(self._text(optimizer))
-        except UnansweredError:  # nothing is known then; what is averaged is not in question
-            self.next_look = 0
-        self.known.update({id(parameter): weakref.ref(parameter) for parameter in new})
-
-    def _text(self, optimizer: Optimizer) -> str:
-        return (
-            f"{type(optimizer).__name__} trains {self.about} outside every DistributedDataParallel. They were equal on "
-            "all ranks before its first step, and their gradients were not, so replicas drift apart. Likely cause: one "
-            f"of two models was not wrapped. {_ON_PURPOSE}"
-        )
-
-
-_ANSWER_SECONDS = 2.0
-
-
-def _ignore(_: float) -> None:
-    """Warn of nobody: no rank is waited for."""
-
-
-def _look(store: Any, keys: list[str]) -> list[Any]:
-    return [store.get(key) for key in keys] if store.check(keys) else []
-
-
-def _combined(prints: Sequence[Print | None]) -> Print:
-    """Return one fingerprint of several tensors in their order."""
-    told = [one for one in prints if one is not None]
-    return [
-        sum(one[0] ** 2 for one in told) ** 0.5,
-        sum(one[1] * (1 + 1 / (1 + number)) for number, one in enumerate(told)),
-        sum(one[2] * (1 + 1 / (1 + number)) for number, one in enumerate(told)),
-    ]
-
-
-def _drift(told: Sequence[tuple[Print, Print]]) -> bool:
-    """Return True if parameters were equal everywhere, and some rank's gradient is like that of no other rank.
-
-    If each is like some other one, smaller groups of ranks have averaged them.
-    """
-    if not all(is_close(parameters, told[0][0]) for parameters, _ in told):
-        return False
-    gradients = sorted(gradient for _, gradient in told)
-    pairs = [is_close(one, other) for one, other in itertools.pairwise(gradients)]
-    return not all(before or after for before, after in zip([False, *pairs], [*pairs, False], strict=True))
-
-
 _of_wrappers: weakref.WeakKeyDictionary[Module, WrapperGuard] = weakref.WeakKeyDictionary()
 _watching: weakref.WeakSet[Guard] = weakref.WeakSet()  # those that watch some optimizer
 _known: set[int] = set()  # the ids of all parameters in wrappers with a guard
@@ -455,8 +388,7 @@ _unguarded: weakref.WeakKeyDictionary[Module, list[tuple[str, Tensor]]] = weakre
 """PyTorch's wrappers without a guard, with the parameters in their buckets."""
 _modes: weakref.WeakKeyDictionary[Module, GuardMode] = weakref.WeakKeyDictionary()
 _local: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_outside: weakref.WeakKeyDictionary[Optimizer, _Outside] = weakref.WeakKeyDictionary()
-_numbers: dict[str, int] = {}
+_outside: weakref.WeakKeyDictionary[Optimizer, Outside] = weakref.WeakKeyDictionary()
 _is_ours: list[Callable[[Any], bool]] = []
 
 
@@ -634,12 +566,12 @@ def _judge_unknown(optimizer: Optimizer, unknown: Sequence[Tensor], held: set[in
         new = [p for p in new if id(p) not in names]
         if left_out:
             guard.accuse(optimizer, left_out, held, verb)
-    judging = [guard for guard in guards if guard.mode != "off" and guard.ranks()[1] > 1]
+    judging = [guard for guard in guards if guard.mode != "off" and guard.ranks()[1] > 1]  # not those that only watch
     if not judging or is_standing(optimizer):
         return
     new = [p for p in new if is_plain(p)]
     if outside is None and new:
-        outside = _outside[optimizer] = _Outside()
+        outside = _outside[optimizer] = Outside()
     if outside is not None:
         outside.step(optimizer, new, judging[0].wrapper.process_group)
 
@@ -675,13 +607,6 @@ def _has_content(gradient: Tensor) -> bool:
     return bool(values.count_nonzero())
 
 
-def _store_of(group: dist.ProcessGroup) -> Any:
-    try:
-        return store_of(group)
-    except RuntimeError:  # a group that is written in Python, or was made without one
-        return None
-
-
 def _default_mode() -> GuardMode:
     mode: Any = os.environ.get(VARIABLE) or "raise"
     check_mode(f"environment variable {VARIABLE}", mode)
@@ -693,13 +618,3 @@ def _refresh() -> None:
     _known.clear()
     for guard in _of_wrappers.values():
         _known.update(guard.index)
-
-
-def _numbered(group: dist.ProcessGroup, what: str) -> str:
-    """Return a key for the next thing of a kind on a group: things of one kind are made in one order on all ranks."""
-    name = "unnamed"
-    with contextlib.suppress(RuntimeError):  # "name not set": it is written in Python
-        name = str(group.group_name)
-    key = f"{name}/{zlib.crc32(what.encode()):08x}"
-    _numbers[key] = _numbers.get(key, 0) + 1
-    return f"{key}/{_numbers[key]}"

@@ -7,16 +7,21 @@ traffic grows with the number of ranks, not with its square.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+
+from ddp_core.collectives import store_of
 
 BLOCK = 65536
 """Elements that are fingerprinted at a time, in fp64: the memory in use does not grow with the gradient."""
@@ -97,6 +102,27 @@ def _drift_apart(one: Gradient, other: Gradient) -> bool:
         return not is_close(one.print, other.print)
     # Only one of them steps on it. If the other's optimizer does not even have it, ranks share out their steps.
     return (one.print is not None or other.print is not None) and one.held and other.held
+
+
+def shared_store(group: dist.ProcessGroup) -> Any:
+    """Return the store of a group's ranks, or None."""
+    try:
+        return store_of(group)
+    except RuntimeError:  # a group that is written in Python, or was made without one
+        return None
+
+
+_numbers: dict[str, int] = {}
+
+
+def numbered(group: dist.ProcessGroup, what: str) -> str:
+    """Return a key for the next thing of a kind on a group: things of one kind are made in one order on all ranks."""
+    name = "unnamed"
+    with contextlib.suppress(RuntimeError):  # "name not set": it is written in Python
+        name = str(group.group_name)
+    key = f"{name}/{zlib.crc32(what.encode()):08x}"
+    _numbers[key] = _numbers.get(key, 0) + 1
+    return f"{key}/{_numbers[key]}"
 
 
 def compare(

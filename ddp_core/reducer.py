@@ -338,7 +338,8 @@ class Reducer:
         with self.progress.fatal(in_flight):
             self._write_means(in_flight, delayed, usage)
         if self.guard is not None:
-            self.guard.averaged()
+            skipped = [b for b, pending in zip(self.layout.buckets, in_flight, strict=True) if pending is None]
+            self.guard.averaged([parameter for bucket in skipped for parameter in bucket.members])
         if self.unused.searches:
             self.unused.used = [0] * len(self.layout.parameters)
 
