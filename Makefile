@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Two files at a time: many tests wait more than they compute. Facts of one world must run in one process, so by file.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo leaderboard test test-eager test-frameworks test-processors test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard gpu gpu-cost clean
+.PHONY: help demo leaderboard test test-eager test-frameworks test-processors test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard gpu gpu-cost many-ranks clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
@@ -38,6 +38,7 @@ help:
 	@echo "                  (hours; SOAK_REPETITIONS=1 make soak-hooks repeats less)"
 	@echo "make soak-nestings  another: a thousand random nestings of wrappers and compressors, against the laws that hold for all"
 	@echo "make soak-kills   another part: ranks are killed 60 times, in runs that must end as if they had not been"
+	@echo "make many-ranks   another: 16 ranks, PowerSGD and int8, both DDPs; prints seconds, keys and bytes in the store (two minutes)"
 	@echo "make soak-network  another: stores that stop answering, cables that are pulled, links and their counters (needs root and iproute2)"
 	@echo "make soak-cluster  another: what compression saves between hosts at 100 Mbit/s, and how true the emulated link is"
 	@echo "make soak-virtual-device  another: every row, policy, kind of residuals and guard on the virtual device, with three seeds (about an hour)"
@@ -124,6 +125,9 @@ soak-nestings: $(STAMP)
 
 soak-kills: $(STAMP)
 	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_kills.py
+
+many-ranks: $(STAMP)
+	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_many_ranks.py
 
 soak-network: $(STAMP)
 	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_silence.py tests/soak/test_cluster.py tests/soak/test_counters.py

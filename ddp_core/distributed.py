@@ -202,7 +202,9 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
             reducer.delayed.lend_memory()
         if synchronises:
             reducer.after_forward(tensors_in(outputs))
-        return through_sink(outputs, self._sink_clones) if reducer.unused.searches else outputs
+        if reducer.unused.searches:
+            return through_sink(outputs, self._sink_clones, reducer.entered_through_outputs)
+        return outputs
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         assert self.device_ids, "inputs are moved only if there is a device to move them to"

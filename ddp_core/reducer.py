@@ -26,7 +26,7 @@ from ddp_core import errors, stepping
 from ddp_core.bucket import Bucket, GradBucket
 from ddp_core.collectives import all_reduce, finish, number_of_ranks
 from ddp_core.delayed import DelayedGradients
-from ddp_core.graph import at_end_of_backward, at_end_of_backward_through
+from ddp_core.graph import at_end_of_backward, at_entry_through
 from ddp_core.guard import WrapperGuard
 from ddp_core.hooks import CommHook, Pending
 from ddp_core.layout import Layout
@@ -92,6 +92,7 @@ class Reducer:
         """Forget everything seen so far; buckets will be rebuilt in the order of the next backward pass."""
         self.iteration = 0  # synchronised forward passes begun
         self.buckets_reduced = 0  # in the latest iteration
+        self.entered = -1  # the latest backward pass that came through the module's outputs, if they are observed
         self.warned_late = False
         self.progress.reset()
         self.layout.reset()
@@ -170,7 +171,7 @@ class Reducer:
         if self.unused.searches:
             self.unused.search(outputs, first=self.iteration <= 1)
         elif self.unused.learning:
-            at_end_of_backward_through(outputs, self.reduce_all_at_once)
+            at_entry_through(outputs, self.entered_through_outputs)
 
     # ---------------------------------------------------------------- backward
 
@@ -180,6 +181,8 @@ class Reducer:
         if unused.tracked and unused.parameters[index].grad is not None:
             unused.used[index] = 1  # also under no_sync: what was used there is reduced later
         if self.paused or self.progress.phase is not REDUCING:
+            if self._belongs_to_reduced_iteration(index):
+                raise self.progress.noted(errors.loss_in_parts(index, self.layout.names[index]))
             if not self._takes_part(self.layout.names[index]):
                 self._tell_guard(self.layout.parameters[index])
                 return
@@ -194,6 +197,17 @@ class Reducer:
             complaint = errors.static_graph_changed if unused.static else errors.marked_twice
             raise self.progress.noted(complaint(index, self.layout.names[index]))
 
+    def entered_through_outputs(self) -> None:
+        """Note that the current backward pass comes through the module's outputs, where these are observed."""
+        self.entered = torch._C._current_graph_task_id()
+        if self.unused.learning:
+            at_end_of_backward(self.reduce_all_at_once)
+
+    def _belongs_to_reduced_iteration(self, index: int) -> bool:
+        """Return True for the first gradient of a parameter that should have been reduced, and was passed over."""
+        late = self.progress.phase is Phase.REDUCED and not self.paused
+        return late and index in self.unused.passed_over and self.entered == torch._C._current_graph_task_id()
+
     def _takes_part(self, name: str) -> bool:
         """Return True if this gradient must be reduced; if it is the iteration's first one, begin."""
         phase = self.progress.phase
@@ -203,7 +217,7 @@ class Reducer:
             return True
         if self.promised and (phase is Phase.EXPECTING or self.progress.reducing):
             raise self.progress.noted(errors.broken_promise())
-        if phase is Phase.REDUCED and not self.warned_late:
+        if phase is Phase.REDUCED and not self.paused and not self.warned_late:
             self.warned_late = True
             warnings.warn(errors.late(name), stacklevel=2)
         return False  # in FAILED too: even if the module has been wrapped again, its gradients are still reported here
@@ -328,9 +342,7 @@ class Reducer:
         self._forget_iteration()
         self.buckets_reduced = len(in_flight) - in_flight.count(None)
         self.layout.iterations_to_check = max(0, self.layout.iterations_to_check - 1)
-        if self.unused.learning:
-            self.unused.learned = True
-        elif self.wants_order:
+        if self.wants_order and not self.unused.learning:
             self.layout.ready_order = self.order + (self.unused.here if self.unused.static else [])
         self.progress.enter(Phase.REDUCED)
         if self.guard is not None:
@@ -340,8 +352,7 @@ class Reducer:
         if self.guard is not None:
             skipped = [b for b, pending in zip(self.layout.buckets, in_flight, strict=True) if pending is None]
             self.guard.averaged([parameter for bucket in skipped for parameter in bucket.members])
-        if self.unused.searches:
-            self.unused.used = [0] * len(self.layout.parameters)
+        self.unused.end_iteration()
 
     def _write_means(
         self, in_flight: Sequence[Pending | None], delayed: Sequence[Pending], usage: Usage | None

@@ -168,19 +168,21 @@ def _meet(address: Address, store: Store, ranks: Sequence[int], patience: float)
     """Wait for all of these ranks; runs on the store's thread.
 
     Gloo would wait for one rank after another, each time as long as the timeout, and would not show whether a rank or
-    the store itself kept it waiting.
+    the store itself kept it waiting. The last to come says so under one key, for which the others look: to look for
+    every rank, a thousand ranks would ask for a million keys, several times a second.
     """
     board = address.noticeboard()
-    keys = [f"came/{rank}" for rank in ranks]
     store.set(f"came/{address.rank}", "")
+    if store.add("number that came", 1) == len(ranks):
+        store.set("all came", "")
     deadline = time.monotonic() + patience
     pause = _POLL_SECONDS
-    while not store.check(keys):  # not wait(): while that blocks, no other call of this process reaches the store
+    while not store.check(["all came"]):  # not wait(): while that blocks, this process can make no other call
         cause = board.look()
         if cause is not None:
             raise CollectiveError(f"another rank failed: {cause}")
         late = time.monotonic() > deadline
-        absent = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])] if late else []
+        absent = [rank for rank in ranks if not store.check([f"came/{rank}"])] if late else []
         if absent:
             raise CollectiveError(
                 f"could not connect to every rank within {patience:g} s. Missing: rank {', '.join(map(str, absent))}."
