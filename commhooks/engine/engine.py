@@ -57,6 +57,8 @@ class Engine:
         """The engine's place on its line, and its counts."""
         self.scheduler: Scheduler | None = None
         """The scheduler of the lane; None before the first bucket or `open`."""
+        self.why_stopped = ""
+        """The failure, outside the lane, because of which it was closed; "" if there was none."""
         self._leave = weakref.finalize(self, line.leave)
         self._leave.atexit = False
         self.state = StateTable(line.rank, line.world_size, residuals)
@@ -235,6 +237,7 @@ class Engine:
     def stop(self, why: str = "") -> None:
         """Close the lane; the line stops with its last one, or on every rank if this one tells them `why`."""
         self.lane.is_closed = True
+        self.why_stopped = self.why_stopped or why
         if why and self.scheduler is not None and self.scheduler.board is not None:
             self.scheduler.board.post(why)
         self._leave()
