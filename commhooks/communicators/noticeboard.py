@@ -111,12 +111,15 @@ class StoreThread:
 class Noticeboard:
     """An attachment's section of the store, in which a failing rank reports the cause to the others.
 
+    `section` returns None until the ranks have met in it; until then, nothing is written and nothing is known.
     Except for `look`, which `store_thread` runs, methods return immediately or after about `ANSWER_SECONDS`
     (`silent_ranks` after twice that).
     """
 
-    def __init__(self, store: Store, store_thread: StoreThread, rank: int, world_size: int) -> None:
-        self._store = store
+    def __init__(
+        self, section: Callable[[], Store | None], store_thread: StoreThread, rank: int, world_size: int
+    ) -> None:
+        self._section = section
         self._thread = store_thread
         self._rank = rank
         self._here = [f"here/{rank}" for rank in range(world_size)]
@@ -129,7 +132,7 @@ class Noticeboard:
     def announce(self, number: int, call: str) -> None:
         """Announce, without waiting, that this rank compares settings, as item `number` of its queue."""
         announcement = f"{number} rank {self._rank} calls {call}"
-        self._thread.submit(lambda: self._store.set(_ANNOUNCEMENT_KEY, announcement))
+        self._thread.submit(lambda: self._write(_ANNOUNCEMENT_KEY, announcement))
 
     def failure(self) -> str | None:
         """Return the cause of a rank's failure, if known by now, and look again in the background.
@@ -159,17 +162,20 @@ class Noticeboard:
 
     def post(self, cause: str) -> None:
         """Report this rank's failure to the others, unless another one was posted first. Raises nothing."""
-        done = self._thread.submit(lambda: self._store.compare_set(_FAILURE_KEY, "", cause))
+        done = self._thread.submit(lambda: self._write(_FAILURE_KEY, cause, is_first=True))
         concurrent.futures.wait([done], ANSWER_SECONDS)
 
     def look(self) -> str | None:
         """Return the reason that was posted, and answer a roll call; runs on the store's thread."""
-        if self._store.check([_FAILURE_KEY]):
-            return str(self._store.get(_FAILURE_KEY).decode())
-        if self._store.check([_ROLL_CALL_KEY]):
-            self._store.set(self._here[self._rank], "")
-        if self._store.check([_ANNOUNCEMENT_KEY]):
-            number, _, call = self._store.get(_ANNOUNCEMENT_KEY).decode().partition(" ")
+        store = self._section()
+        if store is None:
+            return None
+        if store.check([_FAILURE_KEY]):
+            return str(store.get(_FAILURE_KEY).decode())
+        if store.check([_ROLL_CALL_KEY]):
+            store.set(self._here[self._rank], "")
+        if store.check([_ANNOUNCEMENT_KEY]):
+            number, _, call = store.get(_ANNOUNCEMENT_KEY).decode().partition(" ")
             self.announced = int(number), call
         return None
 
@@ -177,13 +183,23 @@ class Noticeboard:
         """End the store's thread."""
         self._thread.close()
 
+    def _write(self, key: str, text: str, *, is_first: bool = False) -> None:
+        store = self._section()
+        if store is not None and is_first:
+            store.compare_set(key, "", text)
+        elif store is not None:
+            store.set(key, text)
+
     def _call_the_roll(self) -> list[int]:
+        store = self._section()
+        if store is None:
+            return []
         deadline = time.monotonic() + ANSWER_SECONDS
-        self._store.set(_ROLL_CALL_KEY, "")
-        self._store.set(self._here[self._rank], "")
-        while time.monotonic() < deadline and not self._store.check(self._here):
+        store.set(_ROLL_CALL_KEY, "")
+        store.set(self._here[self._rank], "")
+        while time.monotonic() < deadline and not store.check(self._here):
             time.sleep(_POLL_SECONDS)
-        return [rank for rank, key in enumerate(self._here) if not self._store.check([key])]
+        return [rank for rank, key in enumerate(self._here) if not store.check([key])]
 
 
 _threads: weakref.WeakSet[StoreThread] = weakref.WeakSet()

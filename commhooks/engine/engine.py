@@ -57,6 +57,8 @@ class Engine:
         """The engine's place on its line, and its counts."""
         self.scheduler: Scheduler | None = None
         """The scheduler of the lane; None before the first bucket or `open`."""
+        self.why_stopped = ""
+        """The failure, outside the lane, because of which it was closed; "" if there was none."""
         self._leave = weakref.finalize(self, line.leave)
         self._leave.atexit = False
         self.state = StateTable(line.rank, line.world_size, residuals)
@@ -143,12 +145,22 @@ class Engine:
         if self.buckets.cannot_contain(bucket):
             self.end_step()
         if not self.buckets.is_step_under_way:
+            self._check_ranks()
             self.buckets.hand_over(self.compressor, self.step)
             self.loss_scale.apply_to(self.state.by_units, bucket.buffer().device)
             self.state.choose(self.compressor, self.step)
             if self._undo is not None:
                 self._undo.begin_step()
         self.buckets.follow(bucket)
+
+    def _check_ranks(self) -> None:
+        """Fail before a step, on every rank that still waits for this one, if the ranks are not those of the line."""
+        try:
+            self.line.check_ranks()
+        except AttachError as error:
+            failure = f"rank {self.line.rank}, before step {self.step}: {error}"
+            self._post(failure)
+            raise AttachError(failure) from None
 
     def end_step(self) -> None:
         """End the current step, even if its last bucket never came."""
@@ -235,9 +247,14 @@ class Engine:
     def stop(self, why: str = "") -> None:
         """Close the lane; the line stops with its last one, or on every rank if this one tells them `why`."""
         self.lane.is_closed = True
-        if why and self.scheduler is not None and self.scheduler.board is not None:
-            self.scheduler.board.post(why)
+        self.why_stopped = self.why_stopped or why
+        if why:
+            self._post(why)
         self._leave()
+
+    def _post(self, why: str) -> None:
+        if self.scheduler is not None and self.scheduler.board is not None:
+            self.scheduler.board.post(why)
 
     def _fingerprint_with(self, compressor: Compressor, refusal: Exception | None = None) -> str:
         """Return the text that must be the same on every rank."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -160,6 +160,13 @@ class Unit:
         """Return this rank's shards of the trained parameters, in the order of `parameters`."""
         held = (_held(one, "sharded_param") for one in _held(self._group, "fsdp_params"))
         return [shard for shard in held if shard.requires_grad]
+
+    def forms(self) -> Iterator[tuple[object, Tensor]]:
+        """Yield what takes a parameter's place in the module, its shard or all of it, with FSDP2's object for it."""
+        for one in _held(self._group, "fsdp_params"):
+            yield one, _held(one, "sharded_param")
+            if (whole := getattr(one, "_unsharded_param", None)) is not None:  # made when it is first gathered
+                yield one, whole
 
     def trained(self) -> list[bool]:
         """Return, for each parameter, whether it is trained."""

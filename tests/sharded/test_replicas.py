@@ -411,6 +411,90 @@ def test_the_exchange_comes_after_all_of_fsdps_work(rank: int) -> None:
         assert furthest(*found) == 0, kind
 
 
+class Adapted(nn.Module):
+    """Layers that are all computed again in backward passes of their own, behind a frozen stem."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(20, 16).requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+@on_ranks(2)
+def test_gradients_are_averaged_once_if_every_module_is_reduced_in_a_nested_backward_pass(rank: int) -> None:
+    """The end of the first nested pass comes before FSDP2's work is done, or between the roots' reductions."""
+    mesh, found = alone(), []
+    for roots in ("one", "many", "none"):
+        model = Adapted()
+        for module in [*model.blocks, *([model] if roots == "one" else [])]:
+            if roots != "none":
+                fully_shard(module, mesh=mesh["shards"])
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        attachment = attached(model, mesh, "all-reduce", "fused") if roots != "none" else None
+        for step in range(3):
+            model(batch(rank, step)[0]).square().sum().backward()
+            for parameter in trained if attachment is None else []:
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(2)  # type: ignore[union-attr]  # there is one
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: getattr(p, "to_local", p.detach)().clone() for name, p in model.named_parameters()})
+        if attachment is not None:
+            assert attachment.steps == 3 == attachment.statistics().collectives, roots
+            attachment.detach()
+    assert furthest(found[0], found[1]) == 0 and furthest(found[0], found[2]) < 1e-6
+    model = Adapted()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["shards"])
+    within = attached(model.blocks[1], mesh, "all-reduce", "fused")  # FSDP2 ends its work after this block's pass
+    model(batch(rank, 0)[0]).sum().backward()
+    told = told_by(lambda: model(batch(rank, 1)[0]))
+    assert "the last backward pass ended without an average over the replicas" in told.text, told
+    within.detach()
+
+
+@on_ranks(2)
+def test_what_acts_on_one_replica_alone_is_named(rank: int) -> None:
+    """A hook on a gradient, a parameter in another's place, a new head: all of them from after attaching."""
+    mesh = alone()
+
+    def acting(model: Any) -> None:
+        model.head.weight.register_post_accumulate_grad_hook(lambda _: None)
+
+    def replaced(model: Any) -> None:
+        model.head.bias = nn.Parameter(torch.zeros(7))
+
+    def another_head(model: Any) -> None:
+        model.head = nn.Linear(65, 7)
+
+    def added(model: Any) -> None:
+        model.register_parameter("shift", nn.Parameter(torch.zeros(7)))
+
+    for change, policies, complaint in (
+        (acting, ["fused"], "'head.weight' has a hook that runs as soon as its gradient is there"),
+        (replaced, POLICIES, "'head.bias' was replaced"),
+        (another_head, POLICIES, "'head.bias' was replaced"),
+        (added, POLICIES, "'shift' now requires a gradient, which FSDP2 does not shard"),
+    ):
+        for policy in policies:
+            model = sharded(mesh=mesh["shards"])
+            attachment, optimizer = attached(model, mesh, "int8", policy), sgd(model)
+            train(model, optimizer, rank, 0, 1)
+            change(model)
+            told = told_by(lambda model=model, optimizer=optimizer: train(model, optimizer, rank, 1, 2))  # type: ignore[misc]
+            assert told.error in {"CompressorError", "CollectiveError"} and complaint in told.text, (change, told)
+            attachment.detach()
+            model.zero_grad()
+
+
 @on_ranks(2)
 def test_a_module_that_runs_thrice_is_averaged_once(rank: int) -> None:
     """If it sends zeros, FSDP2 reduces it three times in a pass, and adds up; nothing was there before the pass."""
