@@ -62,6 +62,7 @@ class Reducer:
             self.group_for_sparse = group_for_sparse_sums(process_group, self.layout.parameters[0].device)
         self.hook: CommHook | None = None
         self.paused = False  # no_sync: gradients accumulate and nothing is counted
+        self.ends_by_hand = False  # the program calls end_reduction, not the end of the backward pass
         self.promised = False  # joined ranks were told that the coming backward pass synchronises
         self.join_work: dist.Work | None = None  # counts the ranks that still train, if those are to divide
         self.buffer_futures: list[torch.futures.Future[Any]] = []
@@ -119,6 +120,10 @@ class Reducer:
         progress, unused = self.progress, self.unused
         if progress.phase is Phase.FAILED:
             raise progress.noted(errors.interrupted(progress.failure))
+        if self.ends_by_hand and progress.reducing and len(self.in_flight) == len(self.layout.buckets):
+            raise progress.noted(
+                RuntimeError("gradients are not averaged yet: call finalize_backward after each backward pass")
+            )
         if progress.phase is Phase.LEARNING:
             raise progress.noted(errors.unseen_outputs())
         if progress.phase is Phase.REDUCING:
@@ -247,6 +252,8 @@ class Reducer:
             self._launch_complete_buckets()
 
     def _gather(self, bucket: Bucket, places: Sequence[int]) -> None:
+        if not bucket.views:
+            bucket.allocate()
         if self.layout.iterations_to_check:
             self.layout.check_strides(bucket, places)
         bucket.gather(places, None if self.hook else self.divisor, self.settings.gradient_as_bucket_view)
@@ -262,7 +269,8 @@ class Reducer:
         if self.unused.searches:
             self.usage = self.count_usage(self.unused.used)
         self._launch_delayed_if_due()
-        at_end_of_backward(self._finish)
+        if not self.ends_by_hand:
+            at_end_of_backward(self._finish)
 
     def launch(self, bucket: Bucket, memory: Tensor) -> Pending:
         """Start to reduce ``memory``, which represents ``bucket``, with the hook or an all-reduce."""
@@ -321,13 +329,42 @@ class Reducer:
     @torch.no_grad()
     def reduce_all_at_once(self) -> None:
         """End the first iteration of a static graph: reduce everything, as the used parameters are known only now."""
-        if self.paused or self.progress.phase is not Phase.LEARNING:
+        if self.paused or self.progress.phase is not Phase.LEARNING or self.in_flight:
             return  # already reduced; or no_sync, or an autograd.grad, which ends in no parameter
         self.unused.learn()
         self.usage = self.count_usage(self.unused.used)
         for bucket in self.layout.buckets:
             self._gather(bucket, range(len(bucket.members)))
             self.in_flight.append(self.launch(bucket, bucket.flat))
+        if not self.ends_by_hand:
+            self._finish()
+
+    def set_ends_by_hand(self, by_hand: bool) -> None:
+        """Let the program end reductions with ``end_reduction``, or each backward pass its own."""
+        if self.progress.reducing:
+            raise errors.amid_reduction("require_manual_backward_finalization cannot be set")
+        if by_hand and self.delayed.named:
+            raise NotImplementedError(
+                "require_manual_backward_finalization: gradients of delay_all_reduce_named_params are reduced at the "
+                "end of the backward pass; wrap the module without it."
+            )
+        self.ends_by_hand = by_hand
+
+    def end_reduction(self) -> None:
+        """Do what the end of a backward pass does if ``ends_by_hand``; raise RuntimeError if it has nothing to end."""
+        if not self.ends_by_hand:
+            raise self.progress.noted(
+                RuntimeError(
+                    "finalize_backward: set ddp.require_manual_backward_finalization = True before the forward pass"
+                )
+            )
+        if not self.progress.reducing or len(self.in_flight) < len(self.layout.buckets):
+            self.require_finished()  # raises, with the names of missing gradients, if a reduction was begun
+            raise self.progress.noted(
+                RuntimeError(
+                    "finalize_backward: no reduction to end; call it once after each backward pass that synchronises"
+                )
+            )
         self._finish()
 
     @_disable_dynamo  # as in listening._on_node
@@ -364,6 +401,8 @@ class Reducer:
                 bucket.scatter(mean, untouched, self.settings.gradient_as_bucket_view)
                 if self.steps_in_backward:
                     stepping.step(bucket.members)
+            if bucket.lazy:
+                bucket.release()
         for bucket, pending in zip(self.delayed.buckets, delayed, strict=True):
             bucket.scatter(pending.result(), set(), as_views=True)
             if self.steps_in_backward:

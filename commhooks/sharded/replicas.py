@@ -37,7 +37,7 @@ from commhooks.unwrapping import difference_of, everything_kept, plain_name, unw
 Hook = Callable[[Tensor], None]
 """A hook that FSDP2 calls with a module's reduced gradients: 1-D, each parameter's shard padded to the largest
 rank's."""
-_CHANGED = "parameters were frozen or unfrozen since attach_replicas; detach, and attach again"
+_CHANGED = "parameters were frozen or unfrozen since attach_replicas, or grad_dtype was set; detach, and attach again"
 _ACTS_EARLY = (
     "has a hook that runs as soon as its gradient is there (register_post_accumulate_grad_hook), which is before the "
     "replicas have averaged it; pass policy='fifo'."
@@ -77,6 +77,7 @@ class AtTheEnd:
     def __init__(self, units: Sequence[Unit], exchanger: Exchanger) -> None:
         self._units, self._exchanger = units, exchanger
         self._names = {unit: [one.name for one in unit.parameters()] for unit in units}
+        self._dtypes = {one.name: one.grad_dtype for unit in units for one in unit.parameters()}
         self._trained = [unit.trained() for unit in units]
         self._reduced: dict[Unit, str] = {}
         """The modules reduced since the last exchange, with a parameter that had a gradient before; "": none had."""
@@ -132,6 +133,11 @@ class AtTheEnd:
             self._reduced[unit] = used
         self._wants |= unit.wants_replicas
         task = torch._C._current_graph_task_id()
+        if task == -1:
+            self._exchanger.fail(
+                f"{unit.name}: FSDP2 reduced its gradients outside a backward pass (set_manual_backward_finalization), "
+                "where nothing says which module is the last; pass policy='fifo', or set it to False."
+            )
         if unit.wants_replicas and self._outermost == -1 and task != self._queued_in:
             self._queued_in = task  # unlike a flag, right after a pass that failed, too
             _queue(self._come_last)
@@ -166,7 +172,7 @@ class AtTheEnd:
         gradients = dict[str, Tensor]()
         for name, shard in itertools.chain.from_iterable(map(self._named, self._units)):
             if shard.grad is None:  # other replicas may have used it
-                shard.grad = torch.zeros_like(shard)
+                shard.grad = torch.zeros_like(shard, dtype=self._dtypes[name])
             gradients[name] = local(shard.grad)
         self._exchanger.average(gradients)
 
@@ -384,7 +390,7 @@ def _like(parameter: ShardedParameter, policy: PolicyName) -> Tensor:
     """Return a tensor like a parameter's averaged gradient: like its `.grad` ("fused"), or as FSDP2 reduces it."""
     kept = local(parameter.shard)
     if policy == "fused":
-        return without_memory(kept.shape, kept.dtype, kept.device)
+        return without_memory(kept.shape, parameter.grad_dtype, kept.device)
     return without_memory(kept.shape, parameter.reduced_in, parameter.device)
 
 

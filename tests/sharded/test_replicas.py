@@ -18,7 +18,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from commhooks import ReplicasAttachment, attach_replicas, attach_sharded, load_distributed
@@ -30,15 +30,19 @@ from tests.sharded.models import (
     FP32,
     MIXED,
     NARROW,
+    UNSAID,
     Make,
     Network,
     adamw,
     batch,
+    follows_grad_dtype,
     furthest,
+    reduces_in_grad_dtype,
     sgd,
     sharded,
     shards,
     train,
+    with_grad_dtypes,
 )
 from tests.world import on_ranks, run_world_outcomes
 
@@ -105,16 +109,74 @@ def test_without_loss_shards_are_those_of_native_hsdp_bit_for_bit(rank: int, pol
     """With reduce_dtype=bf16 "fused" averages in the parameters' fp32, and is more precise than HSDP."""
     mesh = sites()
     ways: list[tuple[MixedPrecisionPolicy, dict[str, Any]]] = [(FP32, {"steps": STEPS}), (MIXED, {}), (NARROW, {})]
-    ways += [(FP32, {"frozen": True}), (FP32, {"accumulated": 2}), (FP32, {"reshard_after_forward": False})]
+    ways += [
+        (UNSAID, {}),
+        (FP32, {"frozen": True}),
+        (FP32, {"accumulated": 2}),
+        (FP32, {"reshard_after_forward": False}),
+    ]
     for precision, how in ways:
         native, ours = (
             trained(rank, mesh, name, policy, make, precision, **{"steps": 5, **how})[0]
             for name in (None, "all-reduce")
         )
-        if precision is NARROW and policy == "fused":
+        if precision in ((NARROW,) if reduces_in_grad_dtype else (NARROW, UNSAID)) and policy == "fused":
             assert 0 < furthest(native, ours) < 0.01
         else:
             assert furthest(native, ours) == 0, (precision, how)
+
+
+@follows_grad_dtype
+@on_ranks(4)
+def test_replicas_average_gradients_of_each_grad_dtype_as_native_hsdp_does(rank: int) -> None:
+    """One parameter is used on no rank, and gets zeros of its `grad_dtype`."""
+    mesh, some = sites(), dict.fromkeys(["first.bias", "second", "head.weight"], torch.bfloat16)
+    for precision, wanted in (
+        (UNSAID, dict.fromkeys([""], torch.bfloat16)),
+        (MIXED, dict.fromkeys([""])),
+        (FP32, some),
+    ):
+        kept = []
+        for policy in (None, *POLICIES):
+            model = with_grad_dtypes(precision, wanted, later=True, mesh=mesh if policy is None else mesh["shards"])
+            if policy is None:
+                model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
+            attachment = attached(model, mesh, "all-reduce", policy) if policy else None
+            inputs, targets = batch(rank, 0)
+            nn.functional.cross_entropy(model(inputs).float(), targets).backward()
+            named: dict[str, Any] = dict(model.named_parameters())
+            kept.append({name: parameter.grad.to_local() for name, parameter in named.items()})
+            if attachment is not None:
+                attachment.detach()
+        for other in kept[1:]:
+            assert {name: one.dtype for name, one in kept[0].items()} == {n: one.dtype for n, one in other.items()}
+            assert furthest(kept[0], other) <= (0.01 if precision is FP32 else 0), (precision, wanted)
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_manual_backward_finalization"), reason="FSDP2 always ends a backward pass itself"
+)
+@on_ranks(2)
+def test_a_backward_pass_that_the_program_ends_is_averaged_or_refused(rank: int) -> None:
+    kept, mesh = [], alone()
+    for policy in (None, "sharded", *POLICIES):
+        model: Any = sharded(mesh=None if policy in (None, "sharded") else mesh["shards"])
+        if policy is None:
+            model.set_reduce_scatter_unused_params(True)
+        elif policy == "sharded":
+            attach_sharded(model, "all-reduce", hook_timeout=30.0)
+        else:
+            attached(model, mesh, "all-reduce", policy)
+        model.set_manual_backward_finalization(True)
+        inputs, targets = batch(rank, 0)
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        told = told_by(model.finalize_backward)
+        if policy == "fused":
+            assert "outside a backward pass (set_manual_backward_finalization)" in told.text, told.text
+        else:
+            assert told.error == "nothing", told.text
+            kept.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
+    assert furthest(kept[0], kept[1]) == furthest(kept[0], kept[2]) == 0
 
 
 @on_ranks(4)
@@ -364,7 +426,9 @@ def test_parameters_frozen_since_attaching_are_named(rank: int, policy: str) -> 
     told = told_by(lambda: train(model, sgd(model), rank, 0, 1))
     assert told.error in {"CompressorError", "CollectiveError"} and told.text, told.text
     where = "first: " if policy == "fifo" else ""
-    assert f"{where}parameters were frozen or unfrozen since attach_replicas; detach, and attach again" in told.text
+    assert (
+        f"{where}parameters were frozen or unfrozen since attach_replicas, or grad_dtype was set; detach" in told.text
+    )
     of_one_size = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).requires_grad_(False))
     fully_shard(of_one_size, mesh=mesh["shards"])
     attached(of_one_size, mesh, "int8", policy)
