@@ -10,13 +10,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
-import importlib.util
 import json
 import platform
 import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 Version = tuple[int, ...]
@@ -44,18 +44,20 @@ FSDP2 = Promise((2, 13), (2, 15))
 """For attach_sharded."""
 
 PRIVATE_NAMES = (
-    "torch._C:_current_graph_task_id",
-    "torch._C:_distributed_c10d",
-    "torch._C:Future",
-    "torch._compile:_disable_dynamo",
+    "torch:Tensor._indices",
+    "torch:Tensor._values",
+    "torch:Tensor._version",
     "torch:_foreach_add_",
     "torch:_foreach_copy_",
     "torch:_foreach_mul_",
     "torch:_foreach_norm",
     "torch:_foreach_zero_",
-    "torch:Tensor._indices",
-    "torch:Tensor._values",
-    "torch:Tensor._version",
+    "torch._C:Future",
+    "torch._C:_current_graph_task_id",
+    "torch._C._distributed_c10d:GradBucket",
+    "torch._compile:_disable_dynamo",
+    "torch.autograd:Variable._execution_engine.queue_callback",
+    "torch.nn:Module._modules",
 )
 """Those that all of commhooks uses, and that belong to no seam."""
 
@@ -81,14 +83,11 @@ def tried(torch: str, python: str) -> dict[str, Any] | None:
 
 def private_names() -> dict[str, tuple[str, ...]]:
     """Return the private names of PyTorch that commhooks and ddp_core list, by the file that lists them."""
+    root = Path(__file__).parents[1]
     found = {}
-    for package in ("commhooks", "ddp_core"):
-        spec = importlib.util.find_spec(package)
-        assert spec and spec.origin, f"{package} is not installed"
-        folder = Path(spec.origin).parent
-        for path in sorted(folder.rglob("*.py")):
-            if "\nPRIVATE_NAMES = " in (text := path.read_text(encoding="utf-8")):
-                found[str(path.relative_to(folder.parent))] = _assigned(text)
+    for path in sorted(path for package in ("commhooks", "ddp_core") for path in (root / package).rglob("*.py")):
+        if "\nPRIVATE_NAMES = " in (text := path.read_text(encoding="utf-8")):
+            found[str(path.relative_to(root))] = _assigned(text)
     return found
 
 
@@ -115,16 +114,21 @@ def _exists(name: str) -> bool:
         return False
     for attribute in path.split("."):
         if not hasattr(found, attribute):
-            return isinstance(found, type) and attribute in _of_instances(found)
+            return attribute in _named_in(found)
         found = getattr(found, attribute)
     return True
 
 
-def _of_instances(owner: type) -> set[str]:
-    """Return the attributes that a class written in Python gives its instances, or asks them for."""
-    codes = (getattr(value, "__code__", None) for one in owner.__mro__ for value in vars(one).values())
-    fields = {name for one in owner.__mro__ for name in vars(one).get("__annotations__", ())}
-    return fields.union(*(code.co_names for code in codes if code))
+def _named_in(owner: object) -> set[object]:
+    """Return the names in the code of a function or of a class: attributes of instances and of others are in it."""
+    owners = owner.__mro__ if isinstance(owner, type) else ()
+    members = [owner, *(getattr(value, "__func__", value) for one in owners for value in vars(one).values())]
+    codes = [code for member in members if (code := getattr(member, "__code__", None))]
+    found = {name for one in owners for name in vars(one).get("__annotations__", ())}
+    for code in codes:  # which grows: functions inside functions are constants
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        found |= {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+    return found
 
 
 def promised(python: str, torch: str) -> str:

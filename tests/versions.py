@@ -2,7 +2,7 @@
 
 `python -m tests.versions TORCH` builds the environment, runs the tests that depend on PyTorch inside it, prints what
 passed by part, and removes the environment. With `--page` the row is added to commhooks/versions.json, and
-docs/versions.md is written from it; without a version, the page alone. Outside the environment nothing but Python is needed.
+docs/versions.md is written from it; without a version, the page alone. Outside the environment Python is enough.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "commhooks" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
-NEEDED = "typer rich matplotlib scikit-learn tensorboard jinja2 pandas pyyaml pytest pytest-timeout pytest-xdist hypothesis expecttest psutil jsonschema"
+NEEDED = (
+    "typer rich matplotlib scikit-learn tensorboard jinja2 pandas pyyaml pytest pytest-timeout pytest-xdist hypothesis "
+    "expecttest psutil jsonschema"
+)
 """Beside torch, numpy and scipy: what imports of the tests below need."""
 PARTS = {
     "ddp_core": "tests/ddp_core",
@@ -122,7 +125,7 @@ def parts_with(torch: str) -> list[str]:
 def build(folder: Path, torch: str) -> None:
     """Make an environment with this version, what it brings, and everything else as constraints.txt says."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    pip = [folder / "bin" / "python", "-m", "pip"]
+    pip = [str(folder / "bin" / "python"), "-m", "pip"]
     subprocess.run([*pip, "install", "--quiet", f"torch=={torch}"], check=True)
     listed = subprocess.run([*pip, "list", "--format=json"], check=True, capture_output=True, text=True).stdout
     brought = {_plain(one["name"]) for one in json.loads(listed)}  # an old torch asks for an old sympy
@@ -144,8 +147,9 @@ def run(folder: Path, torch: str, parts: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         report = Path(place) / "report.xml"
         tests = [test for part in parts for test in PARTS[part].split()]
-        command = [folder / "bin" / "python", "-m", "pytest", "-p", "tests.versions", "-n", "2", "--dist", "loadfile"]
+        command = [str(folder / "bin" / "python"), "-m", "pytest", "-p", "tests.versions", "-n", "2", "--dist", "loadfile"]
         options = ["-q", "--no-loadscope-reorder", "--continue-on-collection-errors", f"--junitxml={report}"]
+        options += ["--timeout-method=thread"]  # which ends a test that hangs in C++, as PyTorch 2.6 may at its end
         ended = subprocess.run([*command, *options, *tests], cwd=ROOT, env=_environment(), check=False)
         if ended.returncode not in (0, 1):  # 1: some tests failed
             raise SystemExit(f"pytest did not come to its end with PyTorch {torch}: see above")
@@ -180,18 +184,22 @@ def counted(report: ElementTree.Element, parts: Iterable[str]) -> dict[str, Any]
 
 def part_of(name: str, parts: Iterable[str]) -> str:
     """Return the part to which a test belongs, by its dotted name."""
-    places = [(place, part) for part in parts for place in PARTS[part].split()]
-    fitting = (one for one in places if name.startswith(re.sub(r"\.py|\[.*", "", one[0]).replace("::", ".").replace("/", ".")))
-    found = max(fitting, key=lambda one: len(one[0]), default=None)
+    places = [(_dotted(place), part) for part in parts for place in PARTS[part].split()]
+    found = max((one for one in places if f"{name}.".startswith((f"{one[0]}.", f"{one[0]}["))), default=None)
     if found is None:
         raise SystemExit(f"{name} belongs to no part of tests/versions.py")
     return found[1]
 
 
+def _dotted(place: str) -> str:
+    return place.replace(".py", "").replace("::", ".").replace("/", ".")
+
+
 def lines_of(row: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each part: the version, the part, and what passed, failed and was skipped."""
     for part, (passed, failed, skipped) in row["parts"].items():
-        yield f"PyTorch {row['torch']}, Python {row['python']} × {part}: {passed} passed, {failed} failed, {skipped} skipped"
+        counts = f"{passed} passed, {failed} failed, {skipped} skipped"
+        yield f"PyTorch {row['torch']}, Python {row['python']} × {part}: {counts}"
     yield from (f"failed: {name}" for name in row["failed"])
 
 

@@ -95,9 +95,9 @@ def test_a_ddp_that_calls_no_hook_as_hooks_are_called_is_refused(rank: int) -> N
             if ddp._accum_grad_hooks:
                 with pytest.raises(commhooks.AttachError, match=said):
                     loss.backward()
-            else:  # PyTorch 2.6 goes back to its reducer in C++ unless autograd is compiled, and hooks are called as ever
+            else:  # PyTorch 2.6 goes back to C++ unless autograd is compiled, and calls hooks as ever
                 loss.backward()
-                assert torch.equal(ddp.module.weight.grad, torch.ones(8, 8))  # type: ignore[union-attr]  # '"Tensor" has no attribute "grad"'
+                assert all(torch.equal(p.grad, torch.ones_like(p)) for p in ddp.parameters() if p.grad is not None)
     dist.barrier()
 
 

@@ -45,7 +45,7 @@ def test_every_tensor_gets_the_sources_elements_in_messages_that_are_not_too_lar
 
 def test_tensors_without_elements_keep_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch 2.8 and older give them a shape of (0,) when messages are taken apart."""
-    taken_apart = replicas.unflatten
+    taken_apart: Callable[[Tensor, list[Tensor]], list[Tensor]] = vars(replicas)["unflatten"]
 
     def as_in_old_versions(message: Tensor, alike: list[Tensor]) -> list[Tensor]:
         return [part if part.numel() else part.reshape(0) for part in taken_apart(message, alike)]
