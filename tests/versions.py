@@ -86,6 +86,15 @@ PyTorch's private names it lacks.
 from PyPI (a CUDA build, which computes on the CPU here) and the other packages as constraints.txt has them, runs the
 tests that depend on PyTorch, writes a row of this table, and removes the environment. Cells are tests that passed. The
 suite of `make test` runs with PyTorch 2.13.0 and Python 3.11 alone.
+
+What PyTorch itself does in old versions, and nobody here can mend:
+
+- 2.6: Gloo sums no complex numbers (`Invalid scalar type`), and `torch.distributed.checkpoint.async_save` writes tensors
+  on the CPU as training changes them: [copy them first](guide/checkpoints.md#with-torchdistributedcheckpoint).
+- 2.6: `destroy_process_group()` may hang at the end of a program, if a Gloo collective has only just finished: its thread
+  waits for Python, which waits for the thread. Seen once, on a machine with many more processes than cores.
+- 2.6: `optimize_ddp="python_reducer"` with `register_comm_hook` of these hooks is right where autograd is not compiled,
+  because PyTorch then goes back to its reducer in C++; where it is, the hook raises an error, as in newer versions.
 """
 
 
@@ -147,7 +156,17 @@ def run(folder: Path, torch: str, parts: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         report = Path(place) / "report.xml"
         tests = [test for part in parts for test in PARTS[part].split()]
-        command = [str(folder / "bin" / "python"), "-m", "pytest", "-p", "tests.versions", "-n", "2", "--dist", "loadfile"]
+        command = [
+            str(folder / "bin" / "python"),
+            "-m",
+            "pytest",
+            "-p",
+            "tests.versions",
+            "-n",
+            "2",
+            "--dist",
+            "loadfile",
+        ]
         options = ["-q", "--no-loadscope-reorder", "--continue-on-collection-errors", f"--junitxml={report}"]
         options += ["--timeout-method=thread"]  # which ends a test that hangs in C++, as PyTorch 2.6 may at its end
         ended = subprocess.run([*command, *options, *tests], cwd=ROOT, env=_environment(), check=False)
