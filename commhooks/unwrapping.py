@@ -12,6 +12,16 @@ from torch.nn import Module
 from commhooks.errors import AttachError
 from commhooks.tensors import local
 
+PRIVATE_NAMES = (
+    "torch._C._distributed_c10d:Reducer._get_zeros_like_grad_buckets",
+    "torch._dynamo.eval_frame:OptimizedModule._orig_mod",
+    "torch.distributed._composable.replicate:_ReplicateState._ddp",
+    "torch.distributed._composable.replicate:_ReplicateState.has_initialized",
+    "torch.distributed._composable.replicate:_ReplicateState.lazy_init",
+    "torch.distributed._composable.replicate:replicate.state",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:ActivationWrapper._checkpoint_wrapped_module",
+)
+
 _WRAPPERS = (
     "_forward_module",  # of lightning.fabric's _FabricModule
     "_orig_mod",  # of torch.compile's OptimizedModule

@@ -66,7 +66,8 @@ __all__ = [
 GuardMode = Literal["raise", "warn", "off"]
 
 PRIVATE_NAMES = (
-    "torch:_C._current_graph_task_id",
+    "torch._C:_current_graph_task_id",
+    "torch._C._distributed_c10d:GradBucket",
     "torch._compile:_disable_dynamo",
     "torch.autograd:Variable._execution_engine.queue_callback",
     "torch.distributed:Reducer._check_reducer_finalized",

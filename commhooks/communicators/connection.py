@@ -32,6 +32,25 @@ from commhooks.language.requests import Group
 
 WrapCommunicator = Callable[[Communicator], Communicator]
 
+PRIVATE_NAMES = (
+    "torch._C._distributed_c10d:PrefixStore",
+    "torch._C._distributed_c10d:ProcessGroup._allgather_base",
+    "torch._C._distributed_c10d:ProcessGroup._get_backend",
+    "torch._C._distributed_c10d:ProcessGroup._reduce_scatter_base",
+    "torch._C._distributed_c10d:ProcessGroup.get_group_store | torch.distributed.distributed_c10d:_world.pg_map",
+    "torch._C._distributed_c10d:ProcessGroupGloo.options | torch._C._distributed_c10d:Backend.options",
+    "torch._C._distributed_c10d:ProcessGroupGloo._Options._devices",
+    "torch._C._distributed_c10d:ProcessGroupGloo._Options._threads",
+    "torch._C._distributed_c10d:ProcessGroupGloo._Options._timeout",
+    "torch._C._distributed_c10d:ProcessGroupGloo.create_default_device",
+    "torch._C._distributed_c10d:ProcessGroupGloo.create_device",
+    "torch._C._distributed_c10d:Store",
+    "torch.distributed.distributed_c10d:_world.pg_group_ranks",
+    "torch.distributed.distributed_c10d:_world.pg_map",
+    "torch.distributed.distributed_c10d:_world.pg_names",
+)
+"""PyTorch's process groups and stores, for all of this folder and for `commhooks.scheduling`."""
+
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 OPENING_SECONDS = 2.0
 """Seconds that opening may take beyond the group's timeout, at which Gloo itself raises with a better message."""

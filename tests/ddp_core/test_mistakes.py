@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from ddp_core import DistributedDataParallel
+from tests.commhooks.models import torchs_takes
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import grads, ones, scale, wrap
 
@@ -104,6 +105,10 @@ def test_an_argument_that_cannot_be_used(options: dict[str, Any], error: type[Ex
         wrap(scale(), **options)
 
 
+of_the_newest = pytest.mark.skipif(not torchs_takes("forward_sync_buffers"), reason="older, with fewer arguments")
+
+
+@of_the_newest
 def test_the_arguments_are_those_of_pytorchs_class() -> None:
     theirs, ours = (
         [(parameter.name, parameter.default) for parameter in inspect.signature(ddp).parameters.values()]
@@ -115,6 +120,7 @@ def test_the_arguments_are_those_of_pytorchs_class() -> None:
     assert public - {*dir(DistributedDataParallel)} <= {"broadcast_buffers", "gather", "scatter", "to_kwargs"}
 
 
+@of_the_newest
 @pytest.mark.usefixtures("alone")
 def test_every_argument_of_pytorchs_class_is_accepted_but_mixed_precision() -> None:
     """Each with another value than its default, where one makes sense on the CPU."""
