@@ -166,9 +166,9 @@ class Guard:
         suspects = [(name, p) for name, p in suspects if p.grad is not None and _has_content(p.grad)]
         if not suspects or is_standing(optimizer) or not self.judges(optimizer):
             return
-        if not within:
-            self.require_finished()
         known = id(suspects[0][1]) in self.index
+        if known and not within:
+            self.require_finished()
         if optimizer in self._watched:
             raise NotAveragedError(self._text(optimizer, verb, [n for n, _ in suspects], known, within))
         self.prove(optimizer, suspects, held, functools.partial(self._text, optimizer, verb, within=within))
