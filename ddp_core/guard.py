@@ -66,9 +66,11 @@ __all__ = [
 GuardMode = Literal["raise", "warn", "off"]
 
 PRIVATE_NAMES = (
+    "torch:Tensor._version",
     "torch._C:_current_graph_task_id",
     "torch._C._distributed_c10d:GradBucket",
     "torch._compile:_disable_dynamo",
+    "torch._dynamo.eval_frame:OptimizedModule._orig_mod",
     "torch.autograd:Variable._execution_engine.queue_callback",
     "torch.distributed:Reducer._check_reducer_finalized",
 )
@@ -264,15 +266,17 @@ class WrapperGuard(Guard):
             return
         self.averaged()
 
-    def averaged(self, skipped: Iterable[Tensor] = ()) -> None:
+    def averaged(self, skipped: Sequence[Tensor] = ()) -> None:
         """Note that all that ``p.grad`` holds is averaged, including what had accumulated before.
 
         ``skipped`` are the parameters of buckets that were not reduced, since this pass did not use them.
         """
-        left_out = {id(parameter) for parameter in skipped}
-        local = [parameter for parameter in self.log if id(parameter) in left_out] if left_out else []
+        if skipped:
+            left_out = set(map(id, skipped))
+            local = [parameter for parameter in self.log if id(parameter) in left_out]
         self.log.clear()
-        self.log.extend(local)
+        if skipped:
+            self.log.extend(local)
         self._ended_reductions += 1
         self.finished = _graph_task()
         for other in self._sharing:

@@ -387,9 +387,12 @@ class Reducer:
         with self.progress.fatal(in_flight):
             self._write_means(in_flight, delayed, usage)
         if self.guard is not None:
-            skipped = [b for b, pending in zip(self.layout.buckets, in_flight, strict=True) if pending is None]
-            self.guard.averaged([parameter for bucket in skipped for parameter in bucket.members])
+            self.guard.averaged(self._skipped(in_flight) if None in in_flight else ())
         self.unused.end_iteration()
+
+    def _skipped(self, in_flight: Sequence[Pending | None]) -> list[Parameter]:
+        buckets = zip(self.layout.buckets, in_flight, strict=True)
+        return [parameter for bucket, pending in buckets if pending is None for parameter in bucket.members]
 
     def _write_means(
         self, in_flight: Sequence[Pending | None], delayed: Sequence[Pending], usage: Usage | None
