@@ -252,7 +252,7 @@ def test_a_group_of_one_rank_in_a_larger_world_is_told_once_if_it_is_no_part_of_
         commhooks.attach_replicas(model, "int8", mesh["replicas"].get_group()).detach()
         DistributedDataParallel(nn.Linear(2, 2), device_mesh=mesh["shards"])
 
-    for what, times in (
+    ways: list[tuple[Callable[[], Any], int]] = [
         (lambda: attached("ours"), 1),
         (lambda: attached("torch"), 1),
         (wrapped, 1),
@@ -261,7 +261,8 @@ def test_a_group_of_one_rank_in_a_larger_world_is_told_once_if_it_is_no_part_of_
         (replicated, 1),
         (lambda: commhooks.attach_sharded(fsdp(DeviceMesh("cpu", [rank])), "int8").detach(), 1),
         (inside, 0),
-    ):
+    ]
+    for what, times in ways:
         group = [dist.new_group([each]) for each in range(2)][rank]
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
