@@ -25,6 +25,7 @@ from ddp_core.construction import (
     choose_process_group,
     refuse_distributed_autograd,
     sparse_parameters,
+    warn_of_one_rank,
 )
 from ddp_core.delayed import DelayedGradients, choose_delay
 from ddp_core.errors import amid_reduction
@@ -108,6 +109,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         self.module = module
         self.device_mesh = device_mesh
         group = choose_process_group(process_group, device_mesh)
+        warn_of_one_rank(group)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._delay = choose_delay(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.parameters_to_ignore |= {name for name, _ in self._delay.named}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import dataclasses
+import functools
 import os
 import queue
 import threading
@@ -26,6 +27,9 @@ Answer = TypeVar("Answer")
 
 ANSWER_SECONDS = 1.0
 """Seconds to wait for an answer of the store, or of a rank in a roll call."""
+
+OUT_OF_INPUTS = "none: it has run out of inputs"
+"""The loss scale of a rank that has joined, whose zeros have none."""
 
 _FAILURE_KEY = "failure"
 _ROLL_CALL_KEY = "roll-call"
@@ -179,9 +183,44 @@ class Noticeboard:
             self.announced = int(number), call
         return None
 
+    def note_scale(self, step: int, scale: str) -> None:
+        """Tell the other ranks that this rank's loss scale has changed to `scale` in a step.
+
+        It waits for the store, so that whoever has ended this step knows; a silent one is not waited for.
+        """
+        done = self._thread.submit(functools.partial(self._note_scale, step, scale))
+        concurrent.futures.wait([done], ANSWER_SECONDS)
+
+    def other_scales(self, step: int, scale: str) -> dict[int, str]:
+        """Return the last known loss scales of ranks that did not change to `scale` in a step that has ended.
+
+        They are looked at only if some rank did not, and once more a little later, since a store may be slow.
+        """
+        look = functools.partial(self._other_scales, step, scale)
+        try:
+            if not self._thread.call(look, ANSWER_SECONDS):
+                return {}
+            time.sleep(ANSWER_SECONDS)
+            return self._thread.call(look, ANSWER_SECONDS)
+        except SilentStoreError:  # which proves nothing; that it is gone is told where ranks wait
+            return {}
+
     def close(self) -> None:
         """End the store's thread."""
         self._thread.close()
+
+    def _note_scale(self, step: int, scale: str) -> None:
+        if (store := self._section()) is not None:
+            store.set(f"scale/{self._rank}", scale)
+            store.add(f"scale {scale} in step {step}", 1)
+
+    def _other_scales(self, step: int, scale: str) -> dict[int, str]:
+        store = self._section()
+        if store is None or int(store.get(f"scale {scale} in step {step}")) == len(self._here):
+            return {}
+        keys = {rank: f"scale/{rank}" for rank in range(len(self._here))}
+        last = {rank: store.get(key).decode() if store.check([key]) else "1.0" for rank, key in keys.items()}
+        return {rank: other for rank, other in last.items() if other not in (scale, OUT_OF_INPUTS)}
 
     def _write(self, key: str, text: str, *, is_first: bool = False) -> None:
         store = self._section()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from commhooks.communicators import ProcessGroupCommunicator
 from commhooks.communicators.connection import Address, Agreements, WrapCommunicator
-from commhooks.communicators.parent_group import backend_of, warn_of_bypass
+from commhooks.communicators.parent_group import backend_of, warn_of_bypass, warn_of_one_rank
 from commhooks.devices import SideStream, runs_on_streams
 from commhooks.errors import AttachError
 from commhooks.scheduling.inline import InlineScheduler
@@ -60,7 +60,8 @@ class ProcessGroupLine:
 
     It does not keep the process group alive, so that a destroyed one is freed. `label` names it in the store, `policy`
     is the policy of engines that choose none, and `hook_timeout` is in seconds (None: the process group's timeout).
-    `wrap_communicator` takes the private group's communicator, and returns the one to use in its place.
+    `wrap_communicator` takes the private group's communicator, and returns the one to use in its place. It warns of a
+    process group of one rank, unless that `may_be_alone`, as the inner group of a hierarchy.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ProcessGroupLine:
         wrap_communicator: WrapCommunicator | None = None,
         hook_timeout: float | None = None,
         may_bypass: bool = False,
+        may_be_alone: bool = False,
     ) -> None:
         self.policy = policy
         self._lanes = 0
@@ -85,6 +87,8 @@ class ProcessGroupLine:
         pretended = getattr(wrap_communicator, "world_size", None)  # a class, too, may have a property of that name
         self.world_size = pretended if isinstance(pretended, int) else self._address.world_size
         """The number of ranks in the process group, unless `wrap_communicator` has another `world_size`."""
+        if not may_be_alone and wrap_communicator is None:
+            warn_of_one_rank(process_group, label)
         self._wrap = wrap_communicator
         self.hook_timeout = hook_timeout
         self._may_bypass = may_bypass  # the user knows that a group without Gloo only provides its ranks

@@ -160,6 +160,12 @@ class Unit:
         return group
 
     @property
+    def is_inner(self) -> bool:
+        """True if the mesh of the shards is a dimension of a larger one."""
+        mesh = _held(_held(self._group, "mesh_info"), "mesh")
+        return bool(_held(mesh, "_get_root_mesh")().size() > mesh.size())
+
+    @property
     def shard(self) -> tuple[int, int]:
         """The number of this rank's shards, from 0 on, and the number of ranks that have shards."""
         return self.process_group.rank(), self.process_group.size()

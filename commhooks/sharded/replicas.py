@@ -92,7 +92,7 @@ class AtTheEnd:
 
     def follow(self, model: Module) -> list[RemovableHandle]:
         """Register hooks that find the outermost backward pass, on the model and what may be called in its place."""
-        modules = dict.fromkeys([model, *(unit.module for unit in self._units)])
+        modules: dict[Module, None] = dict.fromkeys([model, *(unit.module for unit in self._units)])
         before = [module.register_forward_pre_hook(self._before_forward) for module in modules]
         return before + [module.register_forward_hook(self._after_forward) for module in modules]
 

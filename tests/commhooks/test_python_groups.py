@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from commhooks.communicators import Communicator, RecordingCommunicator
@@ -215,3 +217,55 @@ def test_a_group_that_changes_its_ranks_raises_and_is_attached_to_anew(rank: int
     for attachment, _, exchanger in attachments:
         attachment.detach()
         exchanger.close()
+
+
+def fsdp(mesh: DeviceMesh) -> nn.Module:
+    fully_shard(model := nn.Linear(2, 2), mesh=mesh)
+    return model
+
+
+@on_ranks(2, check_exit=False)
+def test_a_group_of_one_rank_in_a_larger_world_is_told_once_if_it_is_no_part_of_a_hierarchy(rank: int) -> None:
+    """Such a group passes for data parallelism."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+
+    def exchanged() -> None:
+        for _ in range(2):
+            commhooks.Exchanger({"x": torch.ones(1)}, "int8", process_group=group).close()
+
+    def local() -> None:
+        model = nn.Linear(2, 2)
+        commhooks.DiLoCo(model, torch.optim.SGD(model.parameters()), every=2, process_group=group).close()
+
+    def attached(kind: str, **settings: Any) -> None:
+        commhooks.attach(ddp_class(kind)(nn.Linear(2, 2), process_group=group), "int8", **settings).detach()
+
+    def wrapped() -> None:
+        DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+
+    def replicated() -> None:
+        commhooks.attach_replicas(fsdp(mesh["shards"]), "int8", group).detach()
+
+    def inside() -> None:
+        model = fsdp(mesh["shards"])
+        commhooks.attach_sharded(model, "int8").detach()
+        commhooks.attach_replicas(model, "int8", mesh["replicas"].get_group()).detach()
+        DistributedDataParallel(nn.Linear(2, 2), device_mesh=mesh["shards"])
+
+    ways: list[tuple[Callable[[], Any], int]] = [
+        (lambda: attached("ours"), 1),
+        (lambda: attached("torch"), 1),
+        (wrapped, 1),
+        (exchanged, 1),
+        (local, 1),
+        (replicated, 1),
+        (lambda: commhooks.attach_sharded(fsdp(DeviceMesh("cpu", [rank])), "int8").detach(), 1),
+        (inside, 0),
+    ]
+    for what, times in ways:
+        group = [dist.new_group([each]) for each in range(2)][rank]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            what()
+        found = [text for one in said if "has one rank, this one, of the 2 ranks" in (text := str(one.message))]
+        assert len(found) == times, (what, found)
