@@ -105,7 +105,7 @@ def check_means(ddp: Any, rank: int, world_size: int, workers: Workers, first: i
         backward(ddp, rank, step)
         expected = workers.step(every)[rank]
         for (name, parameter), mean in zip(ddp.module.named_parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad, mean, rtol=2e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(parameter.grad, mean, rtol=2e-3, atol=2e-5, msg=f"{name} in step {step}")
 
 
 def check_replicas(module: nn.Module) -> None:
