@@ -6,6 +6,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,7 +92,7 @@ class AtTheEnd:
 
     def follow(self, model: Module) -> list[RemovableHandle]:
         """Register hooks that find the outermost backward pass, on the model and what may be called in its place."""
-        modules: dict[Module, None] = dict.fromkeys([model, *(unit.module for unit in self._units)])
+        modules: list[Any] = list(dict.fromkeys([model, *(unit.module for unit in self._units)]))
         before = [module.register_forward_pre_hook(self._before_forward) for module in modules]
         return before + [module.register_forward_hook(self._after_forward) for module in modules]
 
