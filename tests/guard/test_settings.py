@@ -15,18 +15,18 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import ddp_core.guard
-import ddp_core.proof
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_core.guard import NotAveragedError, NotAveragedWarning
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 import ddp_core
+import ddp_core.guard
+import ddp_core.proof
+from ddp_core.guard import NotAveragedError, NotAveragedWarning
 from tests.ddp_core.facts import Facts
 from tests.guard.situations import (
     CORE,
