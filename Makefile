@@ -1,4 +1,4 @@
-# Every target but test-frameworks makes .venv when it is missing, and again when pyproject.toml, constraints.txt or C files change.
+# Every target but test-frameworks and test-torch makes .venv when it is missing, and again when pyproject.toml, constraints.txt or C files change.
 # `make PYTHON=python3.11 test` chooses the interpreter; constraints.txt names versions that need 3.11 or newer.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Two files at a time: many tests wait more than they compute. Facts of one world must run in one process, so by file.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo leaderboard test test-eager test-frameworks test-processors test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard gpu gpu-cost clean
+.PHONY: help demo leaderboard test test-eager test-frameworks test-processors test-torch test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard gpu gpu-cost many-ranks clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
@@ -25,6 +25,8 @@ help:
 	@echo "make test-eager   the compressors' laws again without the passes that are compiled"
 	@echo "make test-frameworks  the integrations with Lightning, Accelerate, Trainer, Ray and torchft, in .venv-frameworks; and the wheel by itself"
 	@echo "make test-processors  what depends on a processor's kernels, under two others than its own"
+	@echo "make test-torch TORCH=2.15.0  what depends on PyTorch, with this version in an environment of its own, which KEEP=1 keeps;"
+	@echo "                  PAGE=1 writes a row of docs/versions.md, PYTHON=python3.12 chooses the interpreter (7 minutes and a download)"
 	@echo "make test-torch-suite  most of PyTorch's own DDP tests, with ddp_core's class in place of theirs"
 	@echo "make guard        programs whose replicas drift apart, and sound ones, under every wrapper: which the guard notices (5 minutes)"
 	@echo "make test-virtual-device  the CUDA code, late and in odd orders, on a device that lives in the CPU (needs g++)"
@@ -38,6 +40,7 @@ help:
 	@echo "                  (hours; SOAK_REPETITIONS=1 make soak-hooks repeats less)"
 	@echo "make soak-nestings  another: a thousand random nestings of wrappers and compressors, against the laws that hold for all"
 	@echo "make soak-kills   another part: ranks are killed 60 times, in runs that must end as if they had not been"
+	@echo "make many-ranks   another: 16 ranks, PowerSGD and int8, both DDPs; prints seconds, keys and bytes in the store (two minutes)"
 	@echo "make soak-network  another: stores that stop answering, cables that are pulled, links and their counters (needs root and iproute2)"
 	@echo "make soak-cluster  another: what compression saves between hosts at 100 Mbit/s, and how true the emulated link is"
 	@echo "make soak-virtual-device  another: every row, policy, kind of residuals and guard on the virtual device, with three seeds (about an hour)"
@@ -83,6 +86,10 @@ test-frameworks: $(FRAMEWORKS_STAMP)
 test-processors: $(STAMP)
 	$(BIN)/python -m tests.processors $(TWO_AT_ONCE)
 
+test-torch:
+	@test -n "$(TORCH)" || { echo "make test-torch: say which version, such as TORCH=2.15.0"; exit 2; }
+	$(PYTHON) -m tests.versions $(TORCH) $(if $(KEEP),--keep) $(if $(PAGE),--page)
+
 test-torch-suite: $(STAMP)
 	$(BIN)/python -m pytest -m "torch_suite and not soak" tests/torch_suite
 
@@ -125,6 +132,9 @@ soak-nestings: $(STAMP)
 soak-kills: $(STAMP)
 	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_kills.py
 
+many-ranks: $(STAMP)
+	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_many_ranks.py
+
 soak-network: $(STAMP)
 	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_silence.py tests/soak/test_cluster.py tests/soak/test_counters.py
 
@@ -142,5 +152,5 @@ gpu-cost: $(STAMP)
 	$(BIN)/python -m tests.virtual_device.gpu_cost --page docs/guide/gpu-cost.md
 
 clean:
-	rm -rf .venv .venv-frameworks site build dist *.egg-info commhooks/native/_kernels.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-frameworks .venv-torch-* site build dist *.egg-info commhooks/native/_kernels.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

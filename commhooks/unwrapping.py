@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,16 @@ from torch.nn import Module
 
 from commhooks.errors import AttachError
 from commhooks.tensors import local
+
+PRIVATE_NAMES = (
+    "torch._C._distributed_c10d:Reducer._get_zeros_like_grad_buckets",
+    "torch._dynamo.eval_frame:OptimizedModule._orig_mod",
+    "torch.distributed._composable.replicate:_ReplicateState._ddp",
+    "torch.distributed._composable.replicate:_ReplicateState.has_initialized",
+    "torch.distributed._composable.replicate:_ReplicateState.lazy_init",
+    "torch.distributed._composable.replicate:replicate.state",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:ActivationWrapper._checkpoint_wrapped_module",
+)
 
 _WRAPPERS = (
     "_forward_module",  # of lightning.fabric's _FabricModule
@@ -111,6 +121,15 @@ def _managed(ddp: Module) -> list[tuple[str, Tensor]]:
 def plain_name(name: str) -> str:
     """Return a parameter's name without the parts that compilers and activation checkpointing add."""
     return ".".join(part for part in name.split(".") if part not in _NAMES_OF_WRAPPED)
+
+
+def difference_of(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """Return a sentence about the first trained parameter that is another one now; "" if they are the same."""
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) is not now.get(name):
+            how = "now requires a gradient" if name not in before else "no longer requires a gradient"
+            return f"{name!r} {'was replaced' if name in before and name in now else how}"
+    return ""
 
 
 def described(model: object) -> str:

@@ -82,17 +82,40 @@ class Bucket:
     ``indices`` are positions in the model; a position within the bucket is called a *place*.
     """
 
-    def __init__(self, index: int, indices: Sequence[int], members: Sequence[Parameter], names: Sequence[str]):
+    def __init__(
+        self,
+        index: int,
+        indices: Sequence[int],
+        members: Sequence[Parameter],
+        names: Sequence[str],
+        lazy: bool = False,
+    ):
         self.index = index
         self.indices = indices
         self.members = members
         self.names = names
         self.eager = [member.numel() >= EAGER_ELEMENTS for member in members]
         self.batched = [place for place, eager in enumerate(self.eager) if not eager]
-        self.flat = members[0].new_empty(self._elements)  # no page of it is in use before the first gradients are
-        self.views = views_of(self.flat, members)
-        self._addresses = [view.data_ptr() for view in self.views]
+        self.lazy = lazy
+        self.flat, self.views = members[0].new_empty(0), list[Tensor]()
+        if not lazy:
+            self.allocate()
         self.reset()
+
+    def allocate(self) -> None:
+        """Set memory aside for the gradients."""
+        self.flat = self.members[0].new_empty(self._elements)  # no page is in use before the first gradients are
+        self.views = views_of(self.flat, self.members)
+        self._addresses = [view.data_ptr() for view in self.views]
+
+    def release(self) -> None:
+        """Let go of the memory; gradients that are views of it keep it."""
+        self.flat, self.views = self.members[0].new_empty(0), []
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its gradients."""
+        return self._elements * self.members[0].element_size()
 
     def zeros(self) -> Tensor:
         """Return zeros in new memory, for a rank without any gradient to send."""
@@ -174,6 +197,8 @@ class Bucket:
 
 class SparseBucket(Bucket):
     """A parameter whose gradient is sparse: the gradient itself is sent, so no memory is set aside."""
+
+    lazy = False
 
     def __init__(self, index: int, indices: Sequence[int], members: Sequence[Parameter], names: Sequence[str]):
         self.index, self.indices, self.members, self.names = index, indices, members, names

@@ -79,6 +79,8 @@ class PyTorchNames:
 
         ``comm_hook_location`` is an enum member called POST_FORWARD (the default) or PRE_FORWARD.
         """
+        if not callable(hook):
+            raise TypeError(f"a buffer hook must be callable (got {type(hook).__name__})")
         self.buffer_hook = (state, hook)
         self._buffers_sync_before_forward = getattr(comm_hook_location, "name", "") == "PRE_FORWARD"
 

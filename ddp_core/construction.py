@@ -32,6 +32,23 @@ def choose_process_group(process_group: dist.ProcessGroup | None, device_mesh: A
     return process_group
 
 
+def warn_of_one_rank(group: dist.ProcessGroup) -> None:
+    """Warn of a group of one rank in a larger world, unless it is a dimension of a mesh, which somebody laid out so."""
+    if group.size() > 1 or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    try:
+        is_a_dimension = str(group.group_desc).startswith("mesh_")
+    except RuntimeError:  # of a group written in Python
+        is_a_dimension = False
+    if not is_a_dimension:
+        warnings.warn(
+            f"DistributedDataParallel: the process group has one rank, this one, of the {dist.get_world_size()} ranks "
+            "that run: it averages with nobody, and each rank trains alone. Pass the group of the ranks that train one "
+            "model; or ignore this warning, if something else averages between them.",
+            stacklevel=3,
+        )
+
+
 def check_module(module: nn.Module, parameters: Sequence[Tensor]) -> None:
     """Raise for a module that cannot be wrapped; ``parameters`` leaves out ignored ones and includes frozen ones.
 

@@ -25,6 +25,7 @@ from ddp_core.construction import (
     choose_process_group,
     refuse_distributed_autograd,
     sparse_parameters,
+    warn_of_one_rank,
 )
 from ddp_core.delayed import DelayedGradients, choose_delay
 from ddp_core.errors import amid_reduction
@@ -65,6 +66,9 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         skip_all_reduce_unused_params: a bucket none of whose parameters was used is not reduced; the same parameters
             must be unused on every rank.
         forward_sync_buffers: copy rank 0's buffers to all ranks before each forward pass (default True).
+        lazy_bucket_allocation: take a bucket's memory when its first gradient is copied, and release it at the end of
+            the backward pass (with ``gradient_as_bucket_view``: once no gradient is a view of it any longer). Buckets
+            and activations then share memory; a hook gets other memory in every step.
 
     Raises:
         RuntimeError: no parameter requires a gradient, a parameter is uninitialised, or models differ between ranks.
@@ -97,6 +101,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
     ):
         super().__init__()
         Joinable.__init__(self)
@@ -104,6 +109,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         self.module = module
         self.device_mesh = device_mesh
         group = choose_process_group(process_group, device_mesh)
+        warn_of_one_rank(group)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._delay = choose_delay(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.parameters_to_ignore |= {name for name, _ in self._delay.named}
@@ -135,6 +141,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=gradient_as_bucket_view,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            lazy_bucket_allocation=lazy_bucket_allocation,
         )
         self._build_reducer(group, settings, static_graph)
 
@@ -202,7 +209,9 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
             reducer.delayed.lend_memory()
         if synchronises:
             reducer.after_forward(tensors_in(outputs))
-        return through_sink(outputs, self._sink_clones) if reducer.unused.searches else outputs
+        if reducer.unused.searches:
+            return through_sink(outputs, self._sink_clones, reducer.entered_through_outputs)
+        return outputs
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         assert self.device_ids, "inputs are moved only if there is a device to move them to"
@@ -248,6 +257,37 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    # ---------------------------------------------------------------- the end of a reduction
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """True if ``finalize_backward`` ends reductions, and not the end of a backward pass.
+
+        Set it between a backward pass's end and the next forward pass. ``Optimizer.step`` raises before the reduction
+        has ended.
+        """
+        return self.reducer.ends_by_hand
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        self.reducer.set_ends_by_hand(required)
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """True if ``finalize_backward`` cannot be called during the coming backward pass.
+
+        In the first iteration of a static graph, whose used parameters are known only afterwards.
+        """
+        return self.reducer.ends_by_hand and self.reducer.unused.learning
+
+    def finalize_backward(self) -> None:
+        """Wait for all buckets, and give every parameter its mean; see ``require_manual_backward_finalization``.
+
+        Call it once for each backward pass that synchronises: after it, or in one of its hooks once all gradients are
+        there. Raises RuntimeError if gradients are missing, with their names, or if there is nothing to end.
+        """
+        self.reducer.end_reduction()
 
     # ---------------------------------------------------------------- communication hooks
 

@@ -76,6 +76,17 @@ def static_graph_changed(index: int, name: str) -> RuntimeError:
     )
 
 
+def loss_in_parts(index: int, name: str) -> RuntimeError:
+    """Return the error for a gradient from an output that the reduced backward pass had left out."""
+    return RuntimeError(
+        f"Expected to mark a variable ready only once. Parameter at index {index} with name {name} got its gradient "
+        "from an output that an earlier backward pass of the same iteration had left out, and whose parameters were "
+        "then reduced as unused: this gradient would stay on this rank. With find_unused_parameters=True, and in the "
+        "first iteration with static_graph=True, one backward pass must come through every output that is used: add "
+        "the losses up."
+    )
+
+
 def unseen_outputs() -> RuntimeError:
     """Return the error for a first backward pass of a static graph that did not come through the module's outputs."""
     return RuntimeError(

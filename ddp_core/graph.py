@@ -52,25 +52,28 @@ class _Sink(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, copy: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, copy: bool, entered: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.entered = weakref.WeakMethod(entered)
         return tuple(tensor.clone() if copy else tensor for tensor in tensors)  # a view would forbid `loss /= 10`
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (None, *grads)
+        _call(ctx.entered)
+        return (None, None, *grads)
 
 
-def through_sink(outputs: Any, copy: bool) -> Any:
+def through_sink(outputs: Any, copy: bool, entered: Callable[[], None]) -> Any:
     """Return ``outputs`` with every tensor that has a gradient history passed through one common node.
 
+    Every backward pass that comes through it begins with a call of ``entered``, a method, while its object lives.
     Containers are those of ``torch.utils._pytree``; tensors in any other object are left unchanged.
     """
     leaves, spec = pytree.tree_flatten(outputs)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     if not places:
         return outputs
-    passed = _Sink.apply(copy, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]  # 'Call to untyped function "apply"'
+    passed = _Sink.apply(copy, entered, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]  # 'Call to untyped function "apply"'
     for place, tensor in zip(places, passed, strict=True):
         leaves[place] = tensor
     return pytree.tree_unflatten(leaves, spec)
@@ -81,19 +84,19 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def at_end_of_backward_through(outputs: Iterable[Tensor], method: Callable[[], None]) -> None:
-    """Call ``method``, while its object lives, at the end of every backward pass that comes through ``outputs``.
+def at_entry_through(outputs: Iterable[Tensor], entered: Callable[[], None]) -> None:
+    """Call ``entered``, a method, while its object lives, in every backward pass that comes through ``outputs``.
 
     An output's gradient arrives in the outermost backward pass, before any nested one, such as a reentrant
     checkpoint's.
     """
-    weak = weakref.WeakMethod(method)
+    weak = weakref.WeakMethod(entered)
     for output in outputs:
         if output.requires_grad:
-            output.register_hook(functools.partial(_on_output, weak))
+            output.register_hook(functools.partial(_call, weak))
 
 
-def _on_output(weak: weakref.WeakMethod[Callable[[], None]], _gradient: Tensor) -> None:
+def _call(weak: weakref.WeakMethod[Callable[[], None]], _gradient: Tensor | None = None) -> None:
     method = weak()
     if method is not None:
-        at_end_of_backward(method)
+        method()

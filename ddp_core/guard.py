@@ -66,8 +66,11 @@ __all__ = [
 GuardMode = Literal["raise", "warn", "off"]
 
 PRIVATE_NAMES = (
-    "torch:_C._current_graph_task_id",
+    "torch:Tensor._version",
+    "torch._C:_current_graph_task_id",
+    "torch._C._distributed_c10d:GradBucket",
     "torch._compile:_disable_dynamo",
+    "torch._dynamo.eval_frame:OptimizedModule._orig_mod",
     "torch.autograd:Variable._execution_engine.queue_callback",
     "torch.distributed:Reducer._check_reducer_finalized",
 )
@@ -165,9 +168,9 @@ class Guard:
         suspects = [(name, p) for name, p in suspects if p.grad is not None and _has_content(p.grad)]
         if not suspects or is_standing(optimizer) or not self.judges(optimizer):
             return
-        if not within:
-            self.require_finished()
         known = id(suspects[0][1]) in self.index
+        if known and not within:
+            self.require_finished()
         if optimizer in self._watched:
             raise NotAveragedError(self._text(optimizer, verb, [n for n, _ in suspects], known, within))
         self.prove(optimizer, suspects, held, functools.partial(self._text, optimizer, verb, within=within))
@@ -263,15 +266,17 @@ class WrapperGuard(Guard):
             return
         self.averaged()
 
-    def averaged(self, skipped: Iterable[Tensor] = ()) -> None:
+    def averaged(self, skipped: Sequence[Tensor] = ()) -> None:
         """Note that all that ``p.grad`` holds is averaged, including what had accumulated before.
 
         ``skipped`` are the parameters of buckets that were not reduced, since this pass did not use them.
         """
-        left_out = {id(parameter) for parameter in skipped}
-        local = [parameter for parameter in self.log if id(parameter) in left_out] if left_out else []
+        if skipped:
+            left_out = set(map(id, skipped))
+            local = [parameter for parameter in self.log if id(parameter) in left_out]
         self.log.clear()
-        self.log.extend(local)
+        if skipped:
+            self.log.extend(local)
         self._ended_reductions += 1
         self.finished = _graph_task()
         for other in self._sharing:

@@ -36,9 +36,11 @@ class Layout:
         self.buckets: list[Bucket] = []
         self.locations: dict[int, tuple[Bucket, int]] = {}  # for each parameter: its bucket, and its place in it
         for position, indices in enumerate(plan):
-            kind = SparseBucket if self.specs[indices[0]].sparse else Bucket
             members, names = [self.parameters[i] for i in indices], [self.names[i] for i in indices]
-            self.buckets.append(kind(position, indices, members, names))
+            if self.specs[indices[0]].sparse:
+                self.buckets.append(SparseBucket(position, indices, members, names))
+            else:
+                self.buckets.append(Bucket(position, indices, members, names, self.settings.lazy_bucket_allocation))
             self.locations |= {index: (self.buckets[-1], place) for place, index in enumerate(indices)}
 
     def reset(self) -> None:
@@ -59,7 +61,7 @@ class Layout:
         """Lay out according to ``plan``, permanently: the order is no longer learned."""
         self._build(plan)
         self.rebuilt = True
-        if self.settings.gradient_as_bucket_view:
+        if self.settings.gradient_as_bucket_view and not self.settings.lazy_bucket_allocation:
             for bucket in self.buckets:
                 bucket.adopt()
 

@@ -11,7 +11,7 @@ from ddp_core.reducer import Reducer
 
 def describe(module: Module, reducer: Reducer, in_join: bool) -> dict[str, Any]:
     """Return settings, buckets (sizes in bytes) and the latest error, as strings and integers."""
-    sizes = ", ".join(str(bucket.flat.nbytes) for bucket in reducer.layout.buckets)
+    sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.layout.buckets)
     order = ", ".join(" ".join(map(str, bucket.indices)) for bucket in reducer.layout.buckets)
     data = {
         "world_size": reducer.process_group.size(),

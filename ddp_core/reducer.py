@@ -26,7 +26,7 @@ from ddp_core import errors, stepping
 from ddp_core.bucket import Bucket, GradBucket
 from ddp_core.collectives import all_reduce, finish, number_of_ranks
 from ddp_core.delayed import DelayedGradients
-from ddp_core.graph import at_end_of_backward, at_end_of_backward_through
+from ddp_core.graph import at_end_of_backward, at_entry_through
 from ddp_core.guard import WrapperGuard
 from ddp_core.hooks import CommHook, Pending
 from ddp_core.layout import Layout
@@ -62,6 +62,7 @@ class Reducer:
             self.group_for_sparse = group_for_sparse_sums(process_group, self.layout.parameters[0].device)
         self.hook: CommHook | None = None
         self.paused = False  # no_sync: gradients accumulate and nothing is counted
+        self.ends_by_hand = False  # the program calls end_reduction, not the end of the backward pass
         self.promised = False  # joined ranks were told that the coming backward pass synchronises
         self.join_work: dist.Work | None = None  # counts the ranks that still train, if those are to divide
         self.buffer_futures: list[torch.futures.Future[Any]] = []
@@ -92,6 +93,7 @@ class Reducer:
         """Forget everything seen so far; buckets will be rebuilt in the order of the next backward pass."""
         self.iteration = 0  # synchronised forward passes begun
         self.buckets_reduced = 0  # in the latest iteration
+        self.entered = -1  # the latest backward pass that came through the module's outputs, if they are observed
         self.warned_late = False
         self.progress.reset()
         self.layout.reset()
@@ -118,6 +120,10 @@ class Reducer:
         progress, unused = self.progress, self.unused
         if progress.phase is Phase.FAILED:
             raise progress.noted(errors.interrupted(progress.failure))
+        if self.ends_by_hand and progress.reducing and len(self.in_flight) == len(self.layout.buckets):
+            raise progress.noted(
+                RuntimeError("gradients are not averaged yet: call finalize_backward after each backward pass")
+            )
         if progress.phase is Phase.LEARNING:
             raise progress.noted(errors.unseen_outputs())
         if progress.phase is Phase.REDUCING:
@@ -170,7 +176,7 @@ class Reducer:
         if self.unused.searches:
             self.unused.search(outputs, first=self.iteration <= 1)
         elif self.unused.learning:
-            at_end_of_backward_through(outputs, self.reduce_all_at_once)
+            at_entry_through(outputs, self.entered_through_outputs)
 
     # ---------------------------------------------------------------- backward
 
@@ -180,6 +186,8 @@ class Reducer:
         if unused.tracked and unused.parameters[index].grad is not None:
             unused.used[index] = 1  # also under no_sync: what was used there is reduced later
         if self.paused or self.progress.phase is not REDUCING:
+            if self._belongs_to_reduced_iteration(index):
+                raise self.progress.noted(errors.loss_in_parts(index, self.layout.names[index]))
             if not self._takes_part(self.layout.names[index]):
                 self._tell_guard(self.layout.parameters[index])
                 return
@@ -194,6 +202,17 @@ class Reducer:
             complaint = errors.static_graph_changed if unused.static else errors.marked_twice
             raise self.progress.noted(complaint(index, self.layout.names[index]))
 
+    def entered_through_outputs(self) -> None:
+        """Note that the current backward pass comes through the module's outputs, where these are observed."""
+        self.entered = torch._C._current_graph_task_id()
+        if self.unused.learning:
+            at_end_of_backward(self.reduce_all_at_once)
+
+    def _belongs_to_reduced_iteration(self, index: int) -> bool:
+        """Return True for the first gradient of a parameter that should have been reduced, and was passed over."""
+        late = self.progress.phase is Phase.REDUCED and not self.paused
+        return late and index in self.unused.passed_over and self.entered == torch._C._current_graph_task_id()
+
     def _takes_part(self, name: str) -> bool:
         """Return True if this gradient must be reduced; if it is the iteration's first one, begin."""
         phase = self.progress.phase
@@ -203,7 +222,7 @@ class Reducer:
             return True
         if self.promised and (phase is Phase.EXPECTING or self.progress.reducing):
             raise self.progress.noted(errors.broken_promise())
-        if phase is Phase.REDUCED and not self.warned_late:
+        if phase is Phase.REDUCED and not self.paused and not self.warned_late:
             self.warned_late = True
             warnings.warn(errors.late(name), stacklevel=2)
         return False  # in FAILED too: even if the module has been wrapped again, its gradients are still reported here
@@ -233,6 +252,8 @@ class Reducer:
             self._launch_complete_buckets()
 
     def _gather(self, bucket: Bucket, places: Sequence[int]) -> None:
+        if not bucket.views:
+            bucket.allocate()
         if self.layout.iterations_to_check:
             self.layout.check_strides(bucket, places)
         bucket.gather(places, None if self.hook else self.divisor, self.settings.gradient_as_bucket_view)
@@ -248,7 +269,8 @@ class Reducer:
         if self.unused.searches:
             self.usage = self.count_usage(self.unused.used)
         self._launch_delayed_if_due()
-        at_end_of_backward(self._finish)
+        if not self.ends_by_hand:
+            at_end_of_backward(self._finish)
 
     def launch(self, bucket: Bucket, memory: Tensor) -> Pending:
         """Start to reduce ``memory``, which represents ``bucket``, with the hook or an all-reduce."""
@@ -307,13 +329,42 @@ class Reducer:
     @torch.no_grad()
     def reduce_all_at_once(self) -> None:
         """End the first iteration of a static graph: reduce everything, as the used parameters are known only now."""
-        if self.paused or self.progress.phase is not Phase.LEARNING:
+        if self.paused or self.progress.phase is not Phase.LEARNING or self.in_flight:
             return  # already reduced; or no_sync, or an autograd.grad, which ends in no parameter
         self.unused.learn()
         self.usage = self.count_usage(self.unused.used)
         for bucket in self.layout.buckets:
             self._gather(bucket, range(len(bucket.members)))
             self.in_flight.append(self.launch(bucket, bucket.flat))
+        if not self.ends_by_hand:
+            self._finish()
+
+    def set_ends_by_hand(self, by_hand: bool) -> None:
+        """Let the program end reductions with ``end_reduction``, or each backward pass its own."""
+        if self.progress.reducing:
+            raise errors.amid_reduction("require_manual_backward_finalization cannot be set")
+        if by_hand and self.delayed.named:
+            raise NotImplementedError(
+                "require_manual_backward_finalization: gradients of delay_all_reduce_named_params are reduced at the "
+                "end of the backward pass; wrap the module without it."
+            )
+        self.ends_by_hand = by_hand
+
+    def end_reduction(self) -> None:
+        """Do what the end of a backward pass does if ``ends_by_hand``; raise RuntimeError if it has nothing to end."""
+        if not self.ends_by_hand:
+            raise self.progress.noted(
+                RuntimeError(
+                    "finalize_backward: set ddp.require_manual_backward_finalization = True before the forward pass"
+                )
+            )
+        if not self.progress.reducing or len(self.in_flight) < len(self.layout.buckets):
+            self.require_finished()  # raises, with the names of missing gradients, if a reduction was begun
+            raise self.progress.noted(
+                RuntimeError(
+                    "finalize_backward: no reduction to end; call it once after each backward pass that synchronises"
+                )
+            )
         self._finish()
 
     @_disable_dynamo  # as in listening._on_node
@@ -328,9 +379,7 @@ class Reducer:
         self._forget_iteration()
         self.buckets_reduced = len(in_flight) - in_flight.count(None)
         self.layout.iterations_to_check = max(0, self.layout.iterations_to_check - 1)
-        if self.unused.learning:
-            self.unused.learned = True
-        elif self.wants_order:
+        if self.wants_order and not self.unused.learning:
             self.layout.ready_order = self.order + (self.unused.here if self.unused.static else [])
         self.progress.enter(Phase.REDUCED)
         if self.guard is not None:
@@ -338,10 +387,12 @@ class Reducer:
         with self.progress.fatal(in_flight):
             self._write_means(in_flight, delayed, usage)
         if self.guard is not None:
-            skipped = [b for b, pending in zip(self.layout.buckets, in_flight, strict=True) if pending is None]
-            self.guard.averaged([parameter for bucket in skipped for parameter in bucket.members])
-        if self.unused.searches:
-            self.unused.used = [0] * len(self.layout.parameters)
+            self.guard.averaged(self._skipped(in_flight) if None in in_flight else ())
+        self.unused.end_iteration()
+
+    def _skipped(self, in_flight: Sequence[Pending | None]) -> list[Parameter]:
+        buckets = zip(self.layout.buckets, in_flight, strict=True)
+        return [parameter for bucket, pending in buckets if pending is None for parameter in bucket.members]
 
     def _write_means(
         self, in_flight: Sequence[Pending | None], delayed: Sequence[Pending], usage: Usage | None
@@ -353,6 +404,8 @@ class Reducer:
                 bucket.scatter(mean, untouched, self.settings.gradient_as_bucket_view)
                 if self.steps_in_backward:
                     stepping.step(bucket.members)
+            if bucket.lazy:
+                bucket.release()
         for bucket, pending in zip(self.delayed.buckets, delayed, strict=True):
             bucket.scatter(pending.result(), set(), as_views=True)
             if self.steps_in_backward:

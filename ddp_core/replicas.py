@@ -97,7 +97,8 @@ def _chunks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     devices = list(
         dict.fromkeys(tensor.device for tensor in tensors)
     )  # by first appearance: numbers may differ between ranks
-    for tensor in sorted(tensors, key=lambda t: (devices.index(t.device), -t.element_size(), str(t.dtype))):
+    filled = [tensor for tensor in tensors if tensor.numel()]  # PyTorch 2.8 and older unflatten (n, 0) as (0,)
+    for tensor in sorted(filled, key=lambda t: (devices.index(t.device), -t.element_size(), str(t.dtype))):
         nbytes += tensor.nbytes
         first = chunks[-1][0] if chunks else tensor
         most = MESSAGE_BYTES if first.dtype == tensor.dtype else JOINED_BYTES

@@ -14,3 +14,4 @@ class ReducerSettings:
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
     skip_all_reduce_unused_params: bool
+    lazy_bucket_allocation: bool = False

@@ -53,6 +53,7 @@ class UnusedParameters:
         self.used = [0] * len(self.parameters)  # 1 for those that this rank used
         self.here: list[int] = []  # these count as ready without firing
         self.everywhere: set[int] = set()
+        self.passed_over: set[int] = set()  # by the latest reduction: expected to be used, and without a gradient
         self.constant = True  # every search found the same as the one before
 
     def become_static(self) -> None:
@@ -74,6 +75,14 @@ class UnusedParameters:
     def learn(self) -> None:
         """Record the parameters whose nodes did not fire, after the first backward pass of a static graph."""
         self.here = [index for index, firings in enumerate(self.firings) if firings == 0]
+
+    def end_iteration(self) -> None:
+        """Record the parameters that the reduction passed over, and expect every other one to be used again."""
+        if self.learning:
+            self.learned, self.passed_over = True, set(self.here)
+        elif self.searches:
+            self.passed_over = {index for index, used in enumerate(self.used) if not used}.difference(self.here)
+            self.used = [0] * len(self.parameters)
 
     def untouched(self, indices: Sequence[int], usage: Usage | None) -> set[int]:
         """Return the parameters that no rank used, which keep their gradients; empty if this one used all ``indices``.

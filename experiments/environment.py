@@ -21,7 +21,7 @@ FORMAT = 1
 """The format of the JSON text; increased when its readers must change."""
 PACKAGES = (
     "torch", "numpy", "scipy", "typer", "rich", "matplotlib", "scikit-learn", "tensorboard", "jinja2", "pandas",
-    "pyyaml", "lightning", "pytorch-lightning", "accelerate", "transformers", "ray", "torchft", "torchft-nightly",
+    "pyyaml", "lightning", "pytorch-lightning", "accelerate", "transformers", "ray", "torchft",
 )  # fmt: skip
 BACKENDS = ("gloo", "nccl", "mpi")
 _SHOWN = re.compile(r"COMMHOOKS_\w+|OMP_NUM_THREADS|MKL_NUM_THREADS")
@@ -94,7 +94,7 @@ def _of_torch() -> dict[str, Any]:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
         return {"error": f"import torch: {_without_folders(str(error))}"}
-    from commhooks import compiled
+    from commhooks import compiled, versions
     from commhooks.planning.place import processor_name, usable_processors
 
     dist = torch.distributed
@@ -103,7 +103,14 @@ def _of_torch() -> dict[str, Any]:
         passes = str(compiled())
     except commhooks.CommHooksError as error:
         passes = str(error)
+    tried = versions.tried(torch.__version__, platform.python_version())
+    lists = versions.private_names().items()
     return {
+        "versions": {
+            "promise": versions.promised(platform.python_version(), torch.__version__),
+            "tried": tried and {key: tried[key] for key in ("torch", "python", "date", "parts")},
+            "missing": {file: missing for file, names in lists if (missing := versions.missing(names))},
+        },
         "processor": {
             "name": processor_name(),
             "cores": os.cpu_count(),
@@ -162,7 +169,14 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _rows_of_torch(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    processor, cuda = found["processor"], found["cuda"]
+    processor, cuda, versions = found["processor"], found["cuda"], found["versions"]
+    yield "versions", versions["promise"]
+    yield "tried", _in_one_line(versions["tried"])
+    missing = [f"{name} ({file})" for file, names in versions["missing"].items() for name in names]
+    yield (
+        "private names",
+        f"this PyTorch lacks {', '.join(missing)}" if missing else "this PyTorch has all that are used",
+    )
     yield "processor", f"{processor['name']}, {processor['capability']}"
     yield "cores", f"{processor['usable_cores']} of {processor['cores']} usable, load {processor['load']}"
     yield "threads", f"{processor['threads']} for one computation of PyTorch"
@@ -175,3 +189,10 @@ def _rows_of_torch(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         memory = bytes_in_words(one["memory_bytes"])
         yield f"CUDA device {number}", f"{one['name']}, {memory}, compute capability {one['capability']}"
     yield "compiled passes", found["compiled_passes"].removeprefix("compiled passes: ")
+
+
+def _in_one_line(tried: Mapping[str, Any] | None) -> str:
+    if tried is None:
+        return "no, see docs/versions.md for those that were"
+    passed, failed, _ = (sum(counts) for counts in zip(*tried["parts"].values(), strict=True))
+    return f"on {tried['date']} with Python {tried['python']}: {counted(passed, 'test')} passed, {failed} failed"

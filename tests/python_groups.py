@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # 'has no attribute': not in its stub
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.futures import Future
 
 WORKS = ("subclass", "wrapper", "wait alone", "future alone", "elsewhere", "later")
@@ -186,6 +187,25 @@ class Boastful(Lonely):
 
     def getSize(self) -> int:  # noqa: N802
         return 34
+
+
+class Elastic(Lonely):
+    """A group whose ranks come and go, as those of PyTorch 2.14 that can be reconfigured, and meet in one store."""
+
+    group_name = "elastic"  # type: ignore[assignment]  # a property of the base
+
+    def __init__(self, members: list[int]) -> None:
+        super().__init__()
+        self.members = members
+
+    def getRank(self) -> int:  # noqa: N802
+        return self.members.index(dist.get_rank())
+
+    def getSize(self) -> int:  # noqa: N802
+        return len(self.members)
+
+    def get_group_store(self) -> Any:
+        return _get_default_store()
 
 
 def made_by_torch(kind: str) -> Any:

@@ -24,6 +24,17 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.storage import StorageReader
 
+PRIVATE_NAMES = (
+    "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.set_up_planner",
+    "torch.distributed.checkpoint.filesystem:FileSystemReader",
+    "torch.distributed.checkpoint.metadata:BytesStorageMetadata",
+    "torch.distributed.checkpoint.metadata:Metadata.planner_data",
+    "torch.distributed.checkpoint.metadata:Metadata.state_dict_metadata",
+    "torch.distributed.checkpoint.metadata:TensorStorageMetadata.properties",
+    "torch.distributed.checkpoint.metadata:TensorStorageMetadata.size",
+)
+"""No underscore marks what DCP keeps in a checkpoint's table of contents, but no page of PyTorch's describes it."""
+
 KeyPath = tuple[str | int, ...]
 
 

@@ -7,13 +7,12 @@ one wakes the peers if this rank fails (on Gloo, `abort` and `shutdown` wake nob
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
 import os
 import time
-import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,31 +25,48 @@ from commhooks.communicators import Collective, Communicator, Pending, ProcessGr
 from commhooks.communicators.disagreement import describe
 from commhooks.communicators.noticeboard import ANSWER_SECONDS, Noticeboard, StoreThread
 from commhooks.communicators.parent_group import name_and_store
+from commhooks.communicators.sections import Section, Sections, sections_under
 from commhooks.communicators.unhurried import unhurried
 from commhooks.errors import AttachError, CollectiveError
 from commhooks.language.requests import Group
 
 WrapCommunicator = Callable[[Communicator], Communicator]
 
+PRIVATE_NAMES = (
+    "torch._C._distributed_c10d:PrefixStore",
+    "torch._C._distributed_c10d:ProcessGroup._allgather_base",
+    "torch._C._distributed_c10d:ProcessGroup._get_backend",
+    "torch._C._distributed_c10d:ProcessGroup._reduce_scatter_base",
+    "torch._C._distributed_c10d:ProcessGroup.get_group_store | torch.distributed.distributed_c10d:_world.pg_map",
+    "torch._C._distributed_c10d:ProcessGroupGloo.options | torch._C._distributed_c10d:Backend.options",
+    "torch._C._distributed_c10d:ProcessGroupGloo._Options._devices",
+    "torch._C._distributed_c10d:ProcessGroupGloo._Options._threads",
+    "torch._C._distributed_c10d:ProcessGroupGloo._Options._timeout",
+    "torch._C._distributed_c10d:ProcessGroupGloo.create_default_device",
+    "torch._C._distributed_c10d:ProcessGroupGloo.create_device",
+    "torch._C._distributed_c10d:Store",
+    "torch.distributed.distributed_c10d:_world.pg_group_ranks",
+    "torch.distributed.distributed_c10d:_world.pg_map",
+    "torch.distributed.distributed_c10d:_world.pg_names",
+)
+"""PyTorch's process groups and stores, for all of this folder and for `commhooks.scheduling`."""
+
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 OPENING_SECONDS = 2.0
 """Seconds that opening may take beyond the group's timeout, at which Gloo itself raises with a better message."""
 SWAP_SECONDS = 10.0
 """Seconds that ranks which disagree wait for each other's fingerprints."""
-_POLL_SECONDS = 0.01
+_POLL_SECONDS = 0.002
 """Seconds between the first looks for other ranks in the store."""
 _LONGEST_POLL_SECONDS = 0.2
 """Seconds between later looks: one store serves all ranks, and polling at the first rate would keep it busy."""
-
-_private_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-"""The number of private groups of each parent, by label; all ranks create groups of one label in the same order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Address:
     """Everything needed to create a private group, without a reference to the parent group itself."""
 
-    store: Store
+    section: Section
     rank: int
     world_size: int
     timeout: timedelta
@@ -63,15 +79,25 @@ class Address:
         Raises `AttachError` if the parent has no name, or no store.
         """
         parents_name, parents_store = name_and_store(parent)
-        numbers = _private_groups.setdefault(parent, Counter())
-        name = f"commhooks/{parents_name}/{label}/{numbers[label]}"
-        numbers[label] += 1
-        store = PrefixStore(name, parents_store)
-        return cls(store, parent.rank(), parent.size(), _timeout_of(parent), StoreThread(store))
+        own = PrefixStore(f"commhooks/{parents_name}", parents_store)
+        section = sections_under.setdefault(parent, Sections()).make(own, label, parent.rank())
+        return cls(section, parent.rank(), parent.size(), _timeout_of(parent), StoreThread(section.base))
+
+    @property
+    def store(self) -> Store:
+        """The section of the store that belongs to this group alone, once its ranks have met."""
+        assert self.section.store is not None, "the ranks have not met"
+        return self.section.store
 
     def noticeboard(self) -> Noticeboard:
-        """Return the noticeboard of this group's ranks."""
-        return Noticeboard(self.store, self.store_thread, self.rank, self.world_size)
+        """Return the noticeboard of this group's ranks, on which nothing is written before they have met."""
+        return Noticeboard(lambda: self.section.store, self.store_thread, self.rank, self.world_size)
+
+    def meet(self) -> concurrent.futures.Future[Store]:
+        """Let all ranks meet, without a group; the future is done when they have, within the parent's timeout."""
+        self.section.begin()
+        patience = self.timeout.total_seconds()
+        return self.store_thread.submit(functools.partial(_meet, self, "", range(self.world_size), patience))
 
 
 class Connection:
@@ -92,11 +118,14 @@ class Connection:
     ) -> None:
         self.timeout = address.timeout.total_seconds()
         everyone = range(address.world_size)
-        group = _open_group(address, address.store, everyone, self.timeout)
+        address.section.begin()
+        try:
+            group = _open_group(address, "", everyone, self.timeout)
+        finally:
+            address.section.is_over = True
         settings: Any = group.options
         limit, devices = hook_timeout or self.timeout, settings._devices
-        of_sparse = PrefixStore("sparse", address.store)
-        open_for_sparse = functools.partial(_open_group, address, of_sparse, everyone, limit, devices, threads=1)
+        open_for_sparse = functools.partial(_open_group, address, "sparse", everyone, limit, devices, threads=1)
         open_some = functools.partial(_open_some, address, limit, devices)
         open_back = functools.partial(_open_back, address, limit, devices)
         carrier = ProcessGroupCommunicator(group, open_for_sparse, open_some, wait, open_back=open_back)
@@ -133,54 +162,66 @@ class Connection:
 
 
 def _open_some(
-    address: Address, patience: float, devices: list[Any], group: Group, store: Store | None = None
+    address: Address, patience: float, devices: list[Any], group: Group, inside: str = ""
 ) -> ProcessGroupGloo:
-    """Return the group of some of the ranks once all of them have come to `store`, by default the address's."""
+    """Return a group of some of the ranks once all of them have come to its part of the section, within `inside`."""
     ranks = group.ranks(address.rank, address.world_size)
-    name = f"{group.kind} group of rank {ranks[0]}, machines of {group.size}"
-    return _open_group(address, PrefixStore(name, store or address.store), ranks, patience, devices)
+    name = f"{inside}{group.kind} group of rank {ranks[0]}, machines of {group.size}"
+    return _open_group(address, name, ranks, patience, devices)
 
 
 def _open_back(address: Address, patience: float, devices: list[Any], group: Group | None) -> ProcessGroupGloo:
     """Return a second group of all ranks, or of the ranks in `group`."""
-    store = PrefixStore("back", address.store)
     if group is None:
-        return _open_group(address, store, range(address.world_size), patience, devices)
-    return _open_some(address, patience, devices, group, store)
+        return _open_group(address, "back", range(address.world_size), patience, devices)
+    return _open_some(address, patience, devices, group, "back/")
 
 
 def _open_group(
     address: Address,
-    store: Store,
+    part: str,
     ranks: Sequence[int],
     patience: float,
     devices: list[Any] | None = None,
     threads: int | None = None,
 ) -> ProcessGroupGloo:
-    """Return a group of these ranks, which meet in `store`, once all have come; `devices` are an open group's."""
+    """Return a group of these ranks, which meet in a part of the section, once all have come.
+
+    `devices` are an open group's.
+    """
     limit = patience + OPENING_SECONDS
-    address.store_thread.call(functools.partial(_meet, address, store, ranks, patience), limit)
+    store = address.store_thread.call(functools.partial(_meet, address, part, ranks, patience), limit)
     make = functools.partial(_make_group, address, store, ranks, devices, threads)
     return address.store_thread.call(make, limit)
 
 
-def _meet(address: Address, store: Store, ranks: Sequence[int], patience: float) -> None:
-    """Wait for all of these ranks; runs on the store's thread.
+def _meet(address: Address, part: str, ranks: Sequence[int], patience: float) -> Store:
+    """Wait for all of these ranks, and return that part of the section, "" for all of it; runs on the store's thread.
 
     Gloo would wait for one rank after another, each time as long as the timeout, and would not show whether a rank or
-    the store itself kept it waiting.
+    the store itself kept it waiting. The last to come says so under one key, for which the others look: to look for
+    every rank, a thousand ranks would ask for a million keys, several times a second.
     """
     board = address.noticeboard()
-    keys = [f"came/{rank}" for rank in ranks]
-    store.set(f"came/{address.rank}", "")
+    store: Store | None = None
     deadline = time.monotonic() + patience
     pause = _POLL_SECONDS
-    while not store.check(keys):  # not wait(): while that blocks, no other call of this process reaches the store
+    while True:  # not wait(): while that blocks, this process can make no other call
+        section = address.section.look()
+        if store is None and section is not None:
+            store, pause = PrefixStore(part, section) if part else section, _POLL_SECONDS
+            store.set(f"came/{address.rank}", "")
+            if store.add("number that came", 1) == len(ranks):
+                store.set("all came", "")
+        if store is not None and store.check(["all came"]):
+            return store
         cause = board.look()
         if cause is not None:
             raise CollectiveError(f"another rank failed: {cause}")
         late = time.monotonic() > deadline
-        absent = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])] if late else []
+        absent = [rank for rank in ranks if store and not store.check([f"came/{rank}"])] if late else []
+        if late and store is None:
+            absent = [0]  # who would have told the number
         if absent:
             raise CollectiveError(
                 f"could not connect to every rank within {patience:g} s. Missing: rank {', '.join(map(str, absent))}."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import dataclasses
+import functools
 import os
 import queue
 import threading
@@ -26,6 +27,9 @@ Answer = TypeVar("Answer")
 
 ANSWER_SECONDS = 1.0
 """Seconds to wait for an answer of the store, or of a rank in a roll call."""
+
+OUT_OF_INPUTS = "none: it has run out of inputs"
+"""The loss scale of a rank that has joined, whose zeros have none."""
 
 _FAILURE_KEY = "failure"
 _ROLL_CALL_KEY = "roll-call"
@@ -111,12 +115,15 @@ class StoreThread:
 class Noticeboard:
     """An attachment's section of the store, in which a failing rank reports the cause to the others.
 
+    `section` returns None until the ranks have met in it; until then, nothing is written and nothing is known.
     Except for `look`, which `store_thread` runs, methods return immediately or after about `ANSWER_SECONDS`
     (`silent_ranks` after twice that).
     """
 
-    def __init__(self, store: Store, store_thread: StoreThread, rank: int, world_size: int) -> None:
-        self._store = store
+    def __init__(
+        self, section: Callable[[], Store | None], store_thread: StoreThread, rank: int, world_size: int
+    ) -> None:
+        self._section = section
         self._thread = store_thread
         self._rank = rank
         self._here = [f"here/{rank}" for rank in range(world_size)]
@@ -129,7 +136,7 @@ class Noticeboard:
     def announce(self, number: int, call: str) -> None:
         """Announce, without waiting, that this rank compares settings, as item `number` of its queue."""
         announcement = f"{number} rank {self._rank} calls {call}"
-        self._thread.submit(lambda: self._store.set(_ANNOUNCEMENT_KEY, announcement))
+        self._thread.submit(lambda: self._write(_ANNOUNCEMENT_KEY, announcement))
 
     def failure(self) -> str | None:
         """Return the cause of a rank's failure, if known by now, and look again in the background.
@@ -159,31 +166,79 @@ class Noticeboard:
 
     def post(self, cause: str) -> None:
         """Report this rank's failure to the others, unless another one was posted first. Raises nothing."""
-        done = self._thread.submit(lambda: self._store.compare_set(_FAILURE_KEY, "", cause))
+        done = self._thread.submit(lambda: self._write(_FAILURE_KEY, cause, is_first=True))
         concurrent.futures.wait([done], ANSWER_SECONDS)
 
     def look(self) -> str | None:
         """Return the reason that was posted, and answer a roll call; runs on the store's thread."""
-        if self._store.check([_FAILURE_KEY]):
-            return str(self._store.get(_FAILURE_KEY).decode())
-        if self._store.check([_ROLL_CALL_KEY]):
-            self._store.set(self._here[self._rank], "")
-        if self._store.check([_ANNOUNCEMENT_KEY]):
-            number, _, call = self._store.get(_ANNOUNCEMENT_KEY).decode().partition(" ")
+        store = self._section()
+        if store is None:
+            return None
+        if store.check([_FAILURE_KEY]):
+            return str(store.get(_FAILURE_KEY).decode())
+        if store.check([_ROLL_CALL_KEY]):
+            store.set(self._here[self._rank], "")
+        if store.check([_ANNOUNCEMENT_KEY]):
+            number, _, call = store.get(_ANNOUNCEMENT_KEY).decode().partition(" ")
             self.announced = int(number), call
         return None
+
+    def note_scale(self, step: int, scale: str) -> None:
+        """Tell the other ranks that this rank's loss scale has changed to `scale` in a step.
+
+        It waits for the store, so that whoever has ended this step knows; a silent one is not waited for.
+        """
+        done = self._thread.submit(functools.partial(self._note_scale, step, scale))
+        concurrent.futures.wait([done], ANSWER_SECONDS)
+
+    def other_scales(self, step: int, scale: str) -> dict[int, str]:
+        """Return the last known loss scales of ranks that did not change to `scale` in a step that has ended.
+
+        They are looked at only if some rank did not, and once more a little later, since a store may be slow.
+        """
+        look = functools.partial(self._other_scales, step, scale)
+        try:
+            if not self._thread.call(look, ANSWER_SECONDS):
+                return {}
+            time.sleep(ANSWER_SECONDS)
+            return self._thread.call(look, ANSWER_SECONDS)
+        except SilentStoreError:  # which proves nothing; that it is gone is told where ranks wait
+            return {}
 
     def close(self) -> None:
         """End the store's thread."""
         self._thread.close()
 
+    def _note_scale(self, step: int, scale: str) -> None:
+        if (store := self._section()) is not None:
+            store.set(f"scale/{self._rank}", scale)
+            store.add(f"scale {scale} in step {step}", 1)
+
+    def _other_scales(self, step: int, scale: str) -> dict[int, str]:
+        store = self._section()
+        if store is None or int(store.get(f"scale {scale} in step {step}")) == len(self._here):
+            return {}
+        keys = {rank: f"scale/{rank}" for rank in range(len(self._here))}
+        last = {rank: store.get(key).decode() if store.check([key]) else "1.0" for rank, key in keys.items()}
+        return {rank: other for rank, other in last.items() if other not in (scale, OUT_OF_INPUTS)}
+
+    def _write(self, key: str, text: str, *, is_first: bool = False) -> None:
+        store = self._section()
+        if store is not None and is_first:
+            store.compare_set(key, "", text)
+        elif store is not None:
+            store.set(key, text)
+
     def _call_the_roll(self) -> list[int]:
+        store = self._section()
+        if store is None:
+            return []
         deadline = time.monotonic() + ANSWER_SECONDS
-        self._store.set(_ROLL_CALL_KEY, "")
-        self._store.set(self._here[self._rank], "")
-        while time.monotonic() < deadline and not self._store.check(self._here):
+        store.set(_ROLL_CALL_KEY, "")
+        store.set(self._here[self._rank], "")
+        while time.monotonic() < deadline and not store.check(self._here):
             time.sleep(_POLL_SECONDS)
-        return [rank for rank, key in enumerate(self._here) if not self._store.check([key])]
+        return [rank for rank, key in enumerate(self._here) if not store.check([key])]
 
 
 _threads: weakref.WeakSet[StoreThread] = weakref.WeakSet()

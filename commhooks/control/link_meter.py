@@ -60,7 +60,11 @@ class LinkMeter:
         self._device = torch.device("cpu") if self._sees_waiting or device is None else device
         # On NCCL a wait with a limit would end the process: the group's own timeout holds there.
         self._limit = attachment.hook_timeout if self._sees_waiting else None
-        self._board = Address.under(group, "Adaptive").noticeboard() if self._limit is not None else None
+        self._board: Noticeboard | None = None
+        if self._limit is not None:
+            address = Address.under(group, "Adaptive")
+            address.meet()  # in the background: until then, no failure is known
+            self._board = address.noticeboard()
         self._attachment = attachment
         self.start()
 

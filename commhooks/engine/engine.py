@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from commhooks.communicators.disagreement import refusal_as_fingerprint
+from commhooks.communicators.noticeboard import OUT_OF_INPUTS, Noticeboard
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.devices import future_on, mark_of
 from commhooks.engine.buckets import Bucket, Buckets
@@ -57,12 +58,18 @@ class Engine:
         """The engine's place on its line, and its counts."""
         self.scheduler: Scheduler | None = None
         """The scheduler of the lane; None before the first bucket or `open`."""
+        self.why_stopped = ""
+        """The failure, outside the lane, because of which it was closed; "" if there was none."""
         self._leave = weakref.finalize(self, line.leave)
         self._leave.atexit = False
         self.state = StateTable(line.rank, line.world_size, residuals)
         self.buckets = Buckets(self.state, by_parameter=by_parameter)
         self.loss_scale = loss_scale or LossScale()
         self.step = 0
+        self._scale = 1.0
+        """The loss scale that the other ranks know of."""
+        self._told: tuple[int, str] | None = None
+        """The step in which it changed, until it is compared."""
         self._fingerprint = fingerprint
         self._may_be_unused = may_be_unused
         self._may_join = may_join  # zeros outside a backward pass come from a rank that has run out of inputs
@@ -143,12 +150,51 @@ class Engine:
         if self.buckets.cannot_contain(bucket):
             self.end_step()
         if not self.buckets.is_step_under_way:
+            self._check_ranks()
             self.buckets.hand_over(self.compressor, self.step)
             self.loss_scale.apply_to(self.state.by_units, bucket.buffer().device)
+            self._compare_scales()
             self.state.choose(self.compressor, self.step)
             if self._undo is not None:
                 self._undo.begin_step()
         self.buckets.follow(bucket)
+
+    def _check_ranks(self) -> None:
+        """Fail before a step, on every rank that still waits for this one, if the ranks are not those of the line."""
+        try:
+            self.line.check_ranks()
+        except AttachError as error:
+            failure = f"rank {self.line.rank}, before step {self.step}: {error}"
+            self._post(failure)
+            raise AttachError(failure) from None
+
+    def _compare_scales(self) -> None:
+        """Tell the other ranks of a loss scale that has changed, and one step later find those that have another.
+
+        All ranks have begun a step that has ended here, and told their scales before. In steps in which the scale stays
+        this costs nothing. On a GPU the host does not know it.
+        """
+        board, scale = self.scheduler.board if self.scheduler is not None else None, self.loss_scale.of_gradients
+        if not isinstance(board, Noticeboard) or self.lane.number or isinstance(scale, Tensor):
+            return
+        if self._told is not None:
+            (step, told), self._told = self._told, None
+            if others := board.other_scales(step, told):
+                named = ", ".join(f"{other} on rank {rank}" for rank, other in others.items())
+                failure = (
+                    f"rank {self.line.rank}, step {step}: the loss scale is {told} here, and {named}: a mean of "
+                    "gradients of several scales is wrong. Give all ranks the same GradScaler settings and state, and "
+                    "call scaler.update() on all of them after each step."
+                )
+                self.stop(failure)
+                raise GradientError(failure)
+        if scale != self._scale:
+            self._scale = scale
+            if self._may_join and torch._C._current_graph_task_id() == -1:
+                board.note_scale(self.step, OUT_OF_INPUTS)
+            else:
+                self._told = self.step, str(scale)
+                board.note_scale(*self._told)
 
     def end_step(self) -> None:
         """End the current step, even if its last bucket never came."""
@@ -235,9 +281,14 @@ class Engine:
     def stop(self, why: str = "") -> None:
         """Close the lane; the line stops with its last one, or on every rank if this one tells them `why`."""
         self.lane.is_closed = True
-        if why and self.scheduler is not None and self.scheduler.board is not None:
-            self.scheduler.board.post(why)
+        self.why_stopped = self.why_stopped or why
+        if why:
+            self._post(why)
         self._leave()
+
+    def _post(self, why: str) -> None:
+        if self.scheduler is not None and self.scheduler.board is not None:
+            self.scheduler.board.post(why)
 
     def _fingerprint_with(self, compressor: Compressor, refusal: Exception | None = None) -> str:
         """Return the text that must be the same on every rank."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from commhooks.compressors import Signum
 from commhooks.compressors.codecs import Vote
 from commhooks.engine.engine import Engine
-from commhooks.errors import CompressorError, SettingsError
+from commhooks.errors import CommHooksError, CompressorError, SettingsError
 from commhooks.hooks.flat import FlatBucket, InTurns, allocated, places_of
 from commhooks.hooks.handle import Handle, check_compressor_for, check_run_settings, checked_compressor
 from commhooks.hooks.sockets import group_or_default
@@ -258,8 +258,18 @@ class Exchanger(Handle):
         why = f"rank {self._engine.line.rank}: {what}"
         if isinstance(self._engine.line, LockstepLine):  # nobody has begun, so nothing is lost
             raise CompressorError(why)
-        self._engine.stop(why)
+        self.stop(why)
         raise CompressorError(f"{why} It is closed now: other ranks' calls fail.")
+
+    def stop(self, why: str) -> None:
+        """Close the lane because of a failure outside it, of which the other ranks learn."""
+        self._engine.stop(why)
+
+    @property
+    def failure(self) -> CommHooksError | None:
+        """The error that ended all rounds; None if there was none, and after `close`."""
+        why = self._engine.why_stopped
+        return self._engine.failure() or (CompressorError(why) if why else None)
 
     def close(self) -> None:
         """Close the lane; the background threads stop with the line's last one. Later rounds fail."""

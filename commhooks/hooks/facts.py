@@ -6,6 +6,13 @@ from torch.nn import Module
 
 from commhooks.errors import AttachError
 
+PRIVATE_NAMES = (
+    "torch.distributed.optim.apply_optimizer_in_backward:_apply_optimizer_in_backward._in_backward_optimizers",
+    "torch.nn.parallel:DistributedDataParallel._comm_hooks",
+    "torch.nn.parallel:DistributedDataParallel._use_python_reducer",
+)
+"""What PyTorch keeps of its DistributedDataParallel for itself."""
+
 
 def searches_for_unused(model: Module) -> bool:
     """Return whether a DDP leaves a gradient unchanged if no rank used its parameter."""

@@ -40,7 +40,7 @@ class _Steps(NamedTuple):
     def of(cls, optimizer: Optimizer) -> _Steps:
         """Return the largest momentum of any group, and whether any group has second moments."""
         groups = optimizer.param_groups
-        if isinstance(optimizer, torch.optim.Muon):
+        if isinstance(optimizer, getattr(torch.optim, "Muon", ())):  # PyTorch 2.8 and older have none
             return cls(0.0, is_adaptive=False)
         if isinstance(optimizer, _ADAPTIVE) or any("betas" in group for group in groups):
             return cls(0.0, is_adaptive=True)

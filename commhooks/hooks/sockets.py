@@ -63,6 +63,11 @@ def run_stateless(
     hook_ran(bucket)
     group = group_or_default(process_group)
     engines = _engines.setdefault(group, {})
+    if compressor in engines and bucket.index() == 0:
+        try:
+            engines[compressor].line.check_ranks()
+        except AttachError:  # it keeps nothing between steps, so that it can simply begin anew with all ranks
+            engines.pop(compressor).stop()
     if compressor not in engines:
         line = ProcessGroupLine(group, label=repr(compressor))
         engines[compressor] = Engine(compressor, line, by_parameter=False)

@@ -29,7 +29,7 @@ from commhooks.state.loss_scale import Scaler
 from commhooks.state.table import ResidualStorage
 from commhooks.unwrapping import find_ddp
 
-require("torchft-nightly", at_least="2026.10")
+require("torchft", at_least="0.2")
 
 from torchft.manager import Manager  # noqa: E402  # after the check, whose error says what to install
 

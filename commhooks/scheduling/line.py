@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from commhooks.communicators import ProcessGroupCommunicator
 from commhooks.communicators.connection import Address, Agreements, WrapCommunicator
-from commhooks.communicators.parent_group import backend_of, warn_of_bypass
+from commhooks.communicators.parent_group import backend_of, warn_of_bypass, warn_of_one_rank
 from commhooks.devices import SideStream, runs_on_streams
+from commhooks.errors import AttachError
 from commhooks.scheduling.inline import InlineScheduler
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.policy import PolicyName
@@ -49,13 +50,18 @@ class Line(Protocol):
         """Leave a lane, open or not; when all have left, the line stops."""
         ...
 
+    def check_ranks(self) -> None:
+        """Raise `AttachError` if the ranks are no longer those that the line was made for."""
+        ...
+
 
 class ProcessGroupLine:
     """A line beside a process group: a thread and a private group of the same ranks, for one engine or several.
 
     It does not keep the process group alive, so that a destroyed one is freed. `label` names it in the store, `policy`
     is the policy of engines that choose none, and `hook_timeout` is in seconds (None: the process group's timeout).
-    `wrap_communicator` takes the private group's communicator, and returns the one to use in its place.
+    `wrap_communicator` takes the private group's communicator, and returns the one to use in its place. It warns of a
+    process group of one rank, unless that `may_be_alone`, as the inner group of a hierarchy.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class ProcessGroupLine:
         wrap_communicator: WrapCommunicator | None = None,
         hook_timeout: float | None = None,
         may_bypass: bool = False,
+        may_be_alone: bool = False,
     ) -> None:
         self.policy = policy
         self._lanes = 0
@@ -80,6 +87,8 @@ class ProcessGroupLine:
         pretended = getattr(wrap_communicator, "world_size", None)  # a class, too, may have a property of that name
         self.world_size = pretended if isinstance(pretended, int) else self._address.world_size
         """The number of ranks in the process group, unless `wrap_communicator` has another `world_size`."""
+        if not may_be_alone and wrap_communicator is None:
+            warn_of_one_rank(process_group, label)
         self._wrap = wrap_communicator
         self.hook_timeout = hook_timeout
         self._may_bypass = may_bypass  # the user knows that a group without Gloo only provides its ranks
@@ -110,6 +119,19 @@ class ProcessGroupLine:
             if self._lanes == 0 and running is not None:
                 running.stop()
 
+    def check_ranks(self) -> None:
+        """Raise `AttachError` if the process group has changed its size, or given this rank another number.
+
+        The private group is still that of the former ranks, which would average among themselves.
+        """
+        group, before = self._process_group(), (self._address.rank, self._address.world_size)
+        if group is not None and (now := (group.rank(), group.size())) != before:
+            raise AttachError(
+                f"the process group has changed: this was rank {before[0]} of {before[1]}, and is rank {now[0]} of "
+                f"{now[1]} now. Close or detach on every former rank, and then make or attach it again on every rank; "
+                "state_dict() and load_state_dict(world_size=...) take its state along."
+            )
+
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> Scheduler:
         """Open a reserved lane; on NCCL this waits for all ranks, otherwise the thread does."""
         backend = self._backend(device)
@@ -129,6 +151,7 @@ class ProcessGroupLine:
         process_group = self._process_group()
         assert process_group is not None, "its backend was just asked for"
         # A proxy: an engine is found by its group, and must not keep it alive.
+        self._address.meet().result()
         carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group), has_tensor_forms=True)
         agreements = Agreements(carrier, self._address, device)
         communicator = self._wrap(carrier) if self._wrap else carrier
@@ -141,4 +164,5 @@ class ProcessGroupLine:
         process_group = self._process_group()
         if process_group is not None and backend != "gloo" and not self._may_bypass:
             warn_of_bypass(process_group, backend)
+        self._address.section.begin()  # here, in the same order on every rank, and not on the thread
         return Worker(self._address, self._wrap, self.hook_timeout)

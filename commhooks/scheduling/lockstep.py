@@ -46,6 +46,9 @@ class LockstepLine(Scheduler):
     def leave(self) -> None:
         """Do nothing: nothing runs in the background."""
 
+    def check_ranks(self) -> None:
+        """Do nothing: workers of one process stay."""
+
     def submit(self, lane: Lane, task: BucketTask) -> None:
         """Take a task; fail it if an earlier one has failed, or the lane is closed."""
         if self.error is not None or lane.is_closed:

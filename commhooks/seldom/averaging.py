@@ -82,8 +82,9 @@ class ModelAverager(averagers.ModelAverager):
 
         `params` are the trained parameters of the model, or an optimizer's groups of them; whether they have a gradient
         does not matter. Raises `CompressorError` on every rank for other parameters or none, and the error of an
-        exchange that failed.
+        exchange that failed, as every later call does.
         """
+        self._diloco.check_step()
         self._check(params)
         if self.step > self.warmup_steps:
             if self._diloco.steps != self.step - self.warmup_steps - 1:

@@ -7,6 +7,7 @@ Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, for f
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from commhooks.communicators.beginning import agree, share_from_rank_0
 from commhooks.communicators.connection import WrapCommunicator
-from commhooks.errors import CheckpointError, CompressorError, SettingsError
+from commhooks.errors import CheckpointError, CommHooksError, CompressorError, SettingsError
 from commhooks.hooks.exchanger import Exchanger
 from commhooks.hooks.exchangers import Exchangers
 from commhooks.hooks.grouped import read_groups
@@ -40,7 +41,7 @@ from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 from commhooks.state.table import ResidualStorage
 from commhooks.tensors import all_finite, cloned, local
 from commhooks.units import counted
-from commhooks.unwrapping import bare, everything_kept
+from commhooks.unwrapping import bare, difference_of, everything_kept
 from ddp_core.guard import steps_locally
 
 _INSIDE = "within outer_parameters(): the parameters are the outer copies, and this rank's own would be lost"
@@ -166,17 +167,20 @@ class DiLoCo:
         Every rank must call it equally often: once after each step, including steps that a gradient scaler skips; with
         gradient accumulation, once per optimizer step. Raises the error of an exchange that failed, naming round,
         fragment and rank, and `CompressorError` on every rank if the optimizer took two steps, or if parameters were
-        frozen or added.
+        frozen, added or replaced. After an error within a step, whatever its cause, every later call raises.
         """
         if self.process_group is None and self.rank_and_world_size[1] > 1:
             raise CompressorError("DiLoCo.step: workers of one process meet in step_in_lockstep.")
-        self._begin_step()
-        if self.process_group is None:
-            run_in_turns([self._lockstep_line()])
-        self._end_step()
+        self.check_step()
+        with self._whole():
+            self._begin_step()
+            if self.process_group is None:
+                run_in_turns([self._lockstep_line()])
+            self._end_step()
 
     def pass_over(self) -> None:
         """Leave a step of the optimizer uncounted, as before training with infrequent communication begins."""
+        self.check_step()
         self._inner.count()
 
     @torch.no_grad()
@@ -188,28 +192,56 @@ class DiLoCo:
         """
         if self.process_group is None:
             raise CompressorError("DiLoCo.begin_at_mean: workers of one process have no process group.")
+        self.check_step()
         self._inner.count()
-        if not average_over(self.trained_parameters, self.process_group, self._shards):
+        with self._whole():
+            is_averaged = average_over(self.trained_parameters, self.process_group, self._shards)
+        if not is_averaged:
             raise CompressorError("DiLoCo.begin_at_mean: on every rank, parameters are not finite.")
         self._inner.clear(self.trained_parameters)  # where they were not, moments would spoil them again
         for fragment in self._fragments:
             fragment.begin_here()
 
-    @torch.no_grad()
-    def _begin_step(self) -> None:
+    def check_step(self) -> None:
+        """Raise, before anything changes, if a step cannot be taken, also because an earlier one failed."""
         if self._is_closed:
             raise CompressorError("DiLoCo.step: this DiLoCo was closed.")
+        if (failure := self._failure()) is not None:
+            self._inner.count()  # the optimizer's next step is not to blame
+            raise type(failure)(
+                f"DiLoCo.step: not taken, because each rank has trained alone since an earlier failure: {failure} Make "
+                "DiLoCo again on every rank, and load the last checkpoint."
+            )
         if self._is_at_outer:
             self.exchangers.fail(f"DiLoCo.step {_INSIDE}.")
+        self._check_parameters()
+
+    def _failure(self) -> CommHooksError | None:
+        return next((failure for part in self._parts if (failure := part.exchanger.failure) is not None), None)
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """End all exchanges if what is done here fails: half a step leaves ranks that differ, and whose turns differ.
+
+        So does an interrupt, which a notebook survives; the next step would find its round neither due nor free.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._failure() is None:
+                rank, first = self.rank_and_world_size[0], next(iter(self.exchangers.values()))
+                first.stop(f"rank {rank}, step {self.steps}: {type(error).__name__}: {error}")
+            raise
+
+    @torch.no_grad()
+    def _begin_step(self) -> None:
         self._inner.count()
         self.steps += 1
         self._calls += 1
         due = self.steps + self.schedule.delay
-        beginning = [part for part in self._parts if part.is_turn(due, self.schedule.every)]
-        if beginning:
-            self._check_parameters()
-        for part in beginning:
-            part.begin(due, self.weight if self._is_weighted and isinstance(part, Fragment) else None)
+        for part in self._parts:
+            if part.is_turn(due, self.schedule.every):
+                part.begin(due, self.weight if self._is_weighted and isinstance(part, Fragment) else None)
 
     @torch.no_grad()
     def _end_step(self) -> None:
@@ -245,12 +277,14 @@ class DiLoCo:
 
     def _check_parameters(self) -> None:
         """Fail on all ranks if the trained parameters are not those of construction."""
-        now = trained(self._model)
-        changed = sorted(now.keys() ^ self._named.keys())
-        if changed:
+        self._shards.reshard()
+        now = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        if len(now) == len(self._named) and all(map(operator.is_, now, self._named.values())):
+            return
+        if change := difference_of(self._named, trained(self._model)):
             self.exchangers.fail(
-                f"{changed[0]!r} {'now requires' if changed[0] in now else 'no longer requires'} a gradient: DiLoCo "
-                "exchanges the parameters that did when it was made; make it again after freezing or unfreezing."
+                f"{change}: DiLoCo exchanges the parameters that required a gradient when it was made; make it again "
+                "after freezing, adding or replacing any."
             )
 
     def _lockstep_line(self) -> LockstepLine:
@@ -369,6 +403,10 @@ class DiLoCo:
         """Return the same as `state_dict`, with the tensors themselves instead of copies."""
         if self._is_at_outer:
             raise CheckpointError(f"saving {_INSIDE}.")
+        if (failure := self._failure()) is not None:
+            raise CheckpointError(
+                f"saving after a failure; resume from the last checkpoint. The failure was: {failure}"
+            )
         if self._inner.is_ahead:
             raise CheckpointError("the optimizer took a step that was not counted: save after diloco.step().")
         due = {str(number): part.state() for number, part in enumerate(self._parts) if part.due is not None}
@@ -446,7 +484,12 @@ def step_in_lockstep(workers: Sequence[DiLoCo]) -> None:
             if not all(torch.equal(one.outer[name], other.outer[name]) for one, other in pairs for name in one.outer):
                 raise SettingsError("step_in_lockstep: the workers' models must begin equal.")
     for worker in workers:
-        worker._begin_step()
-    run_in_turns([worker._lockstep_line() for worker in workers])
-    for worker in workers:
-        worker._end_step()
+        worker.check_step()
+    with contextlib.ExitStack() as whole:
+        for worker in workers:
+            whole.enter_context(worker._whole())
+        for worker in workers:
+            worker._begin_step()
+        run_in_turns([worker._lockstep_line() for worker in workers])
+        for worker in workers:
+            worker._end_step()

@@ -175,6 +175,7 @@ def attach_sharded(
         wrap_communicator=wrap_communicator,
         hook_timeout=hook_timeout,
         may_bypass=wrap_communicator is not None,
+        may_be_alone=units[0].is_inner,
     )
     memory, pool = Memory(), Pool()
     made, gathers = dict[str, ShardedUnit](), dict[str, Gather]()

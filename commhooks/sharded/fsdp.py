@@ -1,19 +1,26 @@
 """Private facts of PyTorch's FSDP2: the modules that communicate, their parameters and process groups.
 
 FSDP2 lets others run its collectives (`set_custom_reduce_scatter`, `set_custom_all_gather`, `set_all_reduce_hook`), but
-does not describe their content. Attributes whose names begin with an underscore do, and this file alone looks them up.
-If a version of PyTorch lacks one of them, an error names it.
+does not describe their content. Its private attributes do: `PRIVATE_NAMES` lists them, this file alone looks them up,
+and never asks for a version. If a version of PyTorch lacks one of them, an error names it.
 
 FSDP2 runs a reduce-scatter for each module that has parameters of its own, in every backward pass that synchronises.
 Its input is a matrix with one row for each rank: the rank's shard of every parameter in turn, a range of the first
 dimension, padded with zeros to the same size on every rank. An all-gather's output is the same matrix, of parameters.
+
+The dtype of the reduction is `MixedPrecisionPolicy`'s `reduce_dtype`. If that is None, PyTorch 2.13 and 2.14 reduce in
+`param_dtype`. From 2.15 on the parameters' `grad_dtype` decides, which is their own dtype unless it was set: a module
+reduces in the dtype that all of them promote to, sends parameters of one `grad_dtype` together, and gives each `.grad`
+its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +32,47 @@ from torch.nn import Module
 from commhooks.errors import AttachError, SettingsError
 from commhooks.tensors import local
 from commhooks.unwrapping import is_ddp, plain_name, unwrapped
+
+PRIVATE_NAMES = (
+    "torch:Tensor._post_accumulate_grad_hooks",
+    "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+    "torch.distributed.fsdp:FSDPModule.set_reduce_scatter_unused_params",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._state_ctx",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext.post_backward_final_callback_queued",
+    "torch.distributed.fsdp._fully_shard._fsdp_common:FSDPMeshInfo.shard_process_group",
+    "torch.distributed.fsdp._fully_shard._fsdp_common:DDPMeshInfo.replicate_process_group",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._all_gather_comm",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._all_reduce_hook",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._is_hsdp",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._reduce_scatter_comm",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.all_reduce_grads",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.device",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.fsdp_params",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.gradient_divide_factor",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.mesh_info",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.reduce_scatter_unused_params",
+    # How a gradient's dtype and place in a row are chosen: up to 2.14 by the policy and the parameters' order alone.
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._reduce_scatter_param_indices | "
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._orig_dtype",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.sharded_grad_dtype | "
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._orig_dtype",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._has_sharded_grad_dtype_override | "
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._orig_dtype",
+    "torch:Tensor._has_grad_dtype_override | "
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._orig_dtype",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._module_info",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._orig_size",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._unsharded_param",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.fsdp_placement",
+    "torch.utils:_pytree",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.mp_policy",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.padded_sharded_param_size",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.sharded_param",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:ParamModuleInfo.module",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:ParamModuleInfo.param_name",
+)
+"""The names that FSDP2 does not document and this file needs: "module:attribute.path", alternatives joined by " | "."""
 
 _sending_unused: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
 """For each parameter group of FSDP2, the number of attachments that need zeros sent, and whether they were sent
@@ -45,7 +93,9 @@ class ShardedParameter:
     """The device on which gradients are reduced. The shard's differs if it is offloaded, or has no memory yet
     (meta)."""
     reduced_in: torch.dtype
-    """The dtype in which gradients are reduced."""
+    """The dtype in which the module's gradients are reduced."""
+    grad_dtype: torch.dtype
+    """The dtype of the shard's `.grad`."""
     chunk: int
     """The number of its elements in a row of the reduce-scatter's input, padding included; the same for every rank."""
 
@@ -110,6 +160,12 @@ class Unit:
         return group
 
     @property
+    def is_inner(self) -> bool:
+        """True if the mesh of the shards is a dimension of a larger one."""
+        mesh = _held(_held(self._group, "mesh_info"), "mesh")
+        return bool(_held(mesh, "_get_root_mesh")().size() > mesh.size())
+
+    @property
     def shard(self) -> tuple[int, int]:
         """The number of this rank's shards, from 0 on, and the number of ranks that have shards."""
         return self.process_group.rank(), self.process_group.size()
@@ -128,14 +184,17 @@ class Unit:
         return factor
 
     def parameters(self, *, frozen: bool = False) -> list[ShardedParameter]:
-        """Return the parameters that are trained, or all of them, in the order in which they are sent.
+        """Return the parameters that are trained, in the order in which they are reduced, or all, in that of a gather.
 
         Raises:
-            SettingsError: A parameter is sharded along a dimension other than the first.
+            SettingsError: A parameter is sharded along a dimension other than the first, or nothing tells the dtype of
+                its gradient beforehand.
 
         """
-        found = []
-        for one in _held(self._group, "fsdp_params"):
+        found, held = [], _held(self._group, "fsdp_params")
+        order = range(len(held)) if frozen else self.trained()
+        reduced_in = self._reduced_in()
+        for one in (held[index] for index in order):
             where, shard = _held(one, "_module_info"), _held(one, "sharded_param")
             owner = _held(where, "module")
             if id(owner) not in self._prefixes:
@@ -149,21 +208,60 @@ class Unit:
                 raise SettingsError(
                     f"{self._caller}: {name!r} is sharded along dimension {dimension}; only the first one is supported."
                 )
-            if shard.requires_grad or frozen:
-                chunk = _held(one, "padded_sharded_param_size").numel()
-                device, policy = _held(self._group, "device"), _held(self._group, "mp_policy")
-                reduced_in = policy.reduce_dtype or policy.param_dtype or shard.dtype
-                found.append(ShardedParameter(name, shard, _held(one, "_orig_size"), device, reduced_in, chunk))
+            if shard.requires_grad and reduced_in is None:
+                raise SettingsError(
+                    f"{self._caller}: {name!r} is reduced with a parameter whose grad_dtype is None, so nothing tells "
+                    "the dtype of the reduction before a gradient is there: set "
+                    "MixedPrecisionPolicy(reduce_dtype=...), or a grad_dtype."
+                )
+            reduces = reduced_in or shard.dtype  # the latter only if the parameter is frozen
+            chunk = _held(one, "padded_sharded_param_size").numel()
+            found.append(
+                ShardedParameter(
+                    name=name,
+                    shard=shard,
+                    shape=_held(one, "_orig_size"),
+                    device=_held(self._group, "device"),
+                    reduced_in=reduces,
+                    grad_dtype=_grad_dtype(one) or reduces,
+                    chunk=chunk,
+                )
+            )
         return found
+
+    def _reduced_in(self) -> torch.dtype | None:
+        """Return the dtype of the reduction, if zeros are sent for unused parameters; None if gradients decide it."""
+        held = _held(self._group, "fsdp_params")
+        policy = _held(held[0], "mp_policy")
+        chosen: torch.dtype | None = policy.reduce_dtype
+        if not _follows_grad_dtype(held[0]):
+            chosen = chosen or policy.param_dtype
+        dtypes = {chosen} if chosen else {_grad_dtype(held[index]) for index in self.trained()}
+        known = dtypes - {None}
+        return functools.reduce(torch.promote_types, known) if known and known == dtypes else None  # type: ignore[arg-type]
 
     def shards(self) -> list[torch.nn.Parameter]:
         """Return this rank's shards of the trained parameters, in the order of `parameters`."""
-        held = (_held(one, "sharded_param") for one in _held(self._group, "fsdp_params"))
-        return [shard for shard in held if shard.requires_grad]
+        held = _held(self._group, "fsdp_params")
+        return [_held(held[index], "sharded_param") for index in self.trained()]
 
-    def trained(self) -> list[bool]:
-        """Return, for each parameter, whether it is trained."""
-        return [_held(one, "sharded_param").requires_grad for one in _held(self._group, "fsdp_params")]
+    def forms(self) -> Iterator[tuple[object, Tensor]]:
+        """Yield what takes a parameter's place in the module, its shard or all of it, with FSDP2's object for it."""
+        for one in _held(self._group, "fsdp_params"):
+            yield one, _held(one, "sharded_param")
+            if (whole := getattr(one, "_unsharded_param", None)) is not None:  # made when it is first gathered
+                yield one, whole
+
+    def trained(self) -> list[int]:
+        """Return the numbers of the trained parameters among all, in the order in which they are reduced."""
+        held = _held(self._group, "fsdp_params")
+        order = getattr(self._group, "_reduce_scatter_param_indices", None)
+        if not order:  # PyTorch 2.15 decides it in the first forward pass; before, all that are trained have one dtype
+            of_dtype: dict[torch.dtype | None, list[int]] = {}
+            for index, one in enumerate(held):
+                of_dtype.setdefault(_grad_dtype(one), []).append(index)
+            order = itertools.chain.from_iterable(of_dtype.values())
+        return [index for index in order if _held(held[index], "sharded_param").requires_grad]
 
     def fingerprint(self, *, frozen: bool = False) -> str:
         """Return the text that must be the same on every rank, about the trained parameters or, with `frozen`, all."""
@@ -224,6 +322,7 @@ def units_of(caller: str, model: Module, *, frozen: bool = False) -> list[Unit]:
         SettingsError: FSDP2 averages over replicas itself, or modules are sharded over different ranks.
 
     """
+    _held(FSDPModule, "set_reduce_scatter_unused_params")  # the newest of its methods that is called here
     if torch._C._current_graph_task_id() != -1:
         raise AttachError(f"{caller}: a backward pass is under way; call it between two passes.")
     if not isinstance(model, Module):
@@ -269,12 +368,28 @@ def is_default(communication: object) -> bool:
     return type(communication).__module__.startswith("torch.")
 
 
+def _follows_grad_dtype(parameter: Any) -> bool:
+    """Return whether gradients are reduced and kept in their parameters' `grad_dtype`, as from PyTorch 2.15 on."""
+    return hasattr(parameter, "sharded_grad_dtype")
+
+
+def _grad_dtype(parameter: Any) -> torch.dtype | None:
+    """Return the dtype of the gradient of one of FSDP2's parameters; None: whichever it was reduced in."""
+    shard = _held(parameter, "sharded_param")
+    dtype: torch.dtype | None = shard.dtype
+    if _follows_grad_dtype(parameter) and _held(shard, "_has_grad_dtype_override"):
+        dtype = shard.grad_dtype  # FSDP2 notices it in the first forward pass
+    elif _follows_grad_dtype(parameter) and _held(parameter, "_has_sharded_grad_dtype_override"):
+        dtype = _held(parameter, "sharded_grad_dtype")
+    return dtype
+
+
 def _held(owner: Any, name: str) -> Any:
-    """Return a private attribute of FSDP2; raise `AttachError` if this version of PyTorch does not have it."""
+    """Return an attribute of FSDP2; raise `AttachError` if this version of PyTorch does not have it."""
     try:
         return getattr(owner, name)
     except AttributeError:
         raise AttachError(
-            f"commhooks: FSDP2's {type(owner).__name__} has no {name!r} in PyTorch {torch.__version__}; "
-            "versions known to work are 2.13."
+            f"commhooks: FSDP2 with others' collectives needs PyTorch 2.13 or newer, and was tried up to 2.15; this is "
+            f"{torch.__version__}, whose {getattr(owner, '__name__', type(owner).__name__)} has no {name!r}."
         ) from None

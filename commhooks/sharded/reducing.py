@@ -16,7 +16,7 @@ from commhooks.engine.rows import RowsBucket
 from commhooks.errors import AttachError
 from commhooks.sharded.fsdp import Unit
 
-_CHANGED = "parameters were frozen or unfrozen since attach_sharded; detach, and attach again"
+_CHANGED = "parameters were frozen or unfrozen since attach_sharded, or grad_dtype was set; detach, and attach again"
 
 
 class Memory:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import Module
+from torch.utils import _pytree as pytree  # with which FSDP2 finds the tensors of an output
+from torch.utils.hooks import RemovableHandle
 
 from commhooks.communicators.beginning import agree, share_from_rank_0
 from commhooks.communicators.connection import WrapCommunicator
@@ -29,12 +33,16 @@ from commhooks.state.loss_scale import Scaler
 from commhooks.state.memory import MemoryReport
 from commhooks.state.table import ResidualStorage
 from commhooks.tensors import local
-from commhooks.unwrapping import everything_kept
+from commhooks.unwrapping import difference_of, everything_kept, plain_name, unwrapped
 
 Hook = Callable[[Tensor], None]
 """A hook that FSDP2 calls with a module's reduced gradients: 1-D, each parameter's shard padded to the largest
 rank's."""
-_CHANGED = "parameters were frozen or unfrozen since attach_replicas; detach, and attach again"
+_CHANGED = "parameters were frozen or unfrozen since attach_replicas, or grad_dtype was set; detach, and attach again"
+_ACTS_EARLY = (
+    "has a hook that runs as soon as its gradient is there (register_post_accumulate_grad_hook), which is before the "
+    "replicas have averaged it; pass policy='fifo'."
+)
 
 
 class PerModule:
@@ -61,16 +69,57 @@ class PerModule:
 
 
 class AtTheEnd:
-    """An exchange of all shards' gradients, after FSDP2 has finished a backward pass in which it reduced any."""
+    """An exchange of all shards' gradients, after FSDP2 has finished a backward pass in which it reduced any.
+
+    Reentrant checkpointing runs backward passes inside the backward pass. The outermost one is that in which the
+    gradient of an output arrives, before any other's.
+    """
 
     def __init__(self, units: Sequence[Unit], exchanger: Exchanger) -> None:
         self._units, self._exchanger = units, exchanger
         self._names = {unit: [one.name for one in unit.parameters()] for unit in units}
+        self._dtypes = {one.name: one.grad_dtype for unit in units for one in unit.parameters()}
         self._trained = [unit.trained() for unit in units]
         self._reduced: dict[Unit, str] = {}
         """The modules reduced since the last exchange, with a parameter that had a gradient before; "": none had."""
         self._queued_in = -1
-        """The last backward pass in which an exchange was queued."""
+        """The last backward pass in which an exchange was queued because of a module."""
+        self._outermost = -1
+        """The backward pass under way through the model's output; -1: none is known."""
+        self._wants = False
+        """True if modules were reduced that the next exchange averages."""
+        self._was_early = False
+        """True if the exchange of these would have come before FSDP2's work was done, and was left out."""
+
+    def follow(self, model: Module) -> list[RemovableHandle]:
+        """Register hooks that find the outermost backward pass, on the model and what may be called in its place."""
+        units: list[Any] = [unit.module for unit in self._units]  # FSDPModule is a mixin, for mypy no Module
+        modules: dict[Module, None] = dict.fromkeys([model, *units])
+        before = [module.register_forward_pre_hook(self._before_forward) for module in modules]
+        return before + [module.register_forward_hook(self._after_forward) for module in modules]
+
+    @_disable_dynamo  # as PerModule
+    def _before_forward(self, *_: object) -> None:
+        if torch._C._current_graph_task_id() != -1:  # computed again
+            return
+        self._outermost = -1  # a pass that failed never came to its end
+        if self._was_early:
+            self._exchanger.fail(
+                "the last backward pass ended without an average over the replicas, since the whole model is computed "
+                "again within it: call attach_replicas with the module around it that fully_shard was called with, or "
+                "use checkpoint(..., use_reentrant=False)."
+            )
+
+    @_disable_dynamo
+    def _after_forward(self, _module: Module, _inputs: object, outputs: object) -> None:
+        for tensor in pytree.tree_leaves(outputs):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._begin_pass)
+
+    def _begin_pass(self, _gradient: Tensor) -> None:
+        if self._outermost == -1:
+            self._outermost = torch._C._current_graph_task_id()
+            _queue(self._come_last)
 
     def hook_of(self, unit: Unit) -> Hook:
         """Return the hook for a module."""
@@ -79,11 +128,19 @@ class AtTheEnd:
     @_disable_dynamo  # as PerModule
     def _note(self, unit: Unit, reduced: Tensor) -> None:
         """Record that a module's gradients were reduced; FSDP2 adds them to `.grad` next."""
+        if acting := next((name for name, shard in self._named(unit) if has_hooks(shard)), None):
+            self._exchanger.fail(f"{acting!r} {_ACTS_EARLY}")
         used = next((name for name, shard in self._named(unit) if shard.grad is not None), "")
         if unit not in self._reduced or not used:  # a module that runs twice may be reduced twice in a pass
             self._reduced[unit] = used
+        self._wants |= unit.wants_replicas
         task = torch._C._current_graph_task_id()
-        if unit.wants_replicas and task != self._queued_in:
+        if task == -1:
+            self._exchanger.fail(
+                f"{unit.name}: FSDP2 reduced its gradients outside a backward pass (set_manual_backward_finalization), "
+                "where nothing says which module is the last; pass policy='fifo', or set it to False."
+            )
+        if unit.wants_replicas and self._outermost == -1 and task != self._queued_in:
             self._queued_in = task  # unlike a flag, right after a pass that failed, too
             _queue(self._come_last)
 
@@ -94,9 +151,14 @@ class AtTheEnd:
     @_disable_dynamo
     @torch.no_grad()
     def _exchange(self) -> None:
-        # A pass inside this one, as of reentrant checkpointing, ends before FSDP2 has reduced all.
-        if not self._reduced or any(unit.is_in_backward_pass for unit in self._units):
+        if torch._C._current_graph_task_id() == self._outermost:
+            self._outermost = -1
+        if not self._wants:
             return
+        self._was_early = any(unit.is_in_backward_pass for unit in self._units)
+        if self._was_early:
+            return
+        self._wants = False
         if [unit.trained() for unit in self._units] != self._trained:
             self._exchanger.fail(f"{_CHANGED}.")
         others = [unit for unit in self._units if unit not in self._reduced]
@@ -105,13 +167,14 @@ class AtTheEnd:
             self._exchanger.fail(
                 f"{min(used)} had a gradient before this backward pass, which would be averaged a second time: clear "
                 "gradients after each step with optimizer.zero_grad(), and accumulate them with "
-                "set_requires_gradient_sync(False), or with attach_replicas(policy='fifo')."
+                "set_requires_gradient_sync(False), or with attach_replicas(policy='fifo'). A loss must come from "
+                "the model's output if modules are checkpointed with use_reentrant=True."
             )
         self._reduced.clear()
         gradients = dict[str, Tensor]()
         for name, shard in itertools.chain.from_iterable(map(self._named, self._units)):
             if shard.grad is None:  # other replicas may have used it
-                shard.grad = torch.zeros_like(shard)
+                shard.grad = torch.zeros_like(shard, dtype=self._dtypes[name])
             gradients[name] = local(shard.grad)
         self._exchanger.average(gradients)
 
@@ -130,7 +193,12 @@ class ReplicasAttachment(ModulesAttachment[Exchanger]):
     _seam = "all-reduce hook"
 
     def __init__(
-        self, exchangers: Mapping[str, tuple[Exchanger, Sequence[Unit]]], line: ProcessGroupLine, *, fused: bool
+        self,
+        model: Module,
+        exchangers: Mapping[str, tuple[Exchanger, Sequence[Unit]]],
+        line: ProcessGroupLine,
+        *,
+        fused: bool,
     ) -> None:
         self._handles = {label: exchanger for label, (exchanger, _) in exchangers.items()}
         self._units = {label: units for label, (_, units) in exchangers.items()}
@@ -139,8 +207,15 @@ class ReplicasAttachment(ModulesAttachment[Exchanger]):
         self._watches = []
         self._sends_unused = not fused
         self._hooks: dict[Unit, Hook] = {}
+        every = [unit for _, units in exchangers.values() for unit in units]
+        first = next(iter(exchangers.values()))[0]
+        check = functools.partial(_check_parameters, _held_by(model, every), every, first)
+        # Before FSDP2's own, which overwrites what was put in a shard's place.
+        self._on_model = [model.register_forward_pre_hook(check, prepend=True)]
         for exchanger, units in exchangers.values():
             at_the_end = AtTheEnd(units, exchanger)
+            if fused:
+                self._on_model += at_the_end.follow(model)
             for unit in units:
                 self._hooks[unit] = hook = at_the_end.hook_of(unit) if fused else PerModule(unit, exchanger)
                 unit.set_all_reduce_hook(hook)
@@ -169,6 +244,8 @@ class ReplicasAttachment(ModulesAttachment[Exchanger]):
         Every rank must detach between the same two steps.
         """
         self._end_watching()
+        while self._on_model:
+            self._on_model.pop().remove()
         while self._hooks:
             unit, hook = self._hooks.popitem()
             if unit.is_there and unit.all_reduce_hook() is hook:
@@ -263,7 +340,7 @@ def attach_replicas(
         raise
     share_from_rank_0(everything_kept(model), group)
     made = zip(exchangers, groups.values(), strict=True)
-    return ReplicasAttachment(dict(zip(like, made, strict=True)), line, fused=policy == "fused")
+    return ReplicasAttachment(unwrapped(model), dict(zip(like, made, strict=True)), line, fused=policy == "fused")
 
 
 def _check(model: Module, units: Sequence[Unit], group: dist.ProcessGroup, policy: PolicyName) -> None:
@@ -285,18 +362,37 @@ def _check(model: Module, units: Sequence[Unit], group: dist.ProcessGroup, polic
             raise AttachError(f"attach_replicas: {unit.name} has an all-reduce hook already; detach that first.")
         for one in unit.parameters():
             if policy == "fused" and has_hooks(one.shard):
-                raise SettingsError(
-                    f"attach_replicas: {one.name!r} has a hook that runs as soon as its gradient is there "
-                    "(register_post_accumulate_grad_hook), which is before the replicas have averaged it; pass "
-                    "policy='fifo'."
-                )
+                raise SettingsError(f"attach_replicas: {one.name!r} {_ACTS_EARLY}")
+
+
+def _held_by(model: Module, units: Sequence[Unit], *, trained: bool = False) -> dict[str, object]:
+    """Return, by name, weak references to what keeps each parameter: FSDP2, for shards, or the module itself."""
+    kept = {id(form): holder for unit in units for holder, form in unit.forms()}
+    return {
+        plain_name(name): weakref.ref(kept.get(id(parameter), parameter))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or not trained
+    }
+
+
+@_disable_dynamo  # as PerModule
+def _check_parameters(
+    before: Mapping[str, object], units: Sequence[Unit], exchanger: Exchanger, model: Module, _inputs: object
+) -> None:
+    """Fail if a trained parameter was added or replaced: nobody would average its gradient."""
+    now = _held_by(model, units, trained=True)
+    if change := difference_of({name: before[name] for name in now if name in before}, now):
+        exchanger.fail(
+            f"{change}, which FSDP2 does not shard, so that each rank would train it alone: call fully_shard and "
+            "attach_replicas after adding or replacing parameters."
+        )
 
 
 def _like(parameter: ShardedParameter, policy: PolicyName) -> Tensor:
     """Return a tensor like a parameter's averaged gradient: like its `.grad` ("fused"), or as FSDP2 reduces it."""
     kept = local(parameter.shard)
     if policy == "fused":
-        return without_memory(kept.shape, kept.dtype, kept.device)
+        return without_memory(kept.shape, parameter.grad_dtype, kept.device)
     return without_memory(kept.shape, parameter.reduced_in, parameter.device)
 
 

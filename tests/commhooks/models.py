@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import ddp_core
@@ -18,6 +20,21 @@ def wrap(kind: str, module: nn.Module, **settings: Any) -> nn.Module:
     if kind == "torch":
         return nn.parallel.DistributedDataParallel(module, **settings)
     return ddp_core.DistributedDataParallel(module, **settings)
+
+
+def torchs_takes(argument: str) -> bool:
+    """Return whether this PyTorch's DDP has an argument."""
+    return argument in inspect.signature(nn.parallel.DistributedDataParallel).parameters
+
+
+def gloo_sums_complex_numbers() -> bool:
+    """Return whether this PyTorch's Gloo does: 2.6 raises 'Invalid scalar type', on every rank."""
+    try:
+        work = dist.distributed_c10d._get_default_group().allreduce([torch.zeros(1, dtype=torch.complex64)])
+        work.wait()
+    except RuntimeError:
+        return False
+    return True
 
 
 class Given(nn.Module):

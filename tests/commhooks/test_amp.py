@@ -180,3 +180,30 @@ def test_gradients_are_accumulated_compressed_averaged_unscaled_and_clipped_in_t
         results.append([p.detach().clone() for p in model.parameters()])
         attachment.detach()
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@on_ranks(2)
+def test_ranks_whose_loss_scales_differ_are_named_with_both_scales(rank: int) -> None:
+    """From the beginning, or since one of them grew; and nothing is sent for scales that are the same."""
+    for starts, grown, failing in (((8.0, 4.0), 0, 1), ((8.0, 8.0), 3, 4), ((8.0, 8.0), 0, 99)):
+        one = scaled("core", init_scale=starts[rank], growth_interval=1000)
+        attachment = commhooks.attach(one.model, "int8", scaler=one.scaler)
+        for step in range(6):
+            gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
+            if grown and step == grown:
+                one.scaler.update(8.0 * 2**rank)
+            if step >= failing:
+                here, there = (8.0, 4.0) if failing == 1 else (8.0, 16.0)
+                with pytest.raises(commhooks.CommHooksError) as told:
+                    one.step(gradients)
+                if failing == 1 or rank == 1:  # the other one's has not changed
+                    own, other = (here, there) if rank == 0 else (there, here)
+                    assert (
+                        f"rank {rank}, step {failing - 1}: the loss scale is {own} here, and {other} on rank {1 - rank}"
+                        in str(told.value)
+                    )
+                else:
+                    assert "the loss scale is 16.0 here, and 8.0 on rank 0" in str(told.value)
+                break
+            one.step(gradients)
+        attachment.detach()

@@ -18,6 +18,7 @@ from commhooks import AllReduceMean
 from commhooks.communicators import Collective, Communicator, ProcessGroupCommunicator, connection, noticeboard
 from commhooks.communicators.connection import Address, Connection
 from commhooks.communicators.noticeboard import Noticeboard, SilentStoreError, StoreThread, address_of
+from commhooks.communicators.sections import Section
 from commhooks.errors import CollectiveError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context
@@ -67,7 +68,7 @@ def store() -> Iterator[Switched]:
 
 
 def board_of(store: Store, rank: int = 0, world_size: int = 2) -> Noticeboard:
-    return Noticeboard(store, StoreThread(store), rank, world_size)
+    return Noticeboard(lambda: store, StoreThread(store), rank, world_size)
 
 
 def eventually(board: Noticeboard) -> str | None:
@@ -122,7 +123,7 @@ def test_a_store_that_is_gone_is_an_error_of_ours_that_names_it(store: Switched)
 
 def test_a_line_is_not_waited_for_longer_than_the_group_s_timeout_if_the_store_is_silent(store: Switched) -> None:
     store.answers.clear()
-    address = Address(store, 0, 2, timedelta(seconds=0.3), StoreThread(store))
+    address = Address(Section(store, 0), 0, 2, timedelta(seconds=0.3), StoreThread(store))
     begun = time.monotonic()
     with pytest.raises(SilentStoreError, match="does not answer"):
         Connection(address)
@@ -137,10 +138,10 @@ def test_ranks_that_come_late_are_not_taken_for_a_store_that_is_silent() -> None
     def come(rank: int) -> None:
         time.sleep(rank * 0.7)
         try:
-            Connection(Address(store, rank, 3, timeout, StoreThread(store)))
+            Connection(address := Address(Section(store, rank), rank, 3, timeout, StoreThread(store)))
         except CollectiveError as error:
             told[rank] = str(error)
-            Noticeboard(store, StoreThread(store), rank, 3).post(f"rank {rank}: {error}")
+            address.noticeboard().post(f"rank {rank}: {error}")
 
     ranks = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
     for one in ranks:
@@ -171,7 +172,7 @@ def test_stopping_waits_until_it_is_known_whether_work_is_left_also_if_the_store
 ) -> None:
     monkeypatch.setattr(noticeboard, "ANSWER_SECONDS", TRUE_ANSWER_SECONDS)
     monkeypatch.setattr(ProcessGroupCommunicator, "is_busy", lambda self: True)
-    address = Address(store, 0, 1, timedelta(seconds=30), StoreThread(store))
+    address = Address(Section(store, 0), 0, 1, timedelta(seconds=30), StoreThread(store))
     worker = Worker(address, NeverDone, None)
     lane = Lane()
     worker.open(lane, "")

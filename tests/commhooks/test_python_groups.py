@@ -9,16 +9,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from commhooks.communicators import Communicator, RecordingCommunicator
 from commhooks.communicators.parent_group import name_and_store
+from ddp_core import DistributedDataParallel
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import MEAN, Branches, grads, ones
 from tests.parity.training import ddp_class
-from tests.python_groups import Around, Lonely, made_by_torch
+from tests.python_groups import Around, Elastic, Lonely, made_by_torch
+from tests.world import on_ranks
 
 facts = Facts(check_exit=False)  # PyTorch's DDP aborts in about 6 % of exits
 BYPASSED = r"private Gloo group that bypasses the process group 'around' named '\w+' \(Patient\)"
@@ -167,3 +173,99 @@ class WithNameAndStore(Lonely):
 def test_a_groups_own_name_and_store_come_first() -> None:
     store = HashStore()
     assert name_and_store(WithNameAndStore(store)) == ("mine", store)
+
+
+@on_ranks(3)
+def test_a_group_that_changes_its_ranks_raises_and_is_attached_to_anew(rank: int) -> None:
+    """The former ranks would average among themselves; who has joined has made no private group before."""
+
+    def given() -> DistributedDataParallel:
+        return DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=Lonely(), init_sync=False)
+
+    def mean(ddp: DistributedDataParallel) -> float:
+        ddp.zero_grad()
+        ddp(torch.full((1, 1), float(2**rank))).sum().backward()
+        (gradient,) = (parameter.grad for parameter in ddp.parameters())
+        return float(gradient)  # type: ignore[arg-type]  # there is one
+
+    elastic, attachments, stateless = Elastic([0, 1]), list[Any](), given()
+    stateless.register_comm_hook(elastic, commhooks.allreduce_hook)
+    for members, expected in (([0, 1], 1.5), ([0, 1, 2], 7 / 3), ([1, 2], 3.0), ([2, 0, 1], 7 / 3)):
+        was = elastic.members
+        if rank in members:
+            elastic.members = members
+            for _, ddp, exchanger in attachments:
+                with pytest.raises(commhooks.AttachError, match=rf"rank {was.index(rank)} of {len(was)}, and is rank "):
+                    mean(ddp)
+                with pytest.raises(commhooks.AttachError, match=r"round \d|step \d.*the process group has changed"):
+                    exchanger.average({"x": torch.ones(1)})
+            for attachment, _, exchanger in attachments:
+                attachment.detach()
+                exchanger.close()
+            ddp = given()
+            attachment = commhooks.attach(ddp, "all-reduce", process_group=elastic)
+            exchanger = commhooks.Exchanger({"x": torch.ones(1)}, "all-reduce", process_group=elastic)
+            attachments = [(attachment, ddp, exchanger)]
+            exchanger.average({"x": (x := torch.full((1,), float(2**rank)))})
+            assert mean(ddp) == pytest.approx(expected) == mean(stateless) == float(x)
+        else:
+            for attachment, _, exchanger in attachments:
+                attachment.detach()
+                exchanger.close()
+            attachments = []
+        dist.barrier()
+    for attachment, _, exchanger in attachments:
+        attachment.detach()
+        exchanger.close()
+
+
+def fsdp(mesh: DeviceMesh) -> nn.Module:
+    fully_shard(model := nn.Linear(2, 2), mesh=mesh)
+    return model
+
+
+@on_ranks(2, check_exit=False)
+def test_a_group_of_one_rank_in_a_larger_world_is_told_once_if_it_is_no_part_of_a_hierarchy(rank: int) -> None:
+    """Such a group passes for data parallelism."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+
+    def exchanged() -> None:
+        for _ in range(2):
+            commhooks.Exchanger({"x": torch.ones(1)}, "int8", process_group=group).close()
+
+    def local() -> None:
+        model = nn.Linear(2, 2)
+        commhooks.DiLoCo(model, torch.optim.SGD(model.parameters()), every=2, process_group=group).close()
+
+    def attached(kind: str, **settings: Any) -> None:
+        commhooks.attach(ddp_class(kind)(nn.Linear(2, 2), process_group=group), "int8", **settings).detach()
+
+    def wrapped() -> None:
+        DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+
+    def replicated() -> None:
+        commhooks.attach_replicas(fsdp(mesh["shards"]), "int8", group).detach()
+
+    def inside() -> None:
+        model = fsdp(mesh["shards"])
+        commhooks.attach_sharded(model, "int8").detach()
+        commhooks.attach_replicas(model, "int8", mesh["replicas"].get_group()).detach()
+        DistributedDataParallel(nn.Linear(2, 2), device_mesh=mesh["shards"])
+
+    ways: list[tuple[Callable[[], Any], int]] = [
+        (lambda: attached("ours"), 1),
+        (lambda: attached("torch"), 1),
+        (wrapped, 1),
+        (exchanged, 1),
+        (local, 1),
+        (replicated, 1),
+        (lambda: commhooks.attach_sharded(fsdp(DeviceMesh("cpu", [rank])), "int8").detach(), 1),
+        (inside, 0),
+    ]
+    for what, times in ways:
+        group = [dist.new_group([each]) for each in range(2)][rank]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            what()
+        found = [text for one in said if "has one rank, this one, of the 2 ranks" in (text := str(one.message))]
+        assert len(found) == times, (what, found)

@@ -278,4 +278,57 @@ def gradients_accumulated_alone_are_reduced_in_loaded_buckets(rank: int) -> None
         assert grads(ddp) == [[2 * MEAN]] * 3
 
 
+@facts
+def memory_of_lazy_buckets_is_there_only_while_gradients_are_sent(rank: int) -> None:
+    for mode in MODES.values():
+        ddp = trained(0, **mode, lazy_bucket_allocation=True)
+        seen = list[int]()
+
+        def hook(state: list[int], bucket: Any, ddp: Any = ddp) -> Any:
+            state.append(sum(one.flat.nbytes for one in ddp.reducer.layout.buckets))
+            return dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+
+        ddp.register_comm_hook(seen, hook)
+        for step in range(4):
+            if step == 2:
+                ddp.remove_comm_hook()
+            ddp.zero_grad()
+            with ddp.no_sync():
+                ddp(ones(rank)).sum().backward()
+            assert not any(bucket.flat.nbytes for bucket in ddp.reducer.layout.buckets)
+            ddp(ones(rank)).sum().backward()
+            assert grads(ddp) == [[2 * MEAN]] * 3
+            assert not any(bucket.flat.nbytes for bucket in ddp.reducer.layout.buckets)
+        assert min(seen) > 0
+        assert int(sum(map(int, ddp._get_ddp_logging_data()["bucket_sizes"].split(", ")))) == 12
+
+
+@facts
+def a_reduction_that_the_program_ends_gives_means_then_and_no_step_before(rank: int) -> None:
+    for mode in MODES.values():
+        ddp = trained(0, **mode)
+        with pytest.raises(RuntimeError, match="set ddp.require_manual_backward_finalization = True"):
+            ddp.finalize_backward()
+        ddp.require_manual_backward_finalization = True
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        for _ in range(3):
+            ddp.zero_grad()
+            outputs = ddp(ones(rank)).sum()
+            with pytest.raises(RuntimeError, match="no reduction to end"):
+                ddp.finalize_backward()
+            outputs.backward()
+            with pytest.raises(RuntimeError, match="cannot be set while gradients are being reduced"):
+                ddp.require_manual_backward_finalization = False
+            for early in (optimizer.step, lambda ddp=ddp: ddp(ones())):
+                with pytest.raises(RuntimeError, match="call finalize_backward after each backward pass"):
+                    early()
+            ddp.finalize_backward()
+            assert grads(ddp) == [[MEAN]] * 3
+            optimizer.step()
+        ddp.require_manual_backward_finalization = False
+        ddp.zero_grad()
+        ddp(ones(rank)).sum().backward()
+        assert grads(ddp) == [[MEAN]] * 3
+
+
 test = facts.tests()

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core import DistributedDataParallel
+from tests.commhooks.models import torchs_takes
 from tests.world import run_world
 
 SEEDS = 25
 DTYPES = (torch.float32, torch.float32, torch.float32, torch.float64, torch.bfloat16)
+SYNCS_BUFFERS = "forward_sync_buffers" if torchs_takes("forward_sync_buffers") else "broadcast_buffers"
 
 
 class Web(nn.Module):
@@ -69,7 +71,7 @@ def life(cls: Callable[..., Any], rank: int, seed: int) -> list[Any]:
         "static_graph": mode == "static",
         "gradient_as_bucket_view": choose.random() < 0.5,
         "bucket_cap_mb": choose.choice([None, 1e-6, 1e-4, 3e-4]),
-        "forward_sync_buffers": choose.random() < 0.8,
+        SYNCS_BUFFERS: choose.random() < 0.8,
     }
     if options["bucket_cap_mb"] is None:
         del options["bucket_cap_mb"]

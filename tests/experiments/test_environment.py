@@ -15,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 import commhooks
+from commhooks import versions
 from commhooks.native import library
 from experiments.commands.cli import app
 from experiments.commit import commit_of_code
@@ -39,6 +40,24 @@ def test_the_text_and_the_json_tell_versions_processors_backends_and_compiled_pa
     assert found["compiled_passes"] == str(commhooks.compiled()).replace(f"{Path(commhooks.__file__).parent}/", "")
     for words in (torch.__version__, found["processor"]["name"], "gloo", found["compiled_passes"].split(": ")[1]):
         assert words in text.stdout
+
+
+def test_versions_are_told_with_the_promise_the_trial_and_the_private_names_that_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = environment()["versions"]
+    assert found["promise"].endswith("Python 3.11 to 3.13, PyTorch 2.6 to 2.15, FSDP2 2.13 to 2.15")
+    assert found["missing"] == {}
+    monkeypatch.setattr(versions, "private_names", lambda: {"commhooks/a.py": ("torch:_gone", "torch:Tensor")})
+    row = {"torch": "9.9.0", "python": "3.11.7", "date": "2026-11-27", "parts": {"a": [3, 1, 0], "b": [2, 0, 1]}}
+    monkeypatch.setattr(versions, "tried", lambda torch, python: row)
+    monkeypatch.setattr(torch, "__version__", "9.9.0+cpu")
+    words = in_words(environment())
+    assert "PyTorch 9.9.0+cpu is newer than promised: Python 3.11 to 3.13, PyTorch 2.6 to 2.15" in words
+    assert "on 2026-11-27 with Python 3.11.7: 5 tests passed, 1 failed" in words
+    assert "this PyTorch lacks torch:_gone (commhooks/a.py)" in words
+    monkeypatch.setattr(versions, "tried", lambda torch, python: None)
+    assert "no, see docs/versions.md for those that were" in in_words(environment())
 
 
 def test_the_json_goes_into_a_file_and_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:

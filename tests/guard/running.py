@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch.distributed as dist
-from ddp_core.guard import NotAveragedError, NotAveragedWarning
 
+from ddp_core.guard import NotAveragedError, NotAveragedWarning
 from tests.guard.silent import silent
 from tests.guard.situations import LOCAL, MISSED, OTHER_ERROR, RAISES, RIGHT, WARNS, Run
 from tests.guard.sound import sound

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
-import ddp_core.proof
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commhooks
 import ddp_core
+import ddp_core.proof
 from tests.guard.situations import (
     LOCAL,
     OTHER_ERROR,

@@ -690,3 +690,41 @@ def test_workers_that_differ_do_not_begin() -> None:
         step_in_lockstep([one.diloco, other.diloco])
     with pytest.raises(CompressorError, match="workers of one process meet in step_in_lockstep"):
         one.diloco.step()
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _failing(*_: object) -> None:
+    raise RuntimeError("of its own")
+
+
+@pytest.mark.parametrize("how", [_failing, _interrupted])
+def test_after_half_a_step_no_later_step_is_taken(how: Any) -> None:
+    """Whoever catches the error, as a notebook does an interrupt, would train alone from then on."""
+    team = workers(1, every=2, compressor="int8")
+    train_in_lockstep(team, 0, 3)
+    team[0].diloco.outer_optimizer.register_step_pre_hook(how)
+    with pytest.raises((RuntimeError, KeyboardInterrupt)):
+        train_in_lockstep(team, 3, 4)
+    for step in range(4, 7):
+        with pytest.raises(
+            CompressorError,
+            match=r"DiLoCo.step: not taken.*rank 0, step 4: (RuntimeError: of its own|KeyboardInterrupt)",
+        ):
+            train_in_lockstep(team, step, step + 1)
+    with pytest.raises(CheckpointError, match="saving after a failure"):
+        team[0].diloco.state_dict()
+
+
+def test_a_replaced_parameter_is_named_at_the_next_step() -> None:
+    (worker,) = workers(1, every=100)
+    train_in_lockstep([worker], 0, 1)
+    first: Any = worker.model[0]  # type: ignore[index]  # a Sequential
+    first.bias = nn.Parameter(first.bias.detach().clone())
+    with pytest.raises(CompressorError, match="'0.bias' was replaced: DiLoCo exchanges the parameters that"):
+        train_in_lockstep([worker], 1, 2)

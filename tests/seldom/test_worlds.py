@@ -18,7 +18,7 @@ from torch import nn
 
 import commhooks
 import ddp_core
-from commhooks import CheckpointError, DiLoCo
+from commhooks import CheckpointError, DiLoCo, ModelAverager
 from tests.commhooks.resuming import distance, roundtrip
 from tests.commhooks.told import Told, told_by
 from tests.seldom.workers import Worker, adamw, network, train_in_lockstep, workers
@@ -201,6 +201,59 @@ def test_what_one_rank_does_wrong_is_told_to_all(rank: int, what: str) -> None:
         "'0.weight' no longer requires a gradient" if what == "frozen" else "AdamW is about to take a second step"
     )
     assert f"rank 1: {complaint}" in told.text and told.seconds < 10, told
+
+
+class Clumsy(commhooks.AllReduceMean):
+    """Averages, until this rank's turn to fail."""
+
+    fails = False
+
+    def compress(self, bucket: Any, context: Any) -> Any:
+        if type(self).fails:
+            raise RuntimeError("of its own")
+        yield from super().compress(bucket, context)
+
+
+@on_ranks(2, check_exit=False)
+def test_a_round_that_failed_is_not_forgotten_by_whoever_catches_the_error(rank: int) -> None:
+    """Each rank would go on by itself: its round is neither free nor due again."""
+    for what, complaint in (
+        ("compressor", "rank 1, round 1, fragment 0 of 1.*RuntimeError: of its own"),
+        ("outer optimizer", "RuntimeError: of its own|^of its own$"),
+        ("late", "hook_timeout=1"),
+    ):
+        worker = Worker(rank, every=4, compressor=Clumsy(), hook_timeout=1.0 if what == "late" else 20.0)
+        worker.train(0, 7)
+        if rank and what == "outer optimizer":
+            worker.diloco.outer_optimizer.register_step_pre_hook(_fail)
+        Clumsy.fails = rank == 1 and what == "compressor"
+        if rank and what == "late":
+            time.sleep(2.0)
+        told = [told_by(functools.partial(worker.train, step, step + 1)) for step in range(7, 17)]
+        Clumsy.fails = False
+        failed = next(number for number, one in enumerate(told) if one.error != "nothing")
+        # Who came late has the other's part of the sum already, and learns of its end in the next round.
+        assert failed == (4 if (rank, what) in {(0, "outer optimizer"), (1, "late")} else 0), told
+        for one in told[failed:]:
+            assert re.search(complaint, one.text), (what, one)
+        assert "DiLoCo.step: not taken, because each rank has trained alone" in told[-1].text
+        worker.diloco.close()
+    model = network()
+    optimizer = adamw(model)
+    averager = ModelAverager(model, optimizer, every=2)
+    if rank:
+        averager._diloco.outer_optimizer.register_step_pre_hook(_fail)
+    texts = []
+    for step in range(7):
+        Worker.gradients(model, rank, step)
+        optimizer.step()
+        texts.append(told_by(lambda: averager.average_parameters(model.parameters())).text)
+    assert "not taken" in texts[-1] and "of its own" in texts[-1], texts
+    averager.close()
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("of its own")
 
 
 def dies(rank: int) -> Told:

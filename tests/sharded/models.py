@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,7 +16,13 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 INPUTS, CLASSES = 20, 7
 FP32 = MixedPrecisionPolicy()
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+UNSAID = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+"""Reduces in bf16 up to PyTorch 2.14, and from 2.15 on in the parameters' `grad_dtype`."""
+reduces_in_grad_dtype = hasattr(torch.Tensor, "_has_grad_dtype_override")
+follows_grad_dtype = pytest.mark.skipif(
+    not reduces_in_grad_dtype, reason="this PyTorch's FSDP2 does not ask parameters for their grad_dtype"
+)
 
 
 class Network(nn.Module):
@@ -45,17 +52,34 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def sharded(
-    policy: MixedPrecisionPolicy = FP32, *, frozen: bool = False, mesh: DeviceMesh | None = None, **settings: Any
+    policy: MixedPrecisionPolicy = FP32,
+    *,
+    frozen: bool = False,
+    mesh: DeviceMesh | None = None,
+    model: Network | None = None,
+    **settings: Any,
 ) -> Network:
-    """Return the network, sharded over a mesh or the ranks of the default group, three FSDP modules."""
+    """Return the network, a new one or `model`, sharded over a mesh or all ranks, three FSDP modules."""
     if mesh is None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = Network()
+    model = model or Network()
     if frozen:
         model.first.bias.requires_grad_(False)
     for module in (model.first, model.second["wide"], model):
         fully_shard(module, mesh=mesh, mp_policy=policy, **settings)
     return model
+
+
+def with_grad_dtypes(
+    policy: MixedPrecisionPolicy, wanted: dict[str, Any], *, later: bool, mesh: DeviceMesh | None = None
+) -> Network:
+    """Return the sharded network; parameters whose names begin with a key get its dtype, before or after sharding."""
+    model = sharded(policy, mesh=mesh) if later else Network()
+    for name, parameter in model.named_parameters():
+        for beginning, dtype in wanted.items():
+            if name.startswith(beginning):
+                parameter.grad_dtype = dtype
+    return model if later else sharded(policy, model=model, mesh=mesh)
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:

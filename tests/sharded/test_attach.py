@@ -27,22 +27,25 @@ from tests.sharded.models import (
     FP32,
     MIXED,
     NARROW,
+    UNSAID,
     Make,
     Network,
     adamw,
     batch,
+    follows_grad_dtype,
     furthest,
     sgd,
     sharded,
     shards,
     train,
+    with_grad_dtypes,
 )
 from tests.world import on_ranks, run_world_outcomes
 
 STEPS = 6
 MODULES = ["the model", "first", "second.wide"]
 HALF = MixedPrecisionPolicy(reduce_dtype=torch.float16)
-POLICIES = {"fp32": FP32, "mixed": MIXED, "narrow": NARROW, "fp16": HALF}
+POLICIES = {"fp32": FP32, "mixed": MIXED, "narrow": NARROW, "unsaid": UNSAID, "fp16": HALF}
 
 
 def trained(
@@ -91,6 +94,82 @@ def test_without_loss_two_ranks_train_bit_for_bit_as_fsdp2_does(rank: int, polic
         assert furthest(plain, ours) <= (1e-5 if policy == "fp16" and make is sgd else 0.0) or (
             policy == "fp16" and make is adamw  # whose first steps are signs, also of what is almost 0
         )
+
+
+@follows_grad_dtype
+@on_ranks(2)
+def test_gradients_have_the_grad_dtype_of_their_parameters_as_with_fsdp2(rank: int) -> None:
+    """Set before or after sharding, of some or all; parameters of one dtype are then sent side by side."""
+    bf16: Any = torch.bfloat16
+    of_biases, of_all = (dict.fromkeys(named, bf16) for named in (["first.bias", "head.weight"], [""]))
+    anything: dict[str, Any] = dict.fromkeys([""])
+    for policy, wanted in (
+        (FP32, of_biases),
+        (UNSAID, of_biases),
+        (UNSAID, of_all),
+        (MIXED, anything),
+        (NARROW, of_all),
+    ):
+        for later in (False, True):
+            kept = []
+            for compressor in (None, "all-reduce", "int8"):
+                model = with_grad_dtypes(policy, wanted, later=later)
+                if compressor is None:
+                    model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
+                attachment = attach_sharded(model, compressor, hook_timeout=30.0) if compressor else None
+                for step in range(3):
+                    model.zero_grad()
+                    inputs, targets = batch(rank, step)
+                    nn.functional.cross_entropy(model(inputs).float(), targets).backward()
+                named: dict[str, Any] = dict(model.named_parameters())
+                gradients = {name: parameter.grad.to_local() for name, parameter in named.items()}
+                kept.append(gradients)
+                if attachment is not None:
+                    attachment.detach()
+            assert {str(one.dtype) for one in kept[0].values()} <= {"torch.bfloat16", "torch.float32"}
+            for other in kept[1:]:
+                assert {name: one.dtype for name, one in kept[0].items()} == {n: one.dtype for n, one in other.items()}
+            assert furthest(kept[0], kept[1]) == 0, (policy, wanted, later)
+            assert 0 < furthest(kept[0], kept[2]) < 0.1, (policy, wanted, later)
+
+
+class Three(nn.Module):
+    """Three layers, the last of which is used for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = (layer(x) for layer in self.layers)
+        y: Tensor = first + second + 0 * third
+        return y
+
+
+@follows_grad_dtype
+@on_ranks(2)
+def test_each_parameter_has_its_own_residual_also_where_grad_dtypes_differ(rank: int) -> None:
+    """The second weight is sent last."""
+    model = Three()
+    model.layers[1].weight.grad_dtype = torch.bfloat16
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    attachment = attach_sharded(model, "int4", hook_timeout=30.0)
+    for _ in range(2):  # FSDP2 decides the order in the first one
+        model(batch(rank, 0)[0].repeat(1, 2)[:, :32]).square().sum().backward()
+        state = attachment.state_dict()["groups"]["the model"]["local"][f"rank{rank}"]
+        sizes = [float(state[f"layers.{number}.weight"]["residual"].abs().max()) for number in range(3)]
+        assert min(sizes[:2]) > 0 == sizes[2], sizes
+        model.zero_grad()
+    model = Three()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    attach_sharded(model, "int4", hook_timeout=30.0)
+    model.layers[1].weight.grad_dtype = torch.bfloat16
+    told = told_by(lambda: model(torch.ones(8, 32)).square().sum().backward())
+    assert "grad_dtype was set" in told.text, told.text
+    undecided = with_grad_dtypes(UNSAID, {"head": None}, later=True)
+    told = told_by(lambda: attach_sharded(undecided, "int4"))
+    assert told.error == "SettingsError" and "whose grad_dtype is None" in told.text, told.text
 
 
 class Peculiar(Network):

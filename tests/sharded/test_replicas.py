@@ -18,7 +18,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from commhooks import ReplicasAttachment, attach_replicas, attach_sharded, load_distributed
@@ -30,15 +30,19 @@ from tests.sharded.models import (
     FP32,
     MIXED,
     NARROW,
+    UNSAID,
     Make,
     Network,
     adamw,
     batch,
+    follows_grad_dtype,
     furthest,
+    reduces_in_grad_dtype,
     sgd,
     sharded,
     shards,
     train,
+    with_grad_dtypes,
 )
 from tests.world import on_ranks, run_world_outcomes
 
@@ -105,16 +109,74 @@ def test_without_loss_shards_are_those_of_native_hsdp_bit_for_bit(rank: int, pol
     """With reduce_dtype=bf16 "fused" averages in the parameters' fp32, and is more precise than HSDP."""
     mesh = sites()
     ways: list[tuple[MixedPrecisionPolicy, dict[str, Any]]] = [(FP32, {"steps": STEPS}), (MIXED, {}), (NARROW, {})]
-    ways += [(FP32, {"frozen": True}), (FP32, {"accumulated": 2}), (FP32, {"reshard_after_forward": False})]
+    ways += [
+        (UNSAID, {}),
+        (FP32, {"frozen": True}),
+        (FP32, {"accumulated": 2}),
+        (FP32, {"reshard_after_forward": False}),
+    ]
     for precision, how in ways:
         native, ours = (
             trained(rank, mesh, name, policy, make, precision, **{"steps": 5, **how})[0]
             for name in (None, "all-reduce")
         )
-        if precision is NARROW and policy == "fused":
+        if precision in ((NARROW,) if reduces_in_grad_dtype else (NARROW, UNSAID)) and policy == "fused":
             assert 0 < furthest(native, ours) < 0.01
         else:
             assert furthest(native, ours) == 0, (precision, how)
+
+
+@follows_grad_dtype
+@on_ranks(4)
+def test_replicas_average_gradients_of_each_grad_dtype_as_native_hsdp_does(rank: int) -> None:
+    """One parameter is used on no rank, and gets zeros of its `grad_dtype`."""
+    mesh, some = sites(), dict.fromkeys(["first.bias", "second", "head.weight"], torch.bfloat16)
+    for precision, wanted in (
+        (UNSAID, dict.fromkeys([""], torch.bfloat16)),
+        (MIXED, dict.fromkeys([""])),
+        (FP32, some),
+    ):
+        kept = []
+        for policy in (None, *POLICIES):
+            model = with_grad_dtypes(precision, wanted, later=True, mesh=mesh if policy is None else mesh["shards"])
+            if policy is None:
+                model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
+            attachment = attached(model, mesh, "all-reduce", policy) if policy else None
+            inputs, targets = batch(rank, 0)
+            nn.functional.cross_entropy(model(inputs).float(), targets).backward()
+            named: dict[str, Any] = dict(model.named_parameters())
+            kept.append({name: parameter.grad.to_local() for name, parameter in named.items()})
+            if attachment is not None:
+                attachment.detach()
+        for other in kept[1:]:
+            assert {name: one.dtype for name, one in kept[0].items()} == {n: one.dtype for n, one in other.items()}
+            assert furthest(kept[0], other) <= (0.01 if precision is FP32 else 0), (precision, wanted)
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_manual_backward_finalization"), reason="FSDP2 always ends a backward pass itself"
+)
+@on_ranks(2)
+def test_a_backward_pass_that_the_program_ends_is_averaged_or_refused(rank: int) -> None:
+    kept, mesh = [], alone()
+    for policy in (None, "sharded", *POLICIES):
+        model: Any = sharded(mesh=None if policy in (None, "sharded") else mesh["shards"])
+        if policy is None:
+            model.set_reduce_scatter_unused_params(True)
+        elif policy == "sharded":
+            attach_sharded(model, "all-reduce", hook_timeout=30.0)
+        else:
+            attached(model, mesh, "all-reduce", policy)
+        model.set_manual_backward_finalization(True)
+        inputs, targets = batch(rank, 0)
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        told = told_by(model.finalize_backward)
+        if policy == "fused":
+            assert "outside a backward pass (set_manual_backward_finalization)" in told.text, told.text
+        else:
+            assert told.error == "nothing", told.text
+            kept.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
+    assert furthest(kept[0], kept[1]) == furthest(kept[0], kept[2]) == 0
 
 
 @on_ranks(4)
@@ -364,7 +426,9 @@ def test_parameters_frozen_since_attaching_are_named(rank: int, policy: str) -> 
     told = told_by(lambda: train(model, sgd(model), rank, 0, 1))
     assert told.error in {"CompressorError", "CollectiveError"} and told.text, told.text
     where = "first: " if policy == "fifo" else ""
-    assert f"{where}parameters were frozen or unfrozen since attach_replicas; detach, and attach again" in told.text
+    assert (
+        f"{where}parameters were frozen or unfrozen since attach_replicas, or grad_dtype was set; detach" in told.text
+    )
     of_one_size = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).requires_grad_(False))
     fully_shard(of_one_size, mesh=mesh["shards"])
     attached(of_one_size, mesh, "int8", policy)
@@ -409,6 +473,90 @@ def test_the_exchange_comes_after_all_of_fsdps_work(rank: int) -> None:
             found.append({name: getattr(one, "to_local", one.detach)().clone() for name, one in whole.items()})
             attachment.detach()
         assert furthest(*found) == 0, kind
+
+
+class Adapted(nn.Module):
+    """Layers that are all computed again in backward passes of their own, behind a frozen stem."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(20, 16).requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+@on_ranks(2)
+def test_gradients_are_averaged_once_if_every_module_is_reduced_in_a_nested_backward_pass(rank: int) -> None:
+    """The end of the first nested pass comes before FSDP2's work is done, or between the roots' reductions."""
+    mesh, found = alone(), []
+    for roots in ("one", "many", "none"):
+        model = Adapted()
+        for module in [*model.blocks, *([model] if roots == "one" else [])]:
+            if roots != "none":
+                fully_shard(module, mesh=mesh["shards"])
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        attachment = attached(model, mesh, "all-reduce", "fused") if roots != "none" else None
+        for step in range(3):
+            model(batch(rank, step)[0]).square().sum().backward()
+            for parameter in trained if attachment is None else []:
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(2)  # type: ignore[union-attr]  # there is one
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: getattr(p, "to_local", p.detach)().clone() for name, p in model.named_parameters()})
+        if attachment is not None:
+            assert attachment.steps == 3 == attachment.statistics().collectives, roots
+            attachment.detach()
+    assert furthest(found[0], found[1]) == 0 and furthest(found[0], found[2]) < 1e-6
+    model = Adapted()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["shards"])
+    within = attached(model.blocks[1], mesh, "all-reduce", "fused")  # FSDP2 ends its work after this block's pass
+    model(batch(rank, 0)[0]).sum().backward()
+    told = told_by(lambda: model(batch(rank, 1)[0]))
+    assert "the last backward pass ended without an average over the replicas" in told.text, told
+    within.detach()
+
+
+@on_ranks(2)
+def test_what_acts_on_one_replica_alone_is_named(rank: int) -> None:
+    """A hook on a gradient, a parameter in another's place, a new head: all of them from after attaching."""
+    mesh = alone()
+
+    def acting(model: Any) -> None:
+        model.head.weight.register_post_accumulate_grad_hook(lambda _: None)
+
+    def replaced(model: Any) -> None:
+        model.head.bias = nn.Parameter(torch.zeros(7))
+
+    def another_head(model: Any) -> None:
+        model.head = nn.Linear(65, 7)
+
+    def added(model: Any) -> None:
+        model.register_parameter("shift", nn.Parameter(torch.zeros(7)))
+
+    for change, policies, complaint in (
+        (acting, ["fused"], "'head.weight' has a hook that runs as soon as its gradient is there"),
+        (replaced, POLICIES, "'head.bias' was replaced"),
+        (another_head, POLICIES, "'head.bias' was replaced"),
+        (added, POLICIES, "'shift' now requires a gradient, which FSDP2 does not shard"),
+    ):
+        for policy in policies:
+            model = sharded(mesh=mesh["shards"])
+            attachment, optimizer = attached(model, mesh, "int8", policy), sgd(model)
+            train(model, optimizer, rank, 0, 1)
+            change(model)
+            told = told_by(lambda model=model, optimizer=optimizer: train(model, optimizer, rank, 1, 2))  # type: ignore[misc]
+            assert told.error in {"CompressorError", "CollectiveError"} and complaint in told.text, (change, told)
+            attachment.detach()
+            model.zero_grad()
 
 
 @on_ranks(2)

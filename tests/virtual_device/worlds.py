@@ -47,6 +47,9 @@ class DeviceLine:
         self._joined += 1
         return self._joined - 1
 
+    def check_ranks(self) -> None:
+        """Do nothing: the ranks stay."""
+
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> InlineScheduler:
         """Open a reserved lane; ranks of one process are given the same fingerprint."""
         if self.scheduler is None:

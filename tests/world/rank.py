@@ -169,9 +169,15 @@ def _run_in_group(
 
 
 class _GlooInTurn(ProcessGroupGloo):
-    """A group of one thread, not two: Gloo's own sum of sparse tensors is safe there (ddp_core/sparse.py)."""
+    """A group of one thread, not two: Gloo's own sum of sparse tensors is safe there (ddp_core/sparse.py).
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    PyTorch 2.14 and newer also say whether the group is to change its size later.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
+    ) -> None:
+        assert not enable_reconfigure, "no test gives such a group one thread"
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
         options._devices, options._timeout, options._threads = [self.create_default_device()], timeout, 1
         super().__init__(store, rank, size, options)

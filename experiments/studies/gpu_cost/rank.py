@@ -94,6 +94,9 @@ class _Line:
         """Return the number of the only lane."""
         return 0
 
+    def check_ranks(self) -> None:
+        """Do nothing: there is one rank."""
+
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> InlineScheduler:
         """Open the lane; there is no other rank to compare settings with."""
         streams = [_HostsOrder() if device.type == "cpu" else SideStream(device) for _ in range(2)]
