@@ -91,14 +91,16 @@ def _take_turns(rounds: int, tell: Tell) -> dict[tuple[str, str], tuple[dict[str
                     clock=clock,
                     prepare=site.prepare,
                     order=forth_and_back,
+                    tell=tell,
                 )
                 for what, clock in CLOCKS.items()
             }
             with_it, without = (partial(site.seconds_of_hooks, who) for who in (OURS, THEIRS))
             direct = {"optimizer.step()": _added(with_it, without, rounds)}
             if "PyTorch" in wrapper:
-                logged, plain = (_Local(layers, width, is_logged=is_logged) for is_logged in (True, False))
-                direct["log"] = _added(logged.backward_seconds, plain.backward_seconds, rounds)
+                local = _Local(layers, width)
+                logged, plain = (partial(local.backward_seconds, is_logged=is_logged) for is_logged in (True, False))
+                direct["log"] = _added(logged, plain, rounds)
             found[name, wrapper] = taken, direct
             ddp_core.set_guard(site.ddp, "off")
     return found
@@ -158,20 +160,22 @@ class _Idle(Optimizer):
 
 
 class _Local:
-    """A model without any DDP, whose gradients are logged or not."""
+    """A model without any DDP."""
 
-    def __init__(self, layers: int, width: int, *, is_logged: bool) -> None:
+    def __init__(self, layers: int, width: int) -> None:
         self.module = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
         self.inputs = torch.randn(8, width)
-        self.log = deque[Tensor](maxlen=2 * layers)
-        if is_logged:
-            for parameter in self.module.parameters():
-                parameter.register_post_accumulate_grad_hook(self.log.append)
 
-    def backward_seconds(self) -> float:
-        """Return the time of a backward pass."""
-        self.log.clear()
+    def backward_seconds(self, *, is_logged: bool) -> float:
+        """Return the time of a backward pass, whose gradients are logged or not."""
+        parameters = list(self.module.parameters())
+        log = deque[Tensor](maxlen=len(parameters))
+        handles = [p.register_post_accumulate_grad_hook(log.append) for p in parameters] if is_logged else []
+        self.module.zero_grad()
         loss = self.module(self.inputs).square().mean()
         begun = time.thread_time()
         loss.backward()
-        return time.thread_time() - begun
+        taken = time.thread_time() - begun
+        for handle in handles:
+            handle.remove()
+        return taken
