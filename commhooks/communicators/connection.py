@@ -96,8 +96,13 @@ class Address:
     def meet(self) -> concurrent.futures.Future[Store]:
         """Let all ranks meet, without a group; the future is done when they have, within the parent's timeout."""
         self.section.begin()
-        patience = self.timeout.total_seconds()
-        return self.store_thread.submit(functools.partial(_meet, self, "", range(self.world_size), patience))
+        return self.store_thread.submit(self._meet)
+
+    def _meet(self) -> Store:
+        try:
+            return _meet(self, "", range(self.world_size), self.timeout.total_seconds())
+        finally:
+            self.section.is_over = True  # a group may never follow: an attachment may be refused after this
 
 
 class Connection:
