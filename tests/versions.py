@@ -268,7 +268,7 @@ def _cell(count: list[int] | None) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep one row of the laws for each class of compressor and of codec, and scripts for FSDP2 where it is promised."""
+    """Keep one row of the laws for each class of compressor and of codec; leave out FSDP2 where it is not promised."""
     from commhooks.language.compressor import inner_of
 
     if metadata.version("torch") not in PROMISE["FSDP2"]:
