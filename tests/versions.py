@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -267,9 +268,11 @@ def _cell(count: list[int] | None) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep one row of the laws for each class of compressor and of codec."""
+    """Keep one row of the laws for each class of compressor and of codec; leave out FSDP2 where it is not promised."""
     from commhooks.language.compressor import inner_of
 
+    if metadata.version("torch") not in PROMISE["FSDP2"]:
+        items[:] = [item for item in items if "guide/sharded.md" not in item.name]
     first: dict[object, object] = {}
     kept = []
     for item in items:
