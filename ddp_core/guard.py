@@ -59,6 +59,7 @@ __all__ = [
     "hook_ran",
     "is_standing",
     "notice_wrappers",
+    "release_wrapper",
     "set_guard",
     "steps_locally",
 ]
@@ -394,7 +395,7 @@ _unguarded: weakref.WeakKeyDictionary[Module, list[tuple[str, Tensor]]] = weakre
 _modes: weakref.WeakKeyDictionary[Module, GuardMode] = weakref.WeakKeyDictionary()
 _local: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _outside: weakref.WeakKeyDictionary[Optimizer, Outside] = weakref.WeakKeyDictionary()
-_is_ours: list[Callable[[Any], bool]] = []
+_is_ours: list[Callable[[Any, Any], bool]] = []
 
 
 # -------------------------------------------------------------------- for programs
@@ -445,8 +446,8 @@ def is_standing(optimizer: Optimizer) -> bool:
 # -------------------------------------------------------------------- for hooks
 
 
-def notice_wrappers(is_ours: Callable[[Any], bool]) -> None:
-    """Guard each DistributedDataParallel of PyTorch on which a hook is registered that ``is_ours`` returns True for.
+def notice_wrappers(is_ours: Callable[[Any, Any], bool]) -> None:
+    """Guard each DistributedDataParallel of PyTorch with a hook and state for which ``is_ours`` returns True.
 
     A hook is told no module, so wrappers are noticed as they are made, by PyTorch's public hook for submodules.
     """
@@ -489,6 +490,15 @@ def guard_wrapper(
     return guard
 
 
+def release_wrapper(wrapper: Module) -> None:
+    """Guard a wrapper of PyTorch's no more, and listen to none of its gradients, until one of our hooks runs in it."""
+    guard = _of_wrappers.get(wrapper)
+    if guard is not None and guard.listens:
+        del _of_wrappers[wrapper]
+        guard.remove()
+        _unguarded[wrapper] = list(zip(guard.names, guard.parameters, strict=True))
+
+
 def _guard_of_bucket(bucket: GradBucket, listening: list[WrapperGuard]) -> WrapperGuard | None:
     parameter = bucket.parameters()[0]
     for wrapper, named in list(_unguarded.items()):
@@ -517,7 +527,7 @@ def _adopt() -> None:
     """Guard the wrappers of PyTorch's on which a hook of ours is registered by now."""
     for wrapper, named in list(_unguarded.items()):
         hooks = getattr(wrapper, "_comm_hooks", ())
-        if any(is_ours(hook) for hook, _ in hooks for is_ours in _is_ours):
+        if any(is_ours(hook, state) for hook, state in hooks for is_ours in _is_ours):
             guard_wrapper(wrapper, named)
 
 

@@ -48,7 +48,7 @@ def test_a_wheel_holds_every_module_but_studies_and_takes_no_name_but_its_own_tw
     expected = {
         target / path.relative_to(ROOT / folder)
         for folder, target in folders.items()
-        for pattern in ("*.py", "py.typed", "*.j2", "*.schema.json", "costs.json", "accuracy.json")
+        for pattern in ("*.py", "py.typed", "*.j2", "*.schema.json", "costs.json", "accuracy.json", "versions.json")
         for path in (ROOT / folder).rglob(pattern)
         if not path.is_relative_to(ROOT / "experiments" / "studies")
     }

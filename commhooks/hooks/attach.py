@@ -26,7 +26,7 @@ from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.table import ResidualStorage, StateTable
 from commhooks.unwrapping import find_ddp, trained_parameters
-from ddp_core.guard import GuardMode, check_mode, guard_wrapper
+from ddp_core.guard import GuardMode, check_mode, guard_wrapper, release_wrapper
 
 
 class Attachment(Handle):
@@ -109,6 +109,8 @@ class Attachment(Handle):
                 self._watches.pop().remove()
             if self._socket.engine is self._engine:
                 self._socket.release()
+                if (model := self._model()) is not None:
+                    release_wrapper(model)
         finally:
             self._engine.stop()
 
@@ -148,8 +150,8 @@ def attach(
       of the state. Without it, "fused" judges all buckets of a step together, and "fifo" judges each bucket separately.
     - `guard`: what happens before an optimizer steps on gradients of this model that were not averaged, for example
       because the module inside the DDP was called: "raise" `NotAveragedError`, "warn" once, or nothing if "off". None:
-      as before, which is "raise" unless `set_guard` or the environment variable DDP_GUARD says otherwise. It lasts as
-      long as the model is wrapped. See `docs/guide/guard.md`.
+      as before, which is "raise" unless `set_guard` or the environment variable DDP_GUARD says otherwise. It ends
+      with `detach` for PyTorch's class, and never for ddp_core's. See `docs/guide/guard.md`.
 
     Raises `AttachError` if a hook is already attached or registered, if the model is not a DistributedDataParallel,
     shards its parameters or is wrapped twice, if its process group has no name or store, or if ranks disagree about

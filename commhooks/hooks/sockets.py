@@ -61,6 +61,12 @@ def run_stateless(
     """Average a bucket with a stateless compressor, on the engine of its process group."""
     check_bucket(bucket)
     hook_ran(bucket)
+    return _run_alone(compressor, process_group, bucket)
+
+
+def _run_alone(
+    compressor: Compressor, process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[Tensor]:
     group = group_or_default(process_group)
     engines = _engines.setdefault(group, {})
     if compressor in engines and bucket.index() == 0:
@@ -151,7 +157,7 @@ class Socket:
     def run(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Average a bucket with the engine, or with a plain all-reduce if nothing is attached."""
         if self.engine is None:
-            return run_stateless(AllReduceMean(), self._group(), bucket)
+            return _run_alone(AllReduceMean(), self._group(), bucket)  # as if no hook were registered: not guarded
         hook_ran(bucket)
         return deliver(self.engine.run(bucket), bucket)
 
@@ -177,9 +183,10 @@ def check_is_free(caller: str, ddp: Module) -> None:
         )
 
 
-def _is_ours(hook: Any) -> bool:
-    """Return whether a hook that is registered on a DDP is one of this package."""
-    return str(getattr(hook, "__module__", "")).startswith("commhooks.")
+def _is_ours(hook: Any, state: Any) -> bool:
+    """Return whether a hook that is registered on a DDP is one of this package, and not an empty socket."""
+    is_empty = isinstance(state, Socket) and state.engine is None
+    return str(getattr(hook, "__module__", "")).startswith("commhooks.") and not is_empty
 
 
 notice_wrappers(_is_ours)  # PyTorch's wrappers with one of our hooks are guarded, as those of ddp_core are

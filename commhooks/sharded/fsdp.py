@@ -65,6 +65,7 @@ PRIVATE_NAMES = (
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._orig_size",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._unsharded_param",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.fsdp_placement",
+    "torch.distributed.device_mesh:DeviceMesh._get_root_mesh",
     "torch.utils:_pytree",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.mp_policy",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.padded_sharded_param_size",

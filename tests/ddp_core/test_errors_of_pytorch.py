@@ -300,7 +300,7 @@ PROGRAMS: dict[str, tuple[Program, str | None]] = {
     "views detached": (detached_views, "Can't detach views in-place"),
     "a gradient cleared": (cleared_in_the_backward_pass, EQUAL),
     "frozen once wrapped": (frozen_once_wrapped, UNFINISHED + r"a\.weight"),
-    "replaced": (replaced, UNFINISHED + r"a\.weight"),
+    "replaced": (replaced, r"not averaged: 'a\.weight' on rank \d.*added or replaced afterwards"),
     "dense for sparse": (dense_where_a_sparse_one_was_announced, r"'words\.weight': expected a sparse gradient"),
     "sparse for dense": (sparse_where_a_dense_one_was_announced, r"'words\.weight' got a sparse gradient"),
     "a rank ends early": (early_end, "exhausted (all )?inputs"),
