@@ -93,8 +93,8 @@ class AtTheEnd:
 
     def follow(self, model: Module) -> list[RemovableHandle]:
         """Register hooks that find the outermost backward pass, on the model and what may be called in its place."""
-        units: list[Any] = [unit.module for unit in self._units]  # FSDPModule is a mixin, for mypy no Module
-        modules: dict[Module, None] = dict.fromkeys([model, *units])
+        # as Any: for mypy, FSDPModule is no Module
+        modules: list[Any] = list(dict.fromkeys([model, *(unit.module for unit in self._units)]))
         before = [module.register_forward_pre_hook(self._before_forward) for module in modules]
         return before + [module.register_forward_hook(self._after_forward) for module in modules]
 
