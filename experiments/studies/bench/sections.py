@@ -24,7 +24,6 @@ class Section:
 SECTIONS = {
     "ddp": Section("`ddp_core` and PyTorch's DDP", ddp.SENTENCE, ddp.measure),
     "hooks": Section("Hooks and their twins in PyTorch", hooks.SENTENCE, hooks.measure),
-    "guard": Section("The guard against gradients that were not averaged", guard.SENTENCE, guard.measure),
     "powersgd": Section("PowerSGD and its memory traffic", powersgd.SENTENCE, powersgd.measure),
     "real-step": Section("PowerSGD in a real step", real_step.SENTENCE, real_step.measure),
     "wakeups": Section("Gloo's event loop in a real step", wakeups.SENTENCE, wakeups.measure),
@@ -34,4 +33,5 @@ SECTIONS = {
     "policies": Section("`fused` and `fifo`", policies.SENTENCE, policies.measure),
     "checkpoints": Section("Checkpoints and `torch.save`", checkpoints.SENTENCE, checkpoints.measure),
     "hiding": Section("Communication behind the backward pass", hiding.SENTENCE, hiding.measure),
+    "guard": Section("The guard against gradients that were not averaged", guard.SENTENCE, guard.measure),
 }
