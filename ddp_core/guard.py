@@ -14,13 +14,14 @@ the names in ``PRIVATE_NAMES``: parameters report their gradients, and the commu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -58,6 +59,7 @@ __all__ = [
     "guard_wrapper",
     "hook_ran",
     "is_standing",
+    "local_on_purpose",
     "notice_wrappers",
     "release_wrapper",
     "set_guard",
@@ -458,6 +460,22 @@ def notice_wrappers(is_ours: Callable[[Any, Any], bool]) -> None:
         if dist.is_available() and dist.is_initialized():  # some may have been made before
             for wrapper in [one for one in gc.get_objects() if type(one) is PyTorchDDP]:
                 _noticed(wrapper, "module", wrapper.module)
+
+
+@contextlib.contextmanager
+def local_on_purpose(wrapper: Module) -> Iterator[None]:
+    """Judge no step on a wrapper's gradients inside this context: they are not averaged, and steps will be undone."""
+    mode, guard = _modes.get(wrapper), _of_wrappers.get(wrapper)
+    mode_of_guard = guard.mode if guard is not None else None
+    set_guard(wrapper, "off")
+    try:
+        yield
+    finally:
+        del _modes[wrapper]
+        if mode is not None:
+            _modes[wrapper] = mode
+        if guard is not None and mode_of_guard is not None:
+            guard.mode = mode_of_guard
 
 
 def hook_ran(bucket: Any) -> None:

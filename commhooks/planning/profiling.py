@@ -25,6 +25,7 @@ from commhooks.planning.place import load_average, machine_in_words, ranks_per_h
 from commhooks.planning.profile import Event, GradientProfile, HookProfile, Profile
 from commhooks.planning.turns import LEAST_STEPS, PLAIN, Turns
 from commhooks.unwrapping import find_ddp, trained_parameters
+from ddp_core.guard import local_on_purpose
 
 _MIB = 2**20
 _DEFAULT_CAP = 25.0  # MiB, of both DDPs
@@ -92,7 +93,8 @@ def profile(
     kept = Kept(ddp)
     turns = Turns(ddp, named, step_fn, candidates, kept, group, as_ranks)
     try:
-        turns.run(steps, seconds)
+        with local_on_purpose(ddp):
+            turns.run(steps, seconds)
     finally:
         kept.restore()
     return _profile_of(turns, ddp, named, candidates, name or type(ddp.module).__name__, link)

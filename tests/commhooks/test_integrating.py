@@ -231,7 +231,7 @@ def backward(model: nn.Module) -> float:
 
 
 @on_ranks(2, check_exit=False)
-def test_an_optimizer_that_steps_without_the_hook_raises(rank: int) -> None:
+def test_an_optimizer_that_steps_without_the_hook_raises(rank: int) -> None:  # noqa: PLR0915  # a run, told in order
     for ddp_class in DDPS:
         model = ddp_class(build())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
