@@ -254,6 +254,10 @@ def page(rows: list[dict[str, Any]]) -> str:
         table.append(f"| {' | '.join([row['torch'], row['python'], row['date'], *cells])} |")
     failed = [f"- PyTorch {row['torch']}, Python {row['python']}: `{name}`" for row in rows for name in row["failed"]]
     text = BEGINNING.format(python=PROMISE["PYTHON"], torch=PROMISE["TORCH"], fsdp2=PROMISE["FSDP2"])
+    if not rows:
+        table = [
+            "No row has been written yet: so far, only single files were run with PyTorch 2.6, 2.8, 2.14.1 and 2.15."
+        ]
     return "\n".join([text, *table, "", *(["## Failed", "", *failed, ""] if failed else [])])
 
 
