@@ -99,7 +99,6 @@ class Guard:
         self.index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.log: deque[Tensor] = deque(maxlen=max(1, len(named)))
         self._ended_reductions = 0
-        self.finished = -1  # the backward pass whose means are there
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._watched: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[Any, int]]] = weakref.WeakKeyDictionary()
         """For each watched optimizer, the gradients of its last step, and their versions."""
@@ -140,10 +139,14 @@ class Guard:
     def require_finished(self) -> None:
         """Raise the reducer's own error if a reduction began and has not ended."""
 
+    def means_are_missing(self, task: int) -> bool:
+        """Return True in a backward pass, numbered ``task``, that ends in a reduction which has not ended yet."""
+        return False  # where gradients are averaged one by one, before they are accumulated
+
     def judge(self, optimizer: Optimizer, held: set[int], task: int, verb: str) -> None:
         """Raise or warn if a step of ``optimizer`` is on local gradients; ``held`` are its parameters' ids."""
         if self.judges(optimizer):
-            within = task not in (-1, self.finished)  # in the backward pass, before the means are there
+            within = self.means_are_missing(task)
             stale = self._stepped.get(optimizer, 0) == self.reductions  # gradients by hand, or the last step's
             if within or stale or self.log:
                 self._suspect(optimizer, held, within, stale, verb)
@@ -218,6 +221,7 @@ class WrapperGuard(Guard):
         self._warned = self._warned_of_silence = False
         self._at_last_step = 0  # of any optimizer: the number of reductions
         self._pass = -1  # the backward pass in which the hook was called
+        self.finished = -1  # the backward pass whose means are there
         shapes = [(name, tuple(parameter.shape)) for name, parameter in zip(self.names, self.parameters, strict=True)]
         self._key = numbered(wrapper.process_group, f"{self.title} {shapes}")
         self.listens = listens  # to parameters, because the reducer, PyTorch's, does not report
@@ -274,12 +278,10 @@ class WrapperGuard(Guard):
 
         ``skipped`` are the parameters of buckets that were not reduced, since this pass did not use them.
         """
-        if skipped:
-            left_out = set(map(id, skipped))
-            local = [parameter for parameter in self.log if id(parameter) in left_out]
+        left_out = set(map(id, skipped))
+        local = [parameter for parameter in self.log if id(parameter) in left_out] if left_out else ()
         self.log.clear()
-        if skipped:
-            self.log.extend(local)
+        self.log.extend(local)
         self._ended_reductions += 1
         self.finished = _graph_task()
         for other in self._sharing:
@@ -297,6 +299,10 @@ class WrapperGuard(Guard):
         """Raise or warn if a step of ``optimizer`` is on local gradients; ``held`` are its parameters' ids."""
         super().judge(optimizer, held, task, verb)
         self._at_last_step = self.reductions
+
+    def means_are_missing(self, task: int) -> bool:
+        """Return True in a backward pass, numbered ``task``, that ends in a reduction which has not ended yet."""
+        return task not in (-1, self.finished)
 
     def require_finished(self) -> None:
         """Raise the reducer's own error if a reduction began and has not ended."""
@@ -335,7 +341,7 @@ class WrapperGuard(Guard):
         try:
             names = self._compare(suspects, held, says([name for name, _ in suspects]))
         except AbsentError as error:
-            self._tell(f"{says([name for name, _ in suspects])} Gradients could not be compared: {error}.", optimizer)
+            self._tell(f"{says([name for name, _ in suspects])} Gradients could not be compared: {error}.")
             return
         except UnansweredError as error:
             if not self._warned_of_silence:
@@ -345,7 +351,7 @@ class WrapperGuard(Guard):
         if names is None:
             self._next_proof = 2 * self._suspicions
         else:
-            self._tell(says(names or [name for name, _ in suspects]), optimizer)
+            self._tell(says(names or [name for name, _ in suspects]))
 
     def _compare(self, suspects: Sequence[tuple[str, Tensor]], held: set[int], text: str) -> list[str] | None:
         group = self.wrapper.process_group
@@ -370,7 +376,7 @@ class WrapperGuard(Guard):
         limits = (self.limit, getattr(hook, "timeout", None), timeout_of(group, self.parameters[0].device))
         return next(limit for limit in limits if limit is not None)
 
-    def _tell(self, text: str, optimizer: Optimizer) -> None:
+    def _tell(self, text: str) -> None:
         if self.mode == "raise" and self.wrapper.require_backward_grad_sync:
             raise NotAveragedError(f"{text} {ON_PURPOSE}")
         self._warned = True

@@ -145,6 +145,18 @@ def test_only_a_rate_of_zero_lets_a_step_pass_that_the_hook_knows_nothing_of(rat
     watch.remove()
 
 
+def test_a_watched_step_in_the_backward_pass_is_right_after_the_round_that_averaged_its_gradient() -> None:
+    """As FSDP2 allows it: a shard's gradient is averaged before it is accumulated."""
+    parameters = zeros((ROWS, COLUMNS))
+    optimizer, rounds = sgd(parameters), iter([0, 1, 1, 1])
+    engine, *_ = Workers(make_compressor("int8"), RANKS, parameters).engines
+    guard = ReductionsGuard([("rows", parameters[0])], "a model", engine, "nothing averages", lambda: next(rounds))
+    watch = Watch(optimizer, guard, set(parameters), engine)
+    parameters[0].requires_grad_().register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    parameters[0].sum().backward()
+    watch.remove()
+
+
 def test_signs_with_feedback_are_warned_of_where_an_optimizer_has_second_moments() -> None:
     parameters = zeros((ROWS, COLUMNS))
     for optimizer in (Adam, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta):
