@@ -26,6 +26,7 @@ from torch.testing._internal import common_distributed, common_utils  # noqa: E4
 from torch.testing._internal.distributed import distributed_test  # noqa: E402
 
 BASE: type = distributed_test.DistributedTest._DistTestBase
+OURS = ("ddp_core", "commhooks")  # they tell the two classes apart
 CONSTRUCTS_DDP = re.compile(r"\b(DistributedDataParallel|DDP)\(")
 CALLS_HELPER = re.compile(r"\bself\.(_\w+)\b")
 SKIP_MESSAGES = {skip.exit_code: skip.message for skip in common_distributed.TEST_SKIPS.values()}
@@ -52,9 +53,10 @@ def _constructs_ddp(name: str, seen: set[str]) -> bool:
 
 
 def put_in_place(ddp: type[nn.Module]) -> None:
-    """Let every module that holds PyTorch's DDP under some name hold `ddp` there."""
+    """Let every module but our own that holds PyTorch's DDP under some name hold `ddp` there."""
     theirs = torch.nn.parallel.DistributedDataParallel
-    for module in list(sys.modules.values()):
+    others = [module for name, module in sys.modules.items() if name.partition(".")[0] not in OURS]
+    for module in others:
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is theirs:
                 setattr(module, name, ddp)
