@@ -22,6 +22,7 @@ from tests.guard.situations import (
     RAISES,
     RIGHT,
     TORCH_ATTACH,
+    TORCH_HOOK,
     WARNS,
     Net,
     Run,
@@ -348,6 +349,24 @@ def a_forward_pass_is_followed_by_two_backward_passes(run: Run) -> None:
 @silent()
 def a_forward_pass_of_a_static_graph_is_followed_by_two_backward_passes(run: Run) -> None:
     two_backward_passes(run, static_graph=True)
+
+
+class Heads(nn.Module):
+    """Two outputs, each with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x), self.other(x)
+
+
+@silent(RIGHT, but={TORCH_ATTACH: OTHER_ERROR, TORCH_HOOK: OTHER_ERROR})
+def an_output_of_a_static_graph_is_never_used(run: Run) -> None:
+    model = run.wrap(Heads(), static_graph=True)
+    for _ in run.steps(4, run.optimizer_of(model.parameters())):
+        run.backward(lambda x: model(x)[0])
 
 
 # ---------------------------------------------------------------- no_sync

@@ -76,6 +76,15 @@ def gradients_are_views_of_buckets(run: Run) -> None:
 
 
 @sound()
+def a_forward_pass_of_a_static_graph_has_no_backward_pass(run: Run) -> None:
+    run.model = run.wrap(Net(), static_graph=True)
+    for step in run.steps():
+        if step == 1:
+            run.model(run.batch())
+        run.backward(run.model)
+
+
+@sound()
 def a_static_graph_trains(run: Run) -> None:
     run.model = run.wrap(Net(), static_graph=True)
     run.train(steps=5)

@@ -140,6 +140,10 @@ def run(rank: int, world_size: int, folder: str) -> dict[str, Cost]:
                     backward(ddp, rank, step)
                     optimizer.step()
             check_replicas(ddp)
+            with meter.part(f"{name}: the guard's proof"):
+                backward(ddp.module, rank, 1 + STEPS)
+                with pytest.raises(commhooks.NotAveragedError):
+                    optimizer.step()
             handle.detach()
             check_lockstep(cls, compressor, rank, world_size)
             del ddp, handle, optimizer
