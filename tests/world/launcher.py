@@ -173,7 +173,11 @@ def ensure_server() -> None:
         _one_at_a_time,
         _environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]), GLOO_SOCKET_IFNAME="lo"),
     ):
-        forkserver.ensure_running()
+        held = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # all ranks inherit the server's mask
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 @contextlib.contextmanager

@@ -74,7 +74,8 @@ def leave_a_child(rank: int) -> int:
 
 
 def sleeping_world(rank: int, file: str) -> None:
-    Path(f"{file}.{rank}").write_text(str(os.getpid()))
+    held_back = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    Path(f"{file}.{rank}").write_text(f"{os.getpid()} {len(held_back)}")
     time.sleep(600)
 
 
@@ -231,8 +232,13 @@ def test_no_temporary_folder_is_left_behind(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, number: signal.Signals) -> None:
+    """Its first ranks start while it holds Ctrl-C back: none of those that follow inherits that."""
     code = (
-        "from tests.world import run_world\nfrom tests.world.test_world import sleeping_world\n"
+        "from multiprocessing.resource_tracker import ensure_running\n"
+        "from experiments.launch import _interrupts_held_back\nfrom tests.world import run_world\n"
+        "from tests.world.launcher import ensure_server\nfrom tests.world.test_world import sleeping_world\n"
+        "ensure_running()  # its start would let Ctrl-C through again\n"
+        "with _interrupts_held_back():\n    ensure_server()\n"
         f"run_world(sleeping_world, 2, {str(tmp_path / 'pid')!r})"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
@@ -240,7 +246,9 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, number: si
     deadline = time.monotonic() + 150
     while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
         time.sleep(0.05)
-    children = [int(file.read_text()) for file in files]
+    told = [file.read_text().split() for file in files]
+    assert [held_back for _, held_back in told] == ["0", "0"]
+    children = [int(pid) for pid, _ in told]
     everyone = children + [process.pid for process in psutil.Process(parent.pid).children(recursive=True)]
     os.killpg(parent.pid, number)
     parent.wait(20)
