@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,6 +218,41 @@ def test_a_group_that_changes_its_ranks_raises_and_is_attached_to_anew(rank: int
     for attachment, _, exchanger in attachments:
         attachment.detach()
         exchanger.close()
+
+
+@pytest.mark.skipif(
+    not hasattr(dist, "_reconfigure"),
+    reason="PyTorch reconfigures groups from 2.14 on: see make test-torch",
+)
+@on_ranks(3, backend=None, check_exit=False)  # Gloo's old connections may end after their process
+def test_a_group_that_pytorch_reconfigures_raises_and_is_attached_to_anew(rank: int, tmp_path: Path) -> None:
+    torch_dist: Any = dist
+    store = dist.FileStore(str(tmp_path / "store"), 3)
+    group_store = dist.PrefixStore("group", store)
+    torch_dist.init_process_group("gloo", store=group_store, rank=rank, world_size=3, enable_reconfigure=True)
+
+    def mean(ddp: Any) -> float:
+        ddp.zero_grad()
+        ddp(torch.full((1, 1), float(2**rank))).sum().backward()
+        return float(ddp.module.weight.grad)
+
+    attachment, ddp = None, None
+    for uuid, (size, expected) in enumerate(((2, 1.5), (3, 7 / 3), (2, 1.5))):
+        if rank >= size:
+            continue
+        store.set(f"{uuid}/{rank}", torch_dist._get_reconfigure_handle())
+        handles = [store.get(f"{uuid}/{other}").decode() for other in range(size)]
+        torch_dist._reconfigure(uuid=uuid, handles=handles).wait()
+        if attachment is not None:
+            with pytest.raises(
+                commhooks.AttachError, match=f"the process group has changed: .* is rank {rank} of {size}"
+            ):
+                mean(ddp)
+            attachment.detach()
+        ddp = torch.nn.parallel.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+        attachment = commhooks.attach(ddp, "all-reduce")
+        for _ in range(3):  # in the second, PyTorch's DDP broadcasts its buckets' order
+            assert mean(ddp) == pytest.approx(expected)
 
 
 def fsdp(mesh: DeviceMesh) -> nn.Module:
