@@ -36,7 +36,7 @@ from commhooks.scheduling.task import BucketTask
 SHORT_SLICE_SECONDS = 0.005
 """Seconds between checks for the step's next bucket."""
 PATIENCE_SECONDS = 3.0
-"""Seconds that the thread, when it ends, waits for unfinished work."""
+"""Seconds that the thread, when it ends, waits for unfinished work, and that a process does at its exit."""
 JOIN_SECONDS = SLICE_SECONDS + 4 * ANSWER_SECONDS + PATIENCE_SECONDS + 1.0
 """Seconds that stopping waits for the thread: one check, its calls of a silent store (who failed, a roll call twice as
 long, and the report of its own end), its patience, and a margin."""
@@ -327,13 +327,14 @@ def _stop_all() -> None:
     """Stop every thread, and drop every group, before the interpreter shuts down.
 
     A group with pending work cannot be destroyed, and a process that ends with one may hang or abort; such a process
-    prints a message and exits immediately.
+    waits a little longer, because a peer that ends too ends that work, and then prints a message and exits immediately.
     """
     workers = [worker for worker in _running if not worker.is_forked]
     for worker in workers:
         worker.stop()
     left = [worker.abandoned for worker in workers if worker.abandoned is not None]
-    if any(not connection.close(0.0) for connection in left):
+    end = time.monotonic() + PATIENCE_SECONDS
+    if any(not connection.close(end - time.monotonic()) for connection in left):
         print("commhooks: a collective is still under way at exit: another rank never came; exiting.", file=sys.stderr)
         sys.stderr.flush()
         sys.stdout.flush()

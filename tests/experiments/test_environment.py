@@ -33,13 +33,14 @@ def test_the_text_and_the_json_tell_versions_processors_backends_and_compiled_pa
     assert (text.exit_code, plain.exit_code) == (0, 0)
     found = json.loads(plain.stdout)
     assert found["commhooks"]["version"] == commhooks.__version__
-    assert found["packages"]["torch"] == metadata.version("torch")  # torch.__version__ may name a build too
+    torch_version = metadata.version("torch")  # torch.__version__ may name a build too
+    assert found["packages"]["torch"] == torch_version
     assert {name for name in BACKENDS if found["backends"][name]} == {
         *filter(torch.distributed.is_backend_available, BACKENDS)
     }
     assert found["processor"]["usable_cores"] >= 1
     assert found["compiled_passes"] == str(commhooks.compiled()).replace(f"{Path(commhooks.__file__).parent}/", "")
-    for words in (torch.__version__, found["processor"]["name"], "gloo", found["compiled_passes"].split(": ")[1]):
+    for words in (torch_version, found["processor"]["name"], "gloo", found["compiled_passes"].split(": ")[1]):
         assert words in text.stdout
 
 
