@@ -1,4 +1,7 @@
-"""The exceptions that commhooks raises: one hierarchy, so that `except CommHooksError` catches them all."""
+"""The exceptions that commhooks raises: one hierarchy, which `except CommHooksError` catches.
+
+`NotAveragedError` alone is ddp_core's, whose guard raises it (`ddp_core.errors`).
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import ray.train.torch
 import torch
 from torch import nn
 
-from commhooks import CommHooksError
+from commhooks import CommHooksError, NotAveragedError
 from commhooks.integrations.ray import compress, save
 
 STEPS, SAVE_AT, KILL_AT = 12, 6, 9
@@ -78,7 +78,7 @@ def refusals() -> dict[str, tuple[str, str]]:
     def attempt(name: str, act: Callable[..., Any], *args: Any, **settings: Any) -> None:
         try:
             act(*args, **settings)
-        except CommHooksError as error:
+        except (CommHooksError, NotAveragedError) as error:
             told[name] = type(error).__name__, str(error)
 
     attempt("bare", compress, network(), "powersgd", optimizers=[], checkpoint=None)
