@@ -8,6 +8,7 @@ calls to the store's thread, and waits for the answer for a limited time, or not
 from __future__ import annotations
 
 import atexit
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -30,6 +31,8 @@ ANSWER_SECONDS = 1.0
 
 OUT_OF_INPUTS = "none: it has run out of inputs"
 """The loss scale of a rank that has joined, whose zeros have none."""
+FIRST_SCALE = "1.0"
+"""The loss scale of a rank that has told of none."""
 
 _FAILURE_KEY = "failure"
 _ROLL_CALL_KEY = "roll-call"
@@ -130,6 +133,10 @@ class Noticeboard:
         """The keys under which ranks answer a roll call."""
         self._look: concurrent.futures.Future[str | None] | None = None
         self._found: str | None = None
+        self._changes = 0
+        """How often this rank has told of its loss scale."""
+        self._counts: collections.deque[str] = collections.deque()
+        """The keys in which ranks count who has changed to a scale in a step."""
         self.announced = -1, ""
         """The last known announcement of a comparison: its number, and the rank and its call in words."""
 
@@ -183,20 +190,22 @@ class Noticeboard:
             self.announced = int(number), call
         return None
 
-    def note_scale(self, step: int, scale: str) -> None:
-        """Tell the other ranks that this rank's loss scale has changed to `scale` in a step.
+    def note_scale(self, number: int, scale: str) -> None:
+        """Tell the other ranks that this rank's loss scale is another, `scale`, from its step `number` on.
 
-        It waits for the store, so that whoever has ended this step knows; a silent one is not waited for.
+        Steps are numbered as they begin, the same on all ranks, and no number comes twice. It waits for the store, so
+        that whoever has ended this step knows; a silent one is not waited for.
         """
-        done = self._thread.submit(functools.partial(self._note_scale, step, scale))
+        done = self._thread.submit(functools.partial(self._note_scale, number, scale))
         concurrent.futures.wait([done], ANSWER_SECONDS)
 
-    def other_scales(self, step: int, scale: str) -> dict[int, str]:
-        """Return the last known loss scales of ranks that did not change to `scale` in a step that has ended.
+    def other_scales(self, number: int, scale: str) -> dict[int, str]:
+        """Return the loss scales of ranks that had another than `scale` in step `number`, which has ended.
 
-        They are looked at only if some rank did not, and once more a little later, since a store may be slow.
+        They are looked at only if some rank did not change to it then, and once more a little later, since a store may
+        be slow.
         """
-        look = functools.partial(self._other_scales, step, scale)
+        look = functools.partial(self._other_scales, number, scale)
         try:
             if not self._thread.call(look, ANSWER_SECONDS):
                 return {}
@@ -209,18 +218,29 @@ class Noticeboard:
         """End the store's thread."""
         self._thread.close()
 
-    def _note_scale(self, step: int, scale: str) -> None:
+    def _note_scale(self, number: int, scale: str) -> None:
         if (store := self._section()) is not None:
-            store.set(f"scale/{self._rank}", scale)
-            store.add(f"scale {scale} in step {step}", 1)
+            # A rank is at most one step ahead of those that read this: they need the last two changes.
+            store.set(f"scale/{self._rank}/{self._changes % 2}", f"{number} {scale}")
+            store.add(count := _count_of(number, scale), 1)
+            self._counts.append(count)
+            if len(self._counts) > 2:  # all ranks have read it
+                store.delete_key(self._counts.popleft())
+            self._changes += 1
 
-    def _other_scales(self, step: int, scale: str) -> dict[int, str]:
+    def _other_scales(self, number: int, scale: str) -> dict[int, str]:
         store = self._section()
-        if store is None or int(store.get(f"scale {scale} in step {step}")) == len(self._here):
+        if store is None or store.add(_count_of(number, scale), 0) == len(self._here):
             return {}
-        keys = {rank: f"scale/{rank}" for rank in range(len(self._here))}
-        last = {rank: store.get(key).decode() if store.check([key]) else "1.0" for rank, key in keys.items()}
-        return {rank: other for rank, other in last.items() if other not in (scale, OUT_OF_INPUTS)}
+        scales = {rank: self._scale_in(store, rank, number) for rank in range(len(self._here))}
+        return {rank: other for rank, other in scales.items() if other not in (scale, OUT_OF_INPUTS)}
+
+    def _scale_in(self, store: Store, rank: int, number: int) -> str:
+        """Return a rank's loss scale in a step: that of its last change until then."""
+        keys = [key for key in (f"scale/{rank}/0", f"scale/{rank}/1") if store.check([key])]
+        changes = [store.get(key).decode().split(" ", 1) for key in keys]
+        until_then = [(int(since), scale) for since, scale in changes if int(since) <= number]
+        return max(until_then)[1] if until_then else FIRST_SCALE
 
     def _write(self, key: str, text: str, *, is_first: bool = False) -> None:
         store = self._section()
@@ -239,6 +259,10 @@ class Noticeboard:
         while time.monotonic() < deadline and not store.check(self._here):
             time.sleep(_POLL_SECONDS)
         return [rank for rank, key in enumerate(self._here) if not store.check([key])]
+
+
+def _count_of(number: int, scale: str) -> str:
+    return f"scale {scale} since step {number}"
 
 
 _threads: weakref.WeakSet[StoreThread] = weakref.WeakSet()

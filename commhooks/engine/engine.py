@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commhooks.communicators.disagreement import refusal_as_fingerprint
-from commhooks.communicators.noticeboard import OUT_OF_INPUTS, Noticeboard
+from commhooks.communicators.noticeboard import FIRST_SCALE, OUT_OF_INPUTS, Noticeboard
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.devices import future_on, mark_of
 from commhooks.engine.buckets import Bucket, Buckets
@@ -66,10 +66,12 @@ class Engine:
         self.buckets = Buckets(self.state, by_parameter=by_parameter)
         self.loss_scale = loss_scale or LossScale()
         self.step = 0
-        self._scale = 1.0
+        self._begun = 0
+        """The number of steps that have begun here; `step` may go back."""
+        self._scale = FIRST_SCALE
         """The loss scale that the other ranks know of."""
-        self._told: tuple[int, str] | None = None
-        """The step in which it changed, until it is compared."""
+        self._told: tuple[int, int, str] | None = None
+        """When it changed, as `_begun` and `step`, and to what, until it is compared."""
         self._fingerprint = fingerprint
         self._may_be_unused = may_be_unused
         self._may_join = may_join  # zeros outside a backward pass come from a rank that has run out of inputs
@@ -169,17 +171,18 @@ class Engine:
             raise AttachError(failure) from None
 
     def _compare_scales(self) -> None:
-        """Tell the other ranks of a loss scale that has changed, and one step later find those that have another.
+        """Tell the other ranks of a loss scale that has changed, and one step later find those that had another.
 
         All ranks have begun a step that has ended here, and told their scales before. In steps in which the scale stays
-        this costs nothing. On a GPU the host does not know it.
+        this costs nothing. On a GPU the host does not know it. A rank that has run out of inputs updates no scale.
         """
+        self._begun += 1
         board, scale = self.scheduler.board if self.scheduler is not None else None, self.loss_scale.of_gradients
         if not isinstance(board, Noticeboard) or self.lane.number or isinstance(scale, Tensor):
             return
         if self._told is not None:
-            (step, told), self._told = self._told, None
-            if others := board.other_scales(step, told):
+            (begun, step, told), self._told = self._told, None
+            if others := board.other_scales(begun, told):
                 named = ", ".join(f"{other} on rank {rank}" for rank, other in others.items())
                 failure = (
                     f"rank {self.line.rank}, step {step}: the loss scale is {told} here, and {named}: a mean of "
@@ -188,13 +191,13 @@ class Engine:
                 )
                 self.stop(failure)
                 raise GradientError(failure)
-        if scale != self._scale:
-            self._scale = scale
-            if self._may_join and torch._C._current_graph_task_id() == -1:
-                board.note_scale(self.step, OUT_OF_INPUTS)
-            else:
-                self._told = self.step, str(scale)
-                board.note_scale(*self._told)
+        is_out_of_inputs = self._may_join and torch._C._current_graph_task_id() == -1
+        known = OUT_OF_INPUTS if is_out_of_inputs else str(scale)
+        if known != self._scale:
+            self._scale = known
+            if not is_out_of_inputs:
+                self._told = self._begun, self.step, known
+            board.note_scale(self._begun, known)
 
     def end_step(self) -> None:
         """End the current step, even if its last bucket never came."""

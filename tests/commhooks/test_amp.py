@@ -207,3 +207,67 @@ def test_ranks_whose_loss_scales_differ_are_named_with_both_scales(rank: int) ->
                 break
             one.step(gradients)
         attachment.detach()
+
+
+@on_ranks(2)
+def test_scales_that_change_one_step_apart_are_told_even_once_they_are_equal(rank: int) -> None:
+    one = scaled("core", init_scale=8.0, growth_interval=1000)
+    commhooks.attach(one.model, "int8", scaler=one.scaler)
+
+    def train() -> None:
+        for step in range(5):
+            if step == 2 + rank:
+                one.scaler.update(16.0)
+            one.step(normal(zeros(*SHAPES), 2, seed=step)[rank])
+
+    with pytest.raises(commhooks.CommHooksError, match=r"step 2: the loss scale is 16\.0 here, and 8\.0 on rank 1"):
+        train()
+
+
+@on_ranks(2)
+@both_ddps
+def test_scales_that_are_the_same_are_no_error(rank: int, kind: str) -> None:
+    """After a common step back, with the same changes again, and where one rank has run out of inputs meanwhile."""
+    one = scaled(kind, init_scale=2.0**16, growth_interval=2)
+    attachment = commhooks.attach(one.model, "int8", scaler=one.scaler)
+    saved = attachment.state_dict(), one.scaler.state_dict()
+    for _ in range(2):
+        for step in range(4):
+            gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
+            gradients[0][0] = math.inf if step < 3 else 0.0
+            one.step(gradients)
+        attachment.load_state_dict(saved[0])
+        one.scaler.load_state_dict(saved[1])
+    with one.model.join():  # type: ignore[operator]
+        for step in range(2 if rank else 7):
+            one.step(normal(zeros(*SHAPES), 2, seed=step)[rank])
+    assert one.scaler.get_scale() == 2.0 ** (17 if rank else 19)
+
+
+@on_ranks(2)
+def test_who_trains_again_after_the_others_scale_has_grown_is_told(rank: int) -> None:
+    one = scaled("core", init_scale=8.0, growth_interval=2)
+    commhooks.attach(one.model, "int8", scaler=one.scaler)
+
+    def train(steps: int) -> None:
+        for step in range(steps):
+            one.step(normal(zeros(*SHAPES), 2, seed=step)[rank])
+
+    with one.model.join():  # type: ignore[operator]
+        train(2 if rank else 5)
+    with pytest.raises(commhooks.CommHooksError, match=r"the loss scale is 16\.0 here, and 32\.0 on rank 0"):
+        train(3)
+
+
+@on_ranks(2)
+def test_scales_that_change_in_every_step_leave_nothing_in_the_store(rank: int) -> None:
+    model = wrap("core", Given(*SHAPES), **TINY_BUCKETS)
+    attachment = commhooks.attach(model, "int8")
+    keys = []
+    for step in range(12):
+        attachment.set_grad_scale(1.0 + step)
+        model(*normal(zeros(*SHAPES), 2, seed=step)[rank]).backward()
+        dist.barrier()
+        keys.append(dist.distributed_c10d._get_default_store().num_keys())
+        dist.barrier()
+    assert keys[-1] == keys[4]
