@@ -145,12 +145,14 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         )
         self._build_reducer(group, settings, static_graph)
 
-    def _build_reducer(self, group: dist.ProcessGroup, settings: ReducerSettings, static_graph: bool) -> None:
+    def _build_reducer(
+        self, group: dist.ProcessGroup, settings: ReducerSettings, static_graph: bool, *, is_copy: bool = False
+    ) -> None:
         trained = [(name, p) for name, p in self.managed_parameters() if p.requires_grad]
         sparse = sparse_parameters(self.module)
         self.reducer = Reducer(trained, sparse, group, settings, DelayedGradients(self._delay))
         named = zip(self.reducer.layout.names, self.reducer.layout.parameters, strict=True)
-        self.reducer.guard = guard_wrapper(self, [*named, *self.reducer.delayed.named])
+        self.reducer.guard = guard_wrapper(self, [*named, *self.reducer.delayed.named], is_copy=is_copy)
         self.reducer.paused = not self.require_backward_grad_sync
         if static_graph and trained:  # delayed gradients are reduced once, however often they come
             self._set_static_graph()
@@ -376,7 +378,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # 'Call to untyped function "__setstate__"'
         settings, static_graph, self.static_graph = self.__dict__.pop("reducer"), self.static_graph, False
-        self._build_reducer(choose_process_group(None, None), settings, static_graph)
+        self._build_reducer(choose_process_group(None, None), settings, static_graph, is_copy=True)
 
 
 class HookHandle:

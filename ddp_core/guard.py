@@ -1,6 +1,6 @@
 """The guard: no optimizer steps on gradients of a wrapped model that were not averaged, without a word.
 
-Suspicion is cheap, local and exact. Each wrapper has a log of the parameters whose gradient came outside a reduction,
+Suspicion is cheap and local. Each wrapper has a log of the parameters whose gradient came outside a reduction,
 or after one; the end of a reduction empties it, because a reduction averages all that ``p.grad`` holds. A step is
 suspect if a parameter that it changes is in the log, if it runs in a backward pass whose means are not there yet, if no
 reduction has ended since the optimizer's last step, or if a parameter of the model is not known to the reducer.
@@ -82,6 +82,9 @@ FOLLOWS_PYTORCH = hasattr(dist, "Reducer") and hasattr(dist.Reducer, "_check_red
 VARIABLE = "DDP_GUARD"
 """The environment variable with the mode of all guards for which the program sets none."""
 
+ROUNDS_IN_LOG = 4
+"""A log holds so many gradients of each parameter. Once it is full, every parameter is suspect."""
+
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 
 
@@ -97,7 +100,7 @@ class Guard:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]  # kept alive, so that their ids stay theirs
         self.index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self.log: deque[Tensor] = deque(maxlen=max(1, len(named)))
+        self.log: deque[Tensor] = deque(maxlen=max(1, ROUNDS_IN_LOG * len(named)))
         self._ended_reductions = 0
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._watched: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[Any, int]]] = weakref.WeakKeyDictionary()
@@ -128,9 +131,19 @@ class Guard:
         """End `watch`."""
         self._watched.pop(optimizer, None)
 
+    def logged(self) -> list[Tensor]:
+        """Return the parameters in the log, each once; all of them, if it is full and may have lost some."""
+        if len(self.log) == self.log.maxlen:
+            return self.parameters
+        return list({id(parameter): parameter for parameter in self.log}.values())
+
     def ranks(self) -> tuple[int, int]:
         """Return this process's rank among those that average together, and their number."""
         raise NotImplementedError
+
+    def who(self) -> str:
+        """Return this process's rank in words."""
+        return f"rank {self.ranks()[0]}"
 
     def cause(self, optimizer: Optimizer, known: bool, within: bool) -> str:
         """Return the likely cause of a step on local gradients, and a remedy."""
@@ -153,11 +166,11 @@ class Guard:
             self._stepped[optimizer] = self.reductions
 
     def _suspect(self, optimizer: Optimizer, held: set[int], within: bool, stale: bool, verb: str) -> None:
-        candidates = self.parameters if within or stale else list(self.log)
+        candidates = self.parameters if within or stale else self.logged()
         suspects = [p for p in candidates if id(p) in held and p.grad is not None]
         used = self._watched.get(optimizer)
         if used is not None and stale and not within:  # a second step on the same means is no bypass
-            logged = {id(p) for p in self.log}
+            logged = {id(p) for p in self.logged()}
             suspects = [p for p in suspects if id(p) in logged or not _is_same(p, used)]
         if suspects:
             self.accuse(optimizer, [(self.names[self.index[id(p)]], p) for p in suspects], held, verb, within)
@@ -171,14 +184,18 @@ class Guard:
         within: bool = False,
     ) -> None:
         """Raise or warn, unless the step changes nothing or gradients turn out to be the same on all ranks."""
-        suspects = [(name, p) for name, p in suspects if p.grad is not None and _has_content(p.grad)]
-        if not suspects or is_standing(optimizer) or not self.judges(optimizer):
+        if not self.judges(optimizer) or is_standing(optimizer):
             return
+        first = next((place for place, (_, p) in enumerate(suspects) if _is_used(p)), None)
+        if first is None:
+            return
+        suspects = suspects[first:]  # the others are looked at only if there is something to tell
         known = id(suspects[0][1]) in self.index
         if known and not within:
             self.require_finished()
         if optimizer in self._watched:
-            raise NotAveragedError(self._text(optimizer, verb, [n for n, _ in suspects], known, within))
+            names = [name for name, p in suspects if _is_used(p)]
+            raise NotAveragedError(self._text(optimizer, verb, names, known, within))
         self.prove(optimizer, suspects, held, functools.partial(self._text, optimizer, verb, within=within))
 
     def prove(
@@ -191,7 +208,7 @@ class Guard:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return (
             f"{type(optimizer).__name__} {verb} a step on gradients of {self.title} that were not averaged: "
-            f"{names[0]!r}{more} on rank {self.ranks()[0]}, so replicas drift apart. "
+            f"{names[0]!r}{more} on {self.who()}, so replicas drift apart. "
             f"Likely cause: {self.cause(optimizer, known, within)}."
         )
 
@@ -210,20 +227,28 @@ class WrapperGuard(Guard):
     """The guard of a DistributedDataParallel, ddp_core's or PyTorch's.
 
     ``limit``: seconds to wait for ranks that are late; None: the process group's timeout.
+    ``is_copy``: whether other ranks may have made fewer such wrappers, since a copy needs nobody else.
     """
 
-    def __init__(self, wrapper: Any, named: Iterable[tuple[str, Tensor]], *, listens: bool) -> None:
+    def __init__(
+        self, wrapper: Any, named: Iterable[tuple[str, Tensor]], *, listens: bool, is_copy: bool = False
+    ) -> None:
         super().__init__(named, type(wrapper.module).__name__)
         self.limit: float | None = None
         self.mode: GuardMode = _modes.get(wrapper) or _default_mode()
         self._wrapper = weakref.ref(wrapper, lambda _: self.remove())
-        self._suspicions, self._next_proof = 0, 1
+        self._suspicions: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        """For each optimizer, its suspicions, and the one at which gradients are compared next."""
+        self._comparisons = 0
+        self._was_ready = dist.is_available() and dist.is_initialized()
         self._warned = self._warned_of_silence = False
         self._at_last_step = 0  # of any optimizer: the number of reductions
         self._pass = -1  # the backward pass in which the hook was called
+        self._skips = getattr(wrapper, "skip_all_reduce_unused_params", False)
+        self._reduced: set[int] = set()  # ids of the parameters in its buckets so far, if some may be skipped
         self.finished = -1  # the backward pass whose means are there
         shapes = [(name, tuple(parameter.shape)) for name, parameter in zip(self.names, self.parameters, strict=True)]
-        self._key = numbered(wrapper.process_group, f"{self.title} {shapes}")
+        self._key = numbered(wrapper.process_group, f"{'copy of ' if is_copy else ''}{self.title} {shapes}")
         self.listens = listens  # to parameters, because the reducer, PyTorch's, does not report
         self._handles = [_listen(parameter, self.log.append) for parameter in self.parameters] if listens else []
         self._sharing = [one for one in _of_wrappers.values() if not self.index.keys().isdisjoint(one.index)]
@@ -255,9 +280,11 @@ class WrapperGuard(Guard):
 
     # ---------------------------------------------------------------- what reducers report
 
-    def launched(self) -> None:
+    def launched(self, bucket: GradBucket) -> None:
         """Note that PyTorch's reducer has passed a bucket to its hook: this pass will end in a reduction."""
         task = _graph_task()
+        if self._skips:
+            self._reduced.update(map(id, bucket.parameters()))
         if task not in (-1, self._pass):  # -1: on a rank that has joined
             self._pass = task
             queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -271,7 +298,8 @@ class WrapperGuard(Guard):
             self.wrapper.reducer._check_reducer_finalized()
         except RuntimeError:  # a bucket is missing, and nothing was written back: the next forward pass says so
             return
-        self.averaged()
+        reduced, self._reduced = self._reduced, set()
+        self.averaged([p for p in self.parameters if id(p) not in reduced] if reduced else ())
 
     def averaged(self, skipped: Sequence[Tensor] = ()) -> None:
         """Note that all that ``p.grad`` holds is averaged, including what had accumulated before.
@@ -279,13 +307,13 @@ class WrapperGuard(Guard):
         ``skipped`` are the parameters of buckets that were not reduced, since this pass did not use them.
         """
         left_out = set(map(id, skipped))
-        local = [parameter for parameter in self.log if id(parameter) in left_out] if left_out else ()
+        local = [parameter for parameter in self.logged() if id(parameter) in left_out] if left_out else ()
         self.log.clear()
         self.log.extend(local)
         self._ended_reductions += 1
         self.finished = _graph_task()
         for other in self._sharing:
-            kept = [parameter for parameter in other.log if id(parameter) not in self.index]
+            kept = [parameter for parameter in other.logged() if id(parameter) not in self.index]
             other.log.clear()
             other.log.extend(kept)
 
@@ -294,6 +322,30 @@ class WrapperGuard(Guard):
     def judges(self, optimizer: Optimizer) -> bool:
         """Return True if steps of ``optimizer`` may raise or warn."""
         return (self.mode != "off" and self.ranks()[1] > 1) or super().judges(optimizer)
+
+    def has_peers(self) -> bool:
+        """Return False once the process group is destroyed: its ranks train on by themselves."""
+        if not self._was_ready:
+            return True  # a group that torch.distributed does not know
+        return dist.is_initialized()
+
+    def who(self) -> str:
+        """Return this process's rank in words, and its rank in the wrapper's group if that is another."""
+        own = self.ranks()[0]
+        rank = dist.get_rank() if self._was_ready and dist.is_initialized() else own
+        return f"rank {rank}" if rank == own else f"rank {rank} (rank {own} of the wrapper's process group)"
+
+    def accuse(
+        self,
+        optimizer: Optimizer,
+        suspects: Sequence[tuple[str, Tensor]],
+        held: set[int],
+        verb: str,
+        within: bool = False,
+    ) -> None:
+        """Raise or warn, unless the step changes nothing or gradients turn out to be the same on all ranks."""
+        if self.has_peers():
+            super().accuse(optimizer, suspects, held, verb, within)
 
     def judge(self, optimizer: Optimizer, held: set[int], task: int, verb: str) -> None:
         """Raise or warn if a step of ``optimizer`` is on local gradients; ``held`` are its parameters' ids."""
@@ -316,8 +368,13 @@ class WrapperGuard(Guard):
             return "it was frozen when the model was wrapped, or added or replaced afterwards; wrap the model again"
         if within:
             return "the optimizer steps in a gradient's hook, before the mean is there; step after the backward pass"
-        if not wrapper.require_backward_grad_sync or not wrapper.require_forward_param_sync:
+        if not wrapper.require_backward_grad_sync:
             return "the last backward pass before the step ran inside no_sync()"
+        if not wrapper.require_forward_param_sync:  # set by any forward pass, with or without a backward pass
+            return (
+                "the last pass through the wrapper ran inside no_sync(), or inside no_grad() before the module in the "
+                "wrapper was called"
+            )
         if self.reductions > self._at_last_step:
             return (
                 "a backward pass that was averaged was followed by one that was not; call the wrapper once for each "
@@ -330,13 +387,18 @@ class WrapperGuard(Guard):
     ) -> None:
         """Compare suspect gradients with those of the other ranks, and raise or warn if they differ.
 
-        Gradients that were the same are compared again at twice as many suspicions.
+        Gradients that were the same are compared again at twice as many suspicions of the same optimizer.
         """
         wrapper = self.wrapper
-        self._suspicions += 1
-        is_local_on_purpose = self.mode == "warn" or not wrapper.require_backward_grad_sync
-        if self._suspicions < self._next_proof or (self._warned and is_local_on_purpose):
+        if self._warned and (self.mode == "warn" or not wrapper.require_backward_grad_sync):
             return
+        suspicions, due = self._suspicions.get(optimizer, (0, 1))
+        suspicions += 1
+        self._suspicions[optimizer] = suspicions, due
+        if suspicions < due:
+            return
+        self._comparisons += 1
+        suspects = [(name, p) for name, p in suspects if _is_used(p)]
         says = functools.partial(text, known=id(suspects[0][1]) in self.index)
         try:
             names = self._compare(suspects, held, says([name for name, _ in suspects]))
@@ -349,7 +411,7 @@ class WrapperGuard(Guard):
                 _warn(f"{says([name for name, _ in suspects])} This could not be proved: {error}.")
             return
         if names is None:
-            self._next_proof = 2 * self._suspicions
+            self._suspicions[optimizer] = suspicions, 2 * suspicions
         else:
             self._tell(says(names or [name for name, _ in suspects]))
 
@@ -367,8 +429,8 @@ class WrapperGuard(Guard):
             name: Gradient(one, held=id(parameter) in held, suspect=id(parameter) in suspect)
             for (name, parameter), one in zip(parameters.items(), prints, strict=True)
         }
-        key = f"ddp_core/guard/{self._key}/{self._suspicions}"
-        late = functools.partial(_warn_of_late, text, group.rank())
+        key = f"ddp_core/guard/{self._key}/{self._comparisons}"
+        late = functools.partial(_warn_of_late, text, self.who())
         return compare(store, key, group.rank(), group.size(), mine, self._limit(), late)
 
     def _limit(self) -> float:
@@ -387,11 +449,11 @@ def _warn(text: str) -> None:
     warnings.warn(text, NotAveragedWarning, stacklevel=2)
 
 
-def _warn_of_late(text: str, rank: int, seconds_left: float) -> None:
+def _warn_of_late(text: str, who: str, seconds_left: float) -> None:
     _warn(
-        f"Rank {rank} waits for the other ranks, to compare gradients with theirs: no reduction has averaged its own. "
-        f"It raises if some rank does not come within another {seconds_left:.0f} s; a rank may be late, or its "
-        f"gradients were averaged. What this rank would say: {text}"
+        f"{who[:1].upper()}{who[1:]} waits for the other ranks, to compare gradients with theirs: no reduction has "
+        f"averaged its own. It raises if some rank does not come within another {seconds_left:.0f} s; a rank may be "
+        f"late, or its gradients were averaged. What this rank would say: {text}"
     )
 
 
@@ -426,10 +488,21 @@ def set_guard(wrapper: Module, mode: GuardMode) -> None:
 
 
 def steps_locally(optimizer: Optimizer, is_local: bool = True) -> None:
-    """Let ``optimizer`` step on gradients that were not averaged, as local SGD does; False: judge its steps again."""
+    """Let ``optimizer`` step on gradients that were not averaged, as local SGD does; False: judge its steps again.
+
+    This is so for the optimizers that it wraps, too, as those of ``torch.distributed.optim`` and of frameworks do.
+    """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"steps_locally: expected a torch.optim.Optimizer (got {type(optimizer).__name__})")
-    (_local.add if is_local else _local.discard)(optimizer)
+    for one in _with_those_inside(optimizer):
+        (_local.add if is_local else _local.discard)(one)
+
+
+def _with_those_inside(optimizer: Optimizer) -> list[Optimizer]:
+    found = [optimizer]
+    for one in found:  # which grows
+        found += [other for other in vars(one).values() if isinstance(other, Optimizer) and other not in found]
+    return found
 
 
 def check_mode(caller: str, mode: object) -> None:
@@ -491,14 +564,20 @@ def hook_ran(bucket: Any) -> None:
     listening = [guard for guard in _of_wrappers.values() if guard.listens]
     guard = listening[0] if len(listening) == 1 and not _unguarded else _guard_of_bucket(bucket, listening)
     if guard is not None:
-        guard.launched()
+        guard.launched(bucket)
 
 
 def guard_wrapper(
-    wrapper: Module, named: Iterable[tuple[str, Tensor]], mode: GuardMode | None = None, limit: float | None = None
+    wrapper: Module,
+    named: Iterable[tuple[str, Tensor]],
+    mode: GuardMode | None = None,
+    limit: float | None = None,
+    *,
+    is_copy: bool = False,
 ) -> WrapperGuard | None:
     """Return the guard of a wrapper, which gets one if it has none; ``named`` are the parameters in its buckets.
 
+    ``is_copy``: see `WrapperGuard`.
     None if the wrapper is PyTorch's, and this version does not have what following it needs.
     """
     if mode is not None:
@@ -508,7 +587,7 @@ def guard_wrapper(
         is_pytorchs = isinstance(wrapper, PyTorchDDP)
         if is_pytorchs and not FOLLOWS_PYTORCH:
             return None
-        guard = WrapperGuard(wrapper, named, listens=is_pytorchs)
+        guard = WrapperGuard(wrapper, named, listens=is_pytorchs, is_copy=is_copy)
     guard.mode = _modes.get(wrapper) or guard.mode
     guard.limit = guard.limit if limit is None else limit
     return guard
@@ -605,7 +684,9 @@ def _judge_unknown(optimizer: Optimizer, unknown: Sequence[Tensor], held: set[in
         new = [p for p in new if id(p) not in names]
         if left_out:
             guard.accuse(optimizer, left_out, held, verb)
-    judging = [guard for guard in guards if guard.mode != "off" and guard.ranks()[1] > 1]  # not those that only watch
+    judging = [  # not those that only watch
+        guard for guard in guards if guard.mode != "off" and guard.ranks()[1] > 1 and guard.has_peers()
+    ]
     if not judging or is_standing(optimizer):
         return
     new = [p for p in new if is_plain(p)]
@@ -637,7 +718,11 @@ def _nothing() -> None:
     """Return None, as a dead reference does."""
 
 
-def _has_content(gradient: Tensor) -> bool:
+def _is_used(parameter: Tensor) -> bool:
+    """Return True if a step changes the parameter, as far as its gradient says."""
+    gradient = parameter.grad
+    if gradient is None:
+        return False
     if not is_plain(gradient):
         return True
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

@@ -6,6 +6,7 @@ import itertools
 import json
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +20,17 @@ from ddp_core.proof import Print, UnansweredError, fingerprints, in_thread, is_c
 ANSWER_SECONDS = 2.0  # for the store; no rank is waited for
 
 
+_made: Counter[str] = Counter()
+"""How many optimizers have trained parameters of these shapes outside every wrapper."""
+_warned: set[str] = set()
+"""The shapes of which it was told."""
+
+
 class Outside:
-    """The parameters of one optimizer that are in no wrapper: warn once if their replicas drift apart."""
+    """The parameters of one optimizer that are in no wrapper: warn if their replicas drift apart, once for all shapes.
+
+    Of optimizers with the same shapes, as inner loops make them, the 1st, 2nd, 4th, 8th, ... are looked at.
+    """
 
     def __init__(self) -> None:
         self.known: dict[int, weakref.ref[Tensor]] = {}
@@ -33,13 +43,19 @@ class Outside:
         ``new`` are parameters with gradients that no earlier step has seen.
         """
         self.steps += 1
+        self.known.update({id(parameter): weakref.ref(parameter) for parameter in new})
         store = shared_store(group) if self.next_look else None
         if store is None:
             return
         try:
             if new and not self.key:  # parameters that come later are not compared
                 shapes = [tuple(parameter.shape) for parameter in new]
-                self.key = f"ddp_core/outside/{numbered(group, str(shapes))}"
+                self.shapes = str(shapes)
+                _made[self.shapes] += 1
+                if _made[self.shapes].bit_count() > 1 or self.shapes in _warned:
+                    self.next_look = 0
+                    return
+                self.key = f"ddp_core/outside/{numbered(group, self.shapes)}"
                 self.about = f"{len(new)} parameters (the first of shape {shapes[0]})"
                 posted = json.dumps([_combined(fingerprints(new)), _combined(fingerprints([p.grad for p in new]))])
                 in_thread(lambda _: store.set(f"{self.key}/{group.rank()}", posted), ANSWER_SECONDS, _ignore)
@@ -48,10 +64,10 @@ class Outside:
                 told = in_thread(lambda _: _look(store, keys), ANSWER_SECONDS, _ignore)
                 self.next_look = 0 if told else 2 * self.steps
                 if told and _drift([json.loads(one) for one in told]):
+                    _warned.add(self.shapes)
                     warnings.warn(self._text(optimizer), NotAveragedWarning, stacklevel=2)
         except UnansweredError:  # nothing is known then; what is averaged is not in question
             self.next_look = 0
-        self.known.update({id(parameter): weakref.ref(parameter) for parameter in new})
 
     def _text(self, optimizer: Optimizer) -> str:
         return (
@@ -66,7 +82,12 @@ def _ignore(_: float) -> None:
 
 
 def _look(store: Any, keys: list[str]) -> list[Any]:
-    return [store.get(key) for key in keys] if store.check(keys) else []
+    if not store.check(keys):
+        return []
+    told = [store.get(key) for key in keys]
+    for key in keys:
+        store.delete_key(key)
+    return told
 
 
 def _combined(prints: Sequence[Print | None]) -> Print:

@@ -27,6 +27,7 @@ from tests.guard.situations import (
     Net,
     Run,
     Situations,
+    average,
     put,
     squares,
 )
@@ -405,6 +406,36 @@ def steps_are_taken_inside_no_sync(run: Run) -> None:
         run.train()
 
 
+@silent()
+def one_of_three_optimizers_steps_on_gradients_that_are_not_averaged_by_hand(run: Run) -> None:
+    net = run.model.module
+    optimizers = [run.optimizer_of(part.parameters()) for part in (net.first, net.second, net.head)]
+    for _ in run.steps(4, *optimizers):
+        run.backward_in_no_sync()
+        average(parameter.grad for part in (net.first, net.second) for parameter in part.parameters())
+
+
+@silent()
+def one_layer_has_so_many_passes_that_the_log_forgets_the_others(run: Run) -> None:
+    net = run.model.module
+    body = run.optimizer_of([*net.first.parameters(), *net.second.parameters()])
+    head = run.optimizer_of(net.head.parameters())
+    for _ in run.steps(2, body, head):
+        run.backward(run.model)
+        run.backward(net.encode)
+        for _ in range(20):
+            run.backward(lambda x: net.head(net.encode(x).detach()))
+        average(parameter.grad for parameter in net.head.parameters())
+
+
+@silent()
+def the_model_is_evaluated_and_its_inner_module_is_called(run: Run) -> None:
+    for step in run.steps():
+        run.backward(run.model if step == 0 else run.model.module)
+        with torch.no_grad():
+            run.model(run.batch())
+
+
 # ---------------------------------------------------------------- gradients that come another way
 
 
@@ -443,6 +474,28 @@ def updates_are_made_without_an_optimizer(run: Run) -> None:
         for parameter in run.model.parameters():
             parameter.data.sub_(0.1 * parameter.grad)
         run.model.zero_grad()
+
+
+@silent(MISSED)  # a reduction has ended since the last step, and the guard does not follow what p.grad is set to
+def gradients_come_from_autograd_grad_after_a_pass_that_was_averaged(run: Run) -> None:
+    parameters = list(run.model.parameters())
+    for _ in run.steps():
+        run.backward(run.model)
+        put(parameters, torch.autograd.grad(run.loss(run.model.module), parameters))
+
+
+@silent(MISSED)
+def an_optimizer_steps_on_copies_of_the_parameters(run: Run) -> None:
+    parameters = list(run.model.parameters())
+    copies = [parameter.detach().clone().requires_grad_() for parameter in parameters]
+    optimizer = run.optimizer_of(copies)
+    for step in range(4):
+        run.model.zero_grad()
+        run.backward(run.model if step == 0 else run.model.module)
+        put(copies, [parameter.grad for parameter in parameters])
+        optimizer.step()
+        for parameter, kept in zip(parameters, copies, strict=True):
+            parameter.data.copy_(kept)
 
 
 @silent(MISSED)  # the gradients were averaged, and the guard does not follow what becomes of the mean

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
@@ -165,6 +166,14 @@ class Run:
 def squares(outputs: Tensor) -> Tensor:
     """Return the loss of a model's outputs."""
     return outputs.square().mean()
+
+
+def average(tensors: Iterable[Tensor | None]) -> None:
+    """Average tensors over the ranks, in place."""
+    for tensor in tensors:
+        assert tensor is not None, "every parameter has a gradient"
+        dist.all_reduce(tensor)
+        tensor.div_(dist.get_world_size())
 
 
 def put(parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:

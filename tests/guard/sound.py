@@ -9,7 +9,7 @@ import copy
 import gc
 import io
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -41,20 +42,13 @@ from tests.guard.situations import (
     Net,
     Run,
     Situations,
+    average,
     perceptron,
     put,
     squares,
 )
 
 sound = Situations(RIGHT)
-
-
-def average(tensors: Iterable[Tensor | None]) -> None:
-    """Average tensors over the ranks, in place."""
-    for tensor in tensors:
-        assert tensor is not None, "every parameter has a gradient"
-        dist.all_reduce(tensor)
-        tensor.div_(dist.get_world_size())
 
 
 def gradients_of(module: nn.Module) -> list[Tensor]:
@@ -757,6 +751,25 @@ def an_optimizer_is_said_to_step_locally(run: Run) -> None:
 
 
 @sound(LOCAL)
+def an_optimizer_that_wraps_another_is_said_to_step_locally(run: Run) -> None:
+    optimizer = PostLocalSGDOptimizer(run.optimizer, averager=PeriodicModelAverager(period=10))
+    ddp_core.steps_locally(optimizer)
+    run.train(run.model.module, optimizer)
+
+
+@sound(WARNS)
+def ranks_take_unlike_numbers_of_local_steps_and_average_gradients_by_hand_later(run: Run) -> None:
+    with run.model.no_sync():
+        run.train(steps=3 + run.rank)
+    average_parameters(run.model)
+    for state in run.optimizer.state.values():
+        average(value for value in state.values() if isinstance(value, Tensor))
+    for _ in run.steps():
+        run.backward_in_no_sync()
+        average(parameter.grad for parameter in run.model.parameters())
+
+
+@sound(LOCAL)
 def the_guard_of_a_wrapper_is_turned_off(run: Run) -> None:
     ddp_core.set_guard(run.model, "off")
     run.train(run.model.module)
@@ -866,6 +879,17 @@ def the_whole_wrapper_is_saved_and_loaded(run: Run) -> None:
         run.trained.append(loaded.module)
         run.train(loaded, run.optimizer_of(loaded.parameters()))
     run.train()
+
+
+@sound()
+def one_rank_copies_the_wrapper_and_gradients_of_the_next_one_are_averaged_by_hand(run: Run) -> None:
+    run.train(steps=1)
+    if run.rank == 0:
+        copy.deepcopy(run.model)
+    run.model = run.wrap(Net())
+    for _ in run.steps():
+        run.backward_in_no_sync()
+        average(parameter.grad for parameter in run.model.parameters())
 
 
 @sound()

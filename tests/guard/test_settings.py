@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import inspect
 import io
 import re
 import time
@@ -37,12 +38,14 @@ from tests.guard.situations import (
     WRAPPERS,
     Net,
     Run,
+    perceptron,
     put,
     squares,
 )
 from tests.world import on_ranks, run_world, run_world_outcomes
 
 ATTACHED = (CORE_ATTACH, TORCH_ATTACH)
+TORCH_OPTIONS = inspect.signature(TorchDDP).parameters
 
 
 @contextlib.contextmanager
@@ -282,6 +285,39 @@ def gradients_that_are_zero_or_not_finite_everywhere_are_no_difference(rank: int
 test_a_fact = fact.tests()
 
 
+@fact
+def a_layer_whose_reduction_was_skipped_stays_suspect(rank: int) -> None:
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 1e-5}
+    for kind in (CORE, TORCH_HOOK) if "skip_all_reduce_unused_params" in TORCH_OPTIONS else (CORE,):
+        run = Run(kind, SGD, rank)
+        model = run.wrap(Net(), **options)
+        optimizer = run.optimizer_of(model.parameters())
+        with words() as said:
+            run.train(model, optimizer, steps=3)
+        assert not said
+        run.backward(model.module)
+        run.backward(functools.partial(model, without_head=True))
+        with pytest.raises(NotAveragedError, match=r"'head\.(weight|bias)' and 1 more"):
+            optimizer.step()
+
+
+@fact
+def inner_loops_with_optimizers_of_their_own_warn_once_and_leave_few_keys(rank: int) -> None:
+    run = Run(CORE, SGD, rank)
+    run.train()
+    store = dist.distributed_c10d._get_default_store()
+    keys = []
+    with words() as said:
+        for _ in range(20):
+            learner = perceptron(3)
+            run.train(learner, torch.optim.SGD(learner.parameters(), lr=0.1), steps=3)
+            dist.barrier()
+            keys.append(store.num_keys())
+            dist.barrier()
+    assert len(said) == (1 if rank == 0 else 0)
+    assert keys[-1] - keys[0] <= 2 * 5  # the first, second, fourth, eighth and sixteenth, on two ranks
+
+
 def bypasses_everywhere(rank: int) -> list[str]:
     found = [bypass(Run(wrapper, SGD, rank)) for wrapper in WRAPPERS]
     model: Any = ddp_of(CORE)
@@ -337,6 +373,31 @@ def test_a_rank_that_bypasses_alone_warns_and_raises_at_the_limit_of_a_collectiv
     assert waits.startswith("CollectiveError: ") and not nothing
     assert raised.startswith("NotAveragedError: ") and "rank 1" in raised
     assert len(said) == 1 and "rank 1" in said[0]
+
+
+@on_ranks(2, check_exit=False)
+def test_a_rank_that_trains_on_alone_once_the_group_is_destroyed_is_no_fault(rank: int) -> None:
+    runs = [Run(kind, SGD, rank) for kind in (CORE, TORCH_ATTACH)]
+    for run in runs:
+        run.train()
+    dist.barrier()
+    dist.destroy_process_group()
+    with words() as said:
+        for run in runs if rank == 0 else ():
+            run.train(run.model.module)
+    assert not said
+
+
+@on_ranks(3, check_exit=False)
+def test_a_rank_of_a_smaller_group_is_named_by_its_rank_in_the_world_too(rank: int) -> None:
+    group = dist.new_group([1, 2])
+    if rank:
+        run = Run(CORE, SGD, rank)
+        model = run.wrap(Net(), process_group=group)
+        text = rf"on rank {rank} \(rank {rank - 1} of the wrapper's process group\)"
+        optimizer = run.optimizer_of(model.parameters())
+        with pytest.raises(NotAveragedError, match=text):
+            run.train(model.module, optimizer)
 
 
 @on_ranks(2, check_exit=False)
