@@ -227,8 +227,8 @@ def test_a_group_that_changes_its_ranks_raises_and_is_attached_to_anew(rank: int
 @on_ranks(3, backend=None, check_exit=False)  # Gloo's old connections may end after their process
 def test_a_group_that_pytorch_reconfigures_raises_and_is_attached_to_anew(rank: int, tmp_path: Path) -> None:
     torch_dist: Any = dist
-    store = dist.FileStore(str(tmp_path / "store"), 3)
-    group_store = dist.PrefixStore("group", store)
+    store = torch_dist.FileStore(str(tmp_path / "store"), 3)
+    group_store = torch_dist.PrefixStore("group", store)
     torch_dist.init_process_group("gloo", store=group_store, rank=rank, world_size=3, enable_reconfigure=True)
 
     def mean(ddp: Any) -> float:
