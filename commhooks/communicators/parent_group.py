@@ -53,6 +53,11 @@ def name_and_store(group: dist.ProcessGroup) -> tuple[str, Store]:
     return name, store
 
 
+def members_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return this rank's number, the group's size, and its ranks in the world, if `torch.distributed` knows them."""
+    return group.rank(), group.size(), *distributed_c10d._world.pg_group_ranks.get(group, ())
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend that `group` uses for `device`, such as "gloo"; for a Python group, its class."""
     if type(group) is not dist.ProcessGroup:

@@ -23,7 +23,7 @@ from commhooks.language.entries import RESIDUAL
 from commhooks.language.place import Place
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.policy import PolicyName
-from commhooks.state.loss_scale import Scaler
+from commhooks.state.loss_scale import LossScale, Scaler
 from commhooks.state.table import ResidualStorage, StateTable
 from commhooks.unwrapping import find_ddp, trained_parameters
 from ddp_core.guard import GuardMode, check_mode, guard_wrapper, release_wrapper
@@ -172,6 +172,9 @@ def attach(
     named = trained_parameters(model, ddp)
     if not named:
         raise AttachError("attach: no gradient comes in a bucket: every parameter is ignored or delayed.")
+    loss_scale = LossScale()
+    if scaler is not None:
+        loss_scale.follow(scaler)
     line = ProcessGroupLine(
         group,
         policy=policy,
@@ -185,9 +188,9 @@ def attach(
         f"parameter {name}: shape {tuple(p.shape)}, {p.dtype}{'' if p.requires_grad else ', frozen'}"
         for name, p in named
     )
-    engine = Engine(compressor, line, fingerprint=fingerprint, residuals=residuals, atomic=atomic)
-    if scaler is not None:
-        engine.loss_scale.follow(scaler)
+    engine = Engine(
+        compressor, line, fingerprint=fingerprint, residuals=residuals, atomic=atomic, loss_scale=loss_scale
+    )
     engine.bind(named, may_be_unused=searches_for_unused(ddp))
     engine.open(named[0][1].device, refusal_of(compressor, dict(named), line))
     _warn_of_loss(compressor, named)
