@@ -28,7 +28,7 @@ from commhooks.language.compressor import Compressor
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.policy import PolicyName
 from commhooks.sharded.attachment import ModulesAttachment
-from commhooks.sharded.fsdp import ShardedParameter, Unit, has_hooks, units_of, without_memory
+from commhooks.sharded.fsdp import ShardedParameter, Unit, check_nothing_is_left, has_hooks, units_of, without_memory
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.memory import MemoryReport
 from commhooks.state.table import ResidualStorage
@@ -290,9 +290,9 @@ def attach_replicas(
     - `hook_timeout`, `scaler`, `residuals` and `wrap_communicator`: see `attach`. A residual has the size of this
       rank's shard.
 
-    Raises `AttachError` if nothing in the model is sharded, if an all-reduce hook is set already, or if ranks disagree,
-    for example about the shard that they keep; `SettingsError` for FSDP2's own replication (HSDP), for a process group
-    with ranks that keep other shards, and for settings that cannot work.
+    Raises `AttachError` if nothing in the model is sharded, if a trained parameter is outside what is, if an all-reduce
+    hook is set already, or if ranks disagree, for example about the shard that they keep; `SettingsError` for FSDP2's
+    own replication (HSDP), for a process group with ranks that keep other shards, and for settings that cannot work.
     """
     group = group_or_default(process_group)
     try:
@@ -300,6 +300,7 @@ def attach_replicas(
         check_run_settings("attach_replicas", policy, hook_timeout)
         units = units_of("attach_replicas", model)
         _check(model, units, group, policy)
+        check_nothing_is_left("attach_replicas", model, units, group)
     except Exception as error:  # whatever it is, the other ranks are waiting for an answer
         agree("attach_replicas", group, error)
         raise

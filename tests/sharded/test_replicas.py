@@ -462,7 +462,8 @@ def test_the_exchange_comes_after_all_of_fsdps_work(rank: int) -> None:
             if kind is Checkpointed:
                 fully_shard(model, mesh=mesh["shards"])
             else:
-                model.scale.requires_grad_(False)  # each layer is a root, which leaves this one out
+                for left_out in (model.scale, model.second["unused"]):  # each layer is a root
+                    left_out.requires_grad_(False)
             optimizer, attachment = sgd(model), attached(model, mesh, "all-reduce", policy)
             attachment.watch(optimizer)
             train(model, optimizer, rank, 0, 4)
