@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from commhooks.communicators.connection import WrapCommunicator
-from commhooks.communicators.parent_group import is_a_dimension
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError
 from commhooks.hooks.facts import check_hook_is_called, check_step_has_an_end, searches_for_unused, sparse_parameters
@@ -181,8 +180,6 @@ def attach(
         wrap_communicator=wrap_communicator,
         hook_timeout=hook_timeout,
         may_bypass=process_group is not None or wrap_communicator is not None,
-        # ddp_core's said so itself when it was made.
-        may_be_alone=process_group is None and (hasattr(ddp, "bucket_plan") or is_a_dimension(group)),
     )
     fingerprint = "\n".join(
         f"parameter {name}: shape {tuple(p.shape)}, {p.dtype}{'' if p.requires_grad else ', frozen'}"

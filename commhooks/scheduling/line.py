@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from commhooks.communicators import ProcessGroupCommunicator
 from commhooks.communicators.connection import Address, Agreements, WrapCommunicator, timeout_of
-from commhooks.communicators.parent_group import backend_of, name_and_store, warn_of_bypass, warn_of_one_rank
+from commhooks.communicators.parent_group import backend_of, name_and_store, warn_of_bypass
 from commhooks.devices import SideStream, runs_on_streams
 from commhooks.errors import AttachError, CollectiveError
 from commhooks.scheduling.inline import InlineScheduler
@@ -18,6 +18,7 @@ from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.policy import PolicyName
 from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.worker import Worker
+from ddp_core.construction import warn_of_one_rank
 
 
 class Line(Protocol):
@@ -61,7 +62,7 @@ class ProcessGroupLine:
     It does not keep the process group alive, so that a destroyed one is freed. `label` names it in the store, `policy`
     is the policy of engines that choose none, and `hook_timeout` is in seconds (None: the process group's timeout).
     `wrap_communicator` takes the private group's communicator, and returns the one to use in its place. It warns of a
-    process group of one rank, unless that `may_be_alone`, as the inner group of a hierarchy.
+    process group of one rank, once, unless that `may_be_alone`; None: if it is a dimension of a mesh.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class ProcessGroupLine:
         wrap_communicator: WrapCommunicator | None = None,
         hook_timeout: float | None = None,
         may_bypass: bool = False,
-        may_be_alone: bool = False,
+        may_be_alone: bool | None = None,
     ) -> None:
         self.policy = policy
         self._lanes = 0
@@ -91,8 +92,8 @@ class ProcessGroupLine:
         self.world_size = pretended if isinstance(pretended, int) else size
         """The number of ranks in the process group, unless `wrap_communicator` has another `world_size`."""
         self._members = self.rank, size
-        if not may_be_alone and wrap_communicator is None:
-            warn_of_one_rank(process_group, label)
+        if wrap_communicator is None:
+            warn_of_one_rank(process_group, f"commhooks, {label}", is_meant=may_be_alone)
         self._wrap = wrap_communicator
         self.hook_timeout = hook_timeout
         self._may_bypass = may_bypass  # the user knows that a group without Gloo only provides its ranks
