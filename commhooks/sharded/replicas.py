@@ -94,15 +94,23 @@ class AtTheEnd:
     def follow(self, model: Module) -> list[RemovableHandle]:
         """Register hooks that find the outermost backward pass, on the model and what may be called in its place."""
         # as Any: for mypy, FSDPModule is no Module
-        modules: list[Any] = list(dict.fromkeys([model, *(unit.module for unit in self._units)]))
-        before = [module.register_forward_pre_hook(self._before_forward) for module in modules]
+        modules: dict[Any, Unit | None] = {model: None} | {unit.module: unit for unit in self._units}
+        before = [
+            module.register_forward_pre_hook(functools.partial(self._before_forward, unit))
+            for module, unit in modules.items()
+        ]
         return before + [module.register_forward_hook(self._after_forward) for module in modules]
 
     @_disable_dynamo  # as PerModule
-    def _before_forward(self, *_: object) -> None:
+    def _before_forward(self, unit: Unit | None, *_: object) -> None:
         if torch._C._current_graph_task_id() != -1:  # computed again
             return
         self._outermost = -1  # a pass that failed never came to its end
+        if unit is not None and unit.is_in_backward_pass:
+            self._exchanger.fail(
+                "the last backward pass never came to its end, so FSDP2 would not end the next one either: after an "
+                "exception in it, call reset_iter_state() on the root FSDP module."
+            )
         if self._was_early:
             self._exchanger.fail(
                 "the last backward pass ended without an average over the replicas, since the whole model is computed "

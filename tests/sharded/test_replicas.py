@@ -628,6 +628,21 @@ def _fail(*_: object) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("kind", [Network, Checkpointed])
+def test_a_backward_pass_that_failed_is_named_as_the_cause_if_fsdp2_was_not_told(rank: int, kind: Any) -> None:
+    """FSDP2 then leaves the end of every later pass out, and with it the average."""
+    model, (inputs, targets) = sharded(mesh=alone()["shards"], model=kind()), batch(rank, 0)
+    optimizer, attachment = sgd(model), attached(model, alone(), "int8", "fused")
+    train(model, optimizer, rank, 0, 1)
+    failing = model.first.register_full_backward_hook(_fail)
+    assert "of its own" in told_by(lambda: nn.functional.cross_entropy(model(inputs), targets).backward()).text
+    failing.remove()
+    told = told_by(lambda: model(inputs))
+    assert told.error == "CompressorError" and "call reset_iter_state() on the root FSDP module" in told.text, told.text
+    attachment.detach()
+
+
+@on_ranks(2)
 def test_an_inf_on_one_rank_commits_nothing_on_any(rank: int) -> None:
     mesh = alone()
     for policy in POLICIES:
