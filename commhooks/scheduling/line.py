@@ -7,10 +7,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from commhooks.communicators import ProcessGroupCommunicator
 from commhooks.communicators.connection import Address, Agreements, WrapCommunicator, timeout_of
-from commhooks.communicators.parent_group import backend_of, name_and_store, warn_of_bypass
+from commhooks.communicators.parent_group import backend_of, members_of, name_and_store, warn_of_bypass
 from commhooks.devices import SideStream, runs_on_streams
 from commhooks.errors import AttachError, CollectiveError
 from commhooks.scheduling.inline import InlineScheduler
@@ -91,7 +92,7 @@ class ProcessGroupLine:
         pretended = getattr(wrap_communicator, "world_size", None)  # a class, too, may have a property of that name
         self.world_size = pretended if isinstance(pretended, int) else size
         """The number of ranks in the process group, unless `wrap_communicator` has another `world_size`."""
-        self._members = self.rank, size
+        self._members = members_of(process_group)
         if wrap_communicator is None:
             warn_of_one_rank(process_group, f"commhooks, {label}", is_meant=may_be_alone)
         self._wrap = wrap_communicator
@@ -134,16 +135,24 @@ class ProcessGroupLine:
                 self._address = None
 
     def check_ranks(self) -> None:
-        """Raise `AttachError` if the process group has changed its size, or given this rank another number.
+        """Raise `AttachError` if the process group has changed its size, its ranks, or this rank's number.
 
-        The private group is still that of the former ranks, which would average among themselves.
+        The private group is still that of the former ranks, which would average among themselves. If the group is one
+        that `torch.distributed` does not know, an exchange of other ranks goes unnoticed.
         """
         group, before = self._process_group(), self._members
-        if group is not None and (now := (group.rank(), group.size())) != before:
+        if group is None:
+            return
+        # As members_of does, but for a call in each step.
+        now = group.rank(), group.size(), *distributed_c10d._world.pg_group_ranks.get(group, ())
+        if now == before:
+            return
+        exchanged = _exchanged(before[2:], now[2:])  # a destroyed group's are no longer known
+        if exchanged or now[:2] != before[:2]:
             raise AttachError(
                 f"the process group has changed: this was rank {before[0]} of {before[1]}, and is rank {now[0]} of "
-                f"{now[1]} now. Close or detach on every former rank, and then make or attach it again on every rank; "
-                "state_dict() and load_state_dict(world_size=...) take its state along."
+                f"{now[1]} now{exchanged}. Close or detach on every former rank, and then make or attach it again on "
+                "every rank; state_dict() and load_state_dict(world_size=...) take its state along."
             )
 
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> Scheduler:
@@ -182,3 +191,13 @@ class ProcessGroupLine:
             warn_of_bypass(process_group, backend)
         address.section.begin()  # here, in the same order on every rank, and not on the thread
         return Worker(address, self._wrap, self.hook_timeout)
+
+
+def _exchanged(before: tuple[int, ...], now: tuple[int, ...]) -> str:
+    """Return a remark about the ranks that were exchanged for others; "" if there are none, or it is not known."""
+    if not (before and now) or before == now:
+        return ""
+    if {*before} == {*now}:
+        return " (the others have other numbers)"
+    went, came = ([str(rank) for rank in one if rank not in other] for one, other in ((before, now), (now, before)))
+    return f" (of the world's ranks {', '.join(went[:8]) or 'none'} went, and {', '.join(came[:8]) or 'none'} came)"

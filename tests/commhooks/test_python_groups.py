@@ -329,3 +329,27 @@ def test_a_group_of_one_rank_in_a_larger_world_is_told_once_if_it_is_no_part_of_
             way(group)
         found = [text for one in said if "has one rank, this one, of the 2 ranks" in (text := str(one.message))]
         assert len(found) == times, (way, found)
+
+
+@on_ranks(3)
+def test_a_rank_that_takes_anothers_place_is_noticed_if_pytorch_knows_and_a_destroyed_group_is_no_change(
+    rank: int,
+) -> None:
+    group, tables = dist.new_group([0, 1]), dist.distributed_c10d._world
+    if rank < 2:
+        assert isinstance(group, dist.ProcessGroup)
+        exchanger = commhooks.Exchanger({"x": torch.ones(1)}, "all-reduce", process_group=group)
+        exchanger.average({"x": torch.ones(1)})
+        tables.pg_group_ranks[group] = {0: 0, 2: 1}  # as rank 0 sees it
+        with pytest.raises(commhooks.AttachError, match=r"is rank \d of 2 now \(.* ranks 1 went, and 2 came\)"):
+            exchanger.average({"x": torch.ones(1)})
+        tables.pg_group_ranks[group] = {1: 0, 0: 1}
+        with pytest.raises(commhooks.AttachError, match="the others have other numbers"):
+            exchanger.average({"x": torch.ones(1)})
+        exchanger.close()
+        tables.pg_group_ranks[group] = {0: 0, 1: 1}
+        kept = commhooks.Exchanger({"x": torch.ones(1)}, "all-reduce", process_group=group)
+        kept.average({"x": torch.ones(1)})
+        dist.destroy_process_group(group)
+        kept.average({"x": torch.ones(1)})
+        kept.close()
