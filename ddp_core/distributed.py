@@ -287,7 +287,9 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         """Wait for all buckets, and give every parameter its mean; see ``require_manual_backward_finalization``.
 
         Call it once for each backward pass that synchronises: after it, or in one of its hooks once all gradients are
-        there. Raises RuntimeError if gradients are missing, with their names, or if there is nothing to end.
+        there. The ``register_post_accumulate_grad_hook`` of the last parameter is too early: its gradient is noted
+        right after that. Raises RuntimeError if gradients are missing, after the pass with their names, or if there is
+        nothing to end.
         """
         self.reducer.end_reduction()
 

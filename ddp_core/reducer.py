@@ -359,6 +359,13 @@ class Reducer:
                 )
             )
         if not self.progress.reducing or len(self.in_flight) < len(self.layout.buckets):
+            if self.progress.reducing and torch._C._current_graph_task_id() != -1:
+                raise self.progress.noted(
+                    RuntimeError(
+                        "finalize_backward: called within the backward pass, before all gradients were there; the last "
+                        "parameter's register_post_accumulate_grad_hook is too early: call it after the pass"
+                    )
+                )
             self.require_finished()  # raises, with the names of missing gradients, if a reduction was begun
             raise self.progress.noted(
                 RuntimeError(

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator
 from commhooks.communicators.disagreement import describe
 from commhooks.communicators.noticeboard import ANSWER_SECONDS, Noticeboard, StoreThread
-from commhooks.communicators.parent_group import name_and_store
+from commhooks.communicators.parent_group import members_of, name_and_store
 from commhooks.communicators.sections import Section, Sections, sections_under
 from commhooks.communicators.unhurried import unhurried
 from commhooks.errors import AttachError, CollectiveError
@@ -80,8 +80,10 @@ class Address:
         """
         parents_name, parents_store = name_and_store(parent)
         own = PrefixStore(f"commhooks/{parents_name}", parents_store)
-        section = sections_under.setdefault(parent, Sections()).make(own, label, parent.rank())
-        return cls(section, parent.rank(), parent.size(), _timeout_of(parent), StoreThread(section.base))
+        is_elastic = type(parent) is not dist.ProcessGroup  # a subclass may change its ranks in its own ways
+        sections = sections_under.setdefault(parent, Sections())
+        section = sections.make(own, label, members_of(parent), is_elastic=is_elastic)
+        return cls(section, parent.rank(), parent.size(), timeout_of(parent), StoreThread(section.base))
 
     @property
     def store(self) -> Store:
@@ -219,6 +221,7 @@ def _meet(address: Address, part: str, ranks: Sequence[int], patience: float) ->
             if store.add("number that came", 1) == len(ranks):
                 store.set("all came", "")
         if store is not None and store.check(["all came"]):
+            address.section.has_met = True
             return store
         cause = board.look()
         if cause is not None:
@@ -316,7 +319,8 @@ def _swap(store: Store, own: str, rank: int, world_size: int) -> list[str]:
     return [store.get(key).decode() for key in keys]
 
 
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the group's timeout."""
     try:
         options: Any = group._get_backend(torch.device("cpu")).options
         timeout: timedelta = options._timeout

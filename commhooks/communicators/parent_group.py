@@ -8,7 +8,6 @@ in the tables of `torch.distributed`.
 from __future__ import annotations
 
 import warnings
-import weakref
 from typing import Any
 
 import torch
@@ -53,6 +52,11 @@ def name_and_store(group: dist.ProcessGroup) -> tuple[str, Store]:
     return name, store
 
 
+def members_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return this rank's number, the group's size, and its ranks in the world, if `torch.distributed` knows them."""
+    return group.rank(), group.size(), *distributed_c10d._world.pg_group_ranks.get(group, ())
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend that `group` uses for `device`, such as "gloo"; for a Python group, its class."""
     if type(group) is not dist.ProcessGroup:
@@ -69,30 +73,6 @@ def warn_of_bypass(group: dist.ProcessGroup, backend: str) -> None:
         "warning goes away; to route every request through a manager, pass attach(..., wrap_communicator=).",
         stacklevel=2,
     )
-
-
-def warn_of_one_rank(group: dist.ProcessGroup, what: str) -> None:
-    """Warn, once for each group, that it has one rank of a larger world."""
-    if group.size() > 1 or group in _told or not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    _told.add(group)
-    warnings.warn(
-        f"commhooks, {what}: {_describe(group)} has one rank, this one, of the {dist.get_world_size()} ranks that run: "
-        "it averages with nobody, and each rank trains alone. Pass the group of the ranks that train one model.",
-        stacklevel=2,
-    )
-
-
-def is_a_dimension(group: dist.ProcessGroup) -> bool:
-    """Return whether a group is a dimension of a `DeviceMesh`, which may have one rank on purpose."""
-    try:
-        return str(group.group_desc).startswith("mesh_")
-    except RuntimeError:  # of a group written in Python
-        return False
-
-
-_told: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-"""The groups of one rank that were warned of."""
 
 
 def _own_name(group: dist.ProcessGroup) -> str | None:

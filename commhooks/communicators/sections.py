@@ -1,15 +1,23 @@
-"""The section of a parent group's store in which the ranks of one private group meet, and its number.
+"""The section of a parent group's store in which the ranks of one private group meet: its place, and its number.
 
-A rank that has joined the parent later has made fewer private groups, so what a process counts is no name. Rank 0 takes
-the number from the store, which has counted all groups of this label, and gives it to each rank that asks. An answer is
-never meant for an earlier group, since it names the last question that it answers.
+The place is the number of sections made before under the same label: ranks make them in one order, and may begin them
+in another, or at other times, since models' first buckets come in any order. Places are counted anew once the parent
+has other ranks, since a rank that has joined has made none. A section that is dropped before any rank can have met in
+it, for example because one rank's settings were refused, gives its place back, unless a later one was made: a rank that
+keeps such a section needs another order than the others.
+
+At one place, several sections may follow each other, also those of an earlier group of the same name. Rank 0 takes a
+number from the store, which has counted them, and gives it to each rank that asks. An answer is never meant for an
+earlier section, since it names the last question that it answers.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+import gc
+import threading
 import weakref
-from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -18,20 +26,24 @@ _NUMBER, _ASKED, _ANSWERED = "number", "asked", "answered"
 
 
 class Section:
-    """A numbered section of a store; all methods but `begin` run on the store's thread.
+    """A numbered section of a store; all methods but `begin` and `release` run on the store's thread."""
 
-    `begun` is called with it when it begins, and returns an earlier section of the same base, if there was one.
-    """
-
-    def __init__(self, base: Store, rank: int, begun: Callable[[Section], Section | None] = lambda _: None) -> None:
+    def __init__(self, base: Store, rank: int, place: Place | None = None) -> None:
         self.base = base
         """The part of the parent's store in which the number is agreed on."""
         self.store: Store | None = None
         """The section; None until its number is known."""
+        self.has_met = False
+        """True once the ranks have met."""
         self.is_over = False
         """True once the ranks have met, or failed to."""
+        self.has_begun = False
+        """True if the ranks may meet."""
         self._rank = rank
-        self._begun: Callable[[Section], Section | None] | None = begun
+        self._place = place
+        self._dropped = weakref.finalize(self, place.release) if place is not None else None
+        if self._dropped is not None:
+            self._dropped.atexit = False
         self._before: Section | None = None
         self._question = 0
         self._answered = -1
@@ -39,8 +51,16 @@ class Section:
 
     def begin(self) -> None:
         """Let the ranks meet from now on, after those of earlier sections; a second call does nothing."""
-        if self._begun is not None:
-            self._before, self._begun = self._begun(self), None
+        if not self.has_begun and self._place is not None:
+            assert self._dropped is not None, "there is one with each place"
+            self._dropped.detach()
+            self._before = self._place.begin(self)
+        self.has_begun = True
+
+    def release(self) -> None:
+        """Make no more use of the place, and give it back if no rank can have met in this section."""
+        if self._place is not None:
+            self._place.release(is_used=self.has_begun and (self.has_met or not self.is_over))
 
     def look(self) -> Store | None:
         """Ask for the number, or give it to those that ask; return the section once its number is known."""
@@ -72,33 +92,86 @@ class Section:
         self._number, self.store = number, PrefixStore(number, self.base)
 
 
-class Sections:
-    """The sections that this process has made under one parent group.
+@dataclasses.dataclass(eq=False)
+class Places:
+    """The places under one label, as long as the parent has the same ranks."""
 
-    Ranks make them in one order, and may begin them in another: models' first buckets come in any order.
-    """
+    members: tuple[int, ...]
+    """What is known of these ranks."""
+    sections: weakref.WeakValueDictionary[int, Section]
+    """The last section that has begun at each place, also of other ranks."""
+    made: int = 0
+    given_back: set[int] = dataclasses.field(default_factory=set)
+    held: set[int] = dataclasses.field(default_factory=set)
+    """The places that are not released yet."""
+
+    def next(self) -> Place:
+        """Return the next place."""
+        self.held.add(self.made)
+        self.made += 1
+        return Place(self, self.made - 1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """One section's place under its label."""
+
+    places: Places
+    number: int
+
+    def begin(self, section: Section) -> Section | None:
+        """Note that a section begins, and return the one that has begun here before, if it still exists."""
+        before = self.places.sections.get(self.number)
+        self.places.sections[self.number] = section
+        return before
+
+    def release(self, *, is_used: bool = False) -> None:
+        """Release the place, and give it back if it is not used; a second call does nothing.
+
+        Nothing happens in a garbage collection, since other ranks collect the same garbage at another time.
+        """
+        places = self.places
+        if self.number not in places.held or threading.get_ident() in _collecting:
+            return
+        places.held.remove(self.number)
+        if not is_used:
+            places.given_back.add(self.number)
+        while places.made - 1 in places.given_back:  # not below a later one: the other ranks have counted that too
+            places.made -= 1
+            places.given_back.remove(places.made)
+
+
+class Sections:
+    """The sections that this process has made under one parent group."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, set[int]] = {}
-        self._begun: dict[tuple[str, int], Section] = {}
+        self._places: dict[str, Places] = {}
 
-    def make(self, store: Store, label: str, rank: int) -> Section:
-        """Return a new section, whose base is named by its place among those of this label that have not begun yet.
+    def make(self, store: Store, label: str, members: tuple[int, ...], *, is_elastic: bool = False) -> Section:
+        """Return a new section, at the next place under this label.
 
-        So a rank that has just joined finds the base of the others, which have begun all that they made.
+        `members` begin with this rank's number, and say what else is known of the parent's ranks. If it `is_elastic`,
+        they may change unnoticed; then places are also counted anew once all are released, as everybody does then.
         """
-        waiting = self._waiting.setdefault(label, set())
-        place = max(waiting, default=-1) + 1
-        waiting.add(place)
-        base = PrefixStore(f"{label}/{place}", store)
-        return Section(base, rank, functools.partial(self._begin, label, place))
-
-    def _begin(self, label: str, place: int, section: Section) -> Section | None:
-        self._waiting[label].discard(place)
-        before = self._begun.get((label, place))
-        self._begun[label, place] = section
-        return before
+        places = self._places.get(label)
+        if places is None:
+            places = self._places[label] = Places(members, weakref.WeakValueDictionary())
+        elif places.members != members or (is_elastic and not places.held):
+            # New ones, so that releasing an earlier section later changes nothing.
+            places = self._places[label] = Places(members, places.sections)
+        place = places.next()
+        return Section(PrefixStore(f"{label}/{place.number}", store), members[0], place)
 
 
 sections_under: weakref.WeakKeyDictionary[dist.ProcessGroup, Sections] = weakref.WeakKeyDictionary()
 """The sections of each parent group."""
+
+_collecting: set[int] = set()
+"""The threads that collect garbage at the moment."""
+
+
+def _note_collection(phase: str, _info: dict[str, Any]) -> None:
+    (_collecting.add if phase == "start" else _collecting.discard)(threading.get_ident())
+
+
+gc.callbacks.append(_note_collection)

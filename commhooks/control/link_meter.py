@@ -64,6 +64,7 @@ class LinkMeter:
         if self._limit is not None:
             address = Address.under(group, "Adaptive")
             address.meet()  # in the background: until then, no failure is known
+            address.section.release()  # a meter has no end
             self._board = address.noticeboard()
         self._attachment = attachment
         self.start()

@@ -54,6 +54,7 @@ class Engine:
         self.compressor = compressor
         self.line = line
         self.policy = policy or line.policy
+        self.state = StateTable(line.rank, line.world_size, residuals)  # before the lane: it may be refused
         self.lane = Lane(line.join(), name, self.policy)
         """The engine's place on its line, and its counts."""
         self.scheduler: Scheduler | None = None
@@ -62,7 +63,6 @@ class Engine:
         """The failure, outside the lane, because of which it was closed; "" if there was none."""
         self._leave = weakref.finalize(self, line.leave)
         self._leave.atexit = False
-        self.state = StateTable(line.rank, line.world_size, residuals)
         self.buckets = Buckets(self.state, by_parameter=by_parameter)
         self.loss_scale = loss_scale or LossScale()
         self.step = 0

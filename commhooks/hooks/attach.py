@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from commhooks.communicators.connection import WrapCommunicator
-from commhooks.communicators.parent_group import is_a_dimension
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError
 from commhooks.hooks.facts import check_hook_is_called, check_step_has_an_end, searches_for_unused, sparse_parameters
@@ -23,7 +22,7 @@ from commhooks.language.entries import RESIDUAL
 from commhooks.language.place import Place
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.policy import PolicyName
-from commhooks.state.loss_scale import Scaler
+from commhooks.state.loss_scale import LossScale, Scaler
 from commhooks.state.table import ResidualStorage, StateTable
 from commhooks.unwrapping import find_ddp, trained_parameters
 from ddp_core.guard import GuardMode, check_mode, guard_wrapper, release_wrapper
@@ -172,22 +171,23 @@ def attach(
     named = trained_parameters(model, ddp)
     if not named:
         raise AttachError("attach: no gradient comes in a bucket: every parameter is ignored or delayed.")
+    loss_scale = LossScale()
+    if scaler is not None:
+        loss_scale.follow(scaler)
     line = ProcessGroupLine(
         group,
         policy=policy,
         wrap_communicator=wrap_communicator,
         hook_timeout=hook_timeout,
         may_bypass=process_group is not None or wrap_communicator is not None,
-        # ddp_core's said so itself when it was made.
-        may_be_alone=process_group is None and (hasattr(ddp, "bucket_plan") or is_a_dimension(group)),
     )
     fingerprint = "\n".join(
         f"parameter {name}: shape {tuple(p.shape)}, {p.dtype}{'' if p.requires_grad else ', frozen'}"
         for name, p in named
     )
-    engine = Engine(compressor, line, fingerprint=fingerprint, residuals=residuals, atomic=atomic)
-    if scaler is not None:
-        engine.loss_scale.follow(scaler)
+    engine = Engine(
+        compressor, line, fingerprint=fingerprint, residuals=residuals, atomic=atomic, loss_scale=loss_scale
+    )
     engine.bind(named, may_be_unused=searches_for_unused(ddp))
     engine.open(named[0][1].device, refusal_of(compressor, dict(named), line))
     _warn_of_loss(compressor, named)

@@ -23,7 +23,7 @@ from commhooks.language.compressor import Compressor, inner_of
 from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 from commhooks.scheduling.policy import PolicyName
-from commhooks.state.loss_scale import Scaler
+from commhooks.state.loss_scale import LossScale, Scaler
 from commhooks.state.table import ResidualStorage
 from commhooks.tensors import is_dense
 
@@ -134,6 +134,9 @@ class Exchanger(Handle):
         for key, tensor in tensors.items():
             if tensor.layout != torch.strided or not tensor.is_floating_point():
                 raise SettingsError(f"Exchanger: {key!r} must be dense and of floating point (got {tensor.dtype}).")
+        loss_scale = LossScale()
+        if scaler is not None:  # before the engine: it may be refused
+            loss_scale.follow(scaler)
         if line is None:
             line = ProcessGroupLine(
                 group_or_default(process_group), label="Exchanger", policy=policy or "fused", hook_timeout=hook_timeout
@@ -156,12 +159,11 @@ class Exchanger(Handle):
             residuals=residuals,
             atomic=atomic,
             may_join=False,
+            loss_scale=loss_scale,
             policy=policy,
             name=name,
         )
         self._engine.bind(list(self._like.items()))
-        if scaler is not None:
-            self._engine.loss_scale.follow(scaler)
         self._beginning = threading.Lock()
         self._last: list[torch.futures.Future[Tensor]] = []
         """The last round's futures; the next round waits for them."""

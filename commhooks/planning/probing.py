@@ -109,6 +109,7 @@ def probe(
             connection.close(_CLOSING_SECONDS)
     finally:
         address.store_thread.close()
+        address.section.release()
 
 
 def probe_over(

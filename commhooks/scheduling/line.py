@@ -7,24 +7,26 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from commhooks.communicators import ProcessGroupCommunicator
-from commhooks.communicators.connection import Address, Agreements, WrapCommunicator
-from commhooks.communicators.parent_group import backend_of, warn_of_bypass, warn_of_one_rank
+from commhooks.communicators.connection import Address, Agreements, WrapCommunicator, timeout_of
+from commhooks.communicators.parent_group import backend_of, members_of, name_and_store, warn_of_bypass
 from commhooks.devices import SideStream, runs_on_streams
-from commhooks.errors import AttachError
+from commhooks.errors import AttachError, CollectiveError
 from commhooks.scheduling.inline import InlineScheduler
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.policy import PolicyName
 from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.worker import Worker
+from ddp_core.construction import warn_of_one_rank
 
 
 class Line(Protocol):
     """One rank's line to the others: its number, and the lanes through which engines reach them.
 
-    Engines that share a line share its thread and its group. They are made in the same order on every rank, and each
-    opens its own lane with its first bucket.
+    Engines that share a line share its thread and its group. They are made in the same order on every rank, as the
+    first engines of all lines are, and each opens its own lane with its first bucket.
     """
 
     rank: int
@@ -61,7 +63,7 @@ class ProcessGroupLine:
     It does not keep the process group alive, so that a destroyed one is freed. `label` names it in the store, `policy`
     is the policy of engines that choose none, and `hook_timeout` is in seconds (None: the process group's timeout).
     `wrap_communicator` takes the private group's communicator, and returns the one to use in its place. It warns of a
-    process group of one rank, unless that `may_be_alone`, as the inner group of a hierarchy.
+    process group of one rank, once, unless that `may_be_alone`; None: if it is a dimension of a mesh.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class ProcessGroupLine:
         wrap_communicator: WrapCommunicator | None = None,
         hook_timeout: float | None = None,
         may_bypass: bool = False,
-        may_be_alone: bool = False,
+        may_be_alone: bool | None = None,
     ) -> None:
         self.policy = policy
         self._lanes = 0
@@ -81,14 +83,18 @@ class ProcessGroupLine:
         self._worker: Worker | None = None
         self._inline: InlineScheduler | None = None
         self._process_group = weakref.ref(process_group)
-        self._address = Address.under(process_group, label)
-        self.rank = self._address.rank
+        name_and_store(process_group)  # raises if it has none
+        self._label, self._timeout = label, timeout_of(process_group).total_seconds()
+        self._address: Address | None = None
+        """Where the ranks meet; None before the first lane is reserved."""
+        self.rank, size = process_group.rank(), process_group.size()
         """The number of this rank in the process group."""
         pretended = getattr(wrap_communicator, "world_size", None)  # a class, too, may have a property of that name
-        self.world_size = pretended if isinstance(pretended, int) else self._address.world_size
+        self.world_size = pretended if isinstance(pretended, int) else size
         """The number of ranks in the process group, unless `wrap_communicator` has another `world_size`."""
-        if not may_be_alone and wrap_communicator is None:
-            warn_of_one_rank(process_group, label)
+        self._members = members_of(process_group)
+        if wrap_communicator is None:
+            warn_of_one_rank(process_group, f"commhooks, {label}", is_meant=may_be_alone)
         self._wrap = wrap_communicator
         self.hook_timeout = hook_timeout
         self._may_bypass = may_bypass  # the user knows that a group without Gloo only provides its ranks
@@ -101,7 +107,7 @@ class ProcessGroupLine:
     @property
     def timeout(self) -> float:
         """The process group's timeout, in seconds."""
-        return self._address.timeout.total_seconds()
+        return self._timeout
 
     def carries_groups(self, device: torch.device) -> bool:
         """Return True except on NCCL, where groups would need their own communicators."""
@@ -109,6 +115,11 @@ class ProcessGroupLine:
 
     def join(self) -> int:
         """Reserve a lane, and return its number."""
+        if self._address is None:  # not at construction: who is refused before joining has taken no part in the order
+            process_group = self._process_group()
+            if process_group is None:
+                raise AttachError("the process group was destroyed.")
+            self._address = Address.under(process_group, self._label)
         self._lanes, self._joined = self._lanes + 1, self._joined + 1
         return self._joined - 1
 
@@ -118,28 +129,42 @@ class ProcessGroupLine:
         for running in (self._worker, self._inline):
             if self._lanes == 0 and running is not None:
                 running.stop()
+        if self._lanes == 0 and self._address is not None:
+            self._address.section.release()
+            if not self._address.section.has_begun:  # its place may be another's from now on
+                self._address = None
 
     def check_ranks(self) -> None:
-        """Raise `AttachError` if the process group has changed its size, or given this rank another number.
+        """Raise `AttachError` if the process group has changed its size, its ranks, or this rank's number.
 
-        The private group is still that of the former ranks, which would average among themselves.
+        The private group is still that of the former ranks, which would average among themselves. If the group is one
+        that `torch.distributed` does not know, an exchange of other ranks goes unnoticed.
         """
-        group, before = self._process_group(), (self._address.rank, self._address.world_size)
-        if group is not None and (now := (group.rank(), group.size())) != before:
+        group, before = self._process_group(), self._members
+        if group is None:
+            return
+        # As members_of does, but for a call in each step.
+        now = group.rank(), group.size(), *distributed_c10d._world.pg_group_ranks.get(group, ())
+        if now == before:
+            return
+        exchanged = _exchanged(before[2:], now[2:])  # a destroyed group's are no longer known
+        if exchanged or now[:2] != before[:2]:
             raise AttachError(
                 f"the process group has changed: this was rank {before[0]} of {before[1]}, and is rank {now[0]} of "
-                f"{now[1]} now. Close or detach on every former rank, and then make or attach it again on every rank; "
-                "state_dict() and load_state_dict(world_size=...) take its state along."
+                f"{now[1]} now{exchanged}. Close or detach on every former rank, and then make or attach it again on "
+                "every rank; state_dict() and load_state_dict(world_size=...) take its state along."
             )
 
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> Scheduler:
         """Open a reserved lane; on NCCL this waits for all ranks, otherwise the thread does."""
+        if self._address is None:
+            raise CollectiveError(f"rank {self.rank}: not started: the attachment was stopped before its first bucket.")
         backend = self._backend(device)
         running: InlineScheduler | Worker
         if runs_on_streams(backend) or self._inline is not None:
-            running = self._inline = self._inline or self._on_a_stream(device)
+            running = self._inline = self._inline or self._on_a_stream(self._address, device)
         else:
-            running = self._worker = self._worker or self._on_a_thread(backend)
+            running = self._worker = self._worker or self._on_a_thread(self._address, backend)
         running.open(lane, fingerprint)
         return running
 
@@ -147,22 +172,32 @@ class ProcessGroupLine:
         process_group = self._process_group()
         return backend_of(process_group, device) if process_group is not None else "gloo"
 
-    def _on_a_stream(self, device: torch.device) -> InlineScheduler:
+    def _on_a_stream(self, address: Address, device: torch.device) -> InlineScheduler:
         process_group = self._process_group()
         assert process_group is not None, "its backend was just asked for"
         # A proxy: an engine is found by its group, and must not keep it alive.
-        self._address.meet().result()
+        address.meet().result()
         carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group), has_tensor_forms=True)
-        agreements = Agreements(carrier, self._address, device)
+        agreements = Agreements(carrier, address, device)
         communicator = self._wrap(carrier) if self._wrap else carrier
-        board = self._address.noticeboard()
+        board = address.noticeboard()
         return InlineScheduler(
             communicator, agreements.agree, (SideStream(device), SideStream(device)), self.hook_timeout, board
         )
 
-    def _on_a_thread(self, backend: str) -> Worker:
+    def _on_a_thread(self, address: Address, backend: str) -> Worker:
         process_group = self._process_group()
         if process_group is not None and backend != "gloo" and not self._may_bypass:
             warn_of_bypass(process_group, backend)
-        self._address.section.begin()  # here, in the same order on every rank, and not on the thread
-        return Worker(self._address, self._wrap, self.hook_timeout)
+        address.section.begin()  # here, in the same order on every rank, and not on the thread
+        return Worker(address, self._wrap, self.hook_timeout)
+
+
+def _exchanged(before: tuple[int, ...], now: tuple[int, ...]) -> str:
+    """Return a remark about the ranks that were exchanged for others; "" if there are none, or it is not known."""
+    if not (before and now) or before == now:
+        return ""
+    if {*before} == {*now}:
+        return " (the others have other numbers)"
+    went, came = ([str(rank) for rank in one if rank not in other] for one, other in ((before, now), (now, before)))
+    return f" (of the world's ranks {', '.join(went[:8]) or 'none'} went, and {', '.join(came[:8]) or 'none'} came)"

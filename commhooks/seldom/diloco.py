@@ -181,7 +181,6 @@ class DiLoCo:
     def pass_over(self) -> None:
         """Leave a step of the optimizer uncounted, as before training with infrequent communication begins."""
         self.check_step()
-        self._inner.count()
 
     @torch.no_grad()
     def begin_at_mean(self) -> None:
@@ -193,7 +192,6 @@ class DiLoCo:
         if self.process_group is None:
             raise CompressorError("DiLoCo.begin_at_mean: workers of one process have no process group.")
         self.check_step()
-        self._inner.count()
         with self._whole():
             is_averaged = average_over(self.trained_parameters, self.process_group, self._shards)
         if not is_averaged:
@@ -203,11 +201,14 @@ class DiLoCo:
             fragment.begin_here()
 
     def check_step(self) -> None:
-        """Raise, before anything changes, if a step cannot be taken, also because an earlier one failed."""
+        """Count the optimizer's step; raise, before anything changes, if DiLoCo's cannot be taken.
+
+        An earlier one that failed is a reason too.
+        """
         if self._is_closed:
             raise CompressorError("DiLoCo.step: this DiLoCo was closed.")
+        self._inner.count()  # first: whatever fails here, the optimizer's next step is not to blame
         if (failure := self._failure()) is not None:
-            self._inner.count()  # the optimizer's next step is not to blame
             raise type(failure)(
                 f"DiLoCo.step: not taken, because each rank has trained alone since an earlier failure: {failure} Make "
                 "DiLoCo again on every rank, and load the last checkpoint."
@@ -235,7 +236,6 @@ class DiLoCo:
 
     @torch.no_grad()
     def _begin_step(self) -> None:
-        self._inner.count()
         self.steps += 1
         self._calls += 1
         due = self.steps + self.schedule.delay

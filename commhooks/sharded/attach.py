@@ -20,7 +20,7 @@ from commhooks.language.lending import Pool
 from commhooks.scheduling.ledger import Statistics, total
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.sharded.attachment import ModulesAttachment
-from commhooks.sharded.fsdp import Unit, group_of, is_default, units_of
+from commhooks.sharded.fsdp import Unit, check_nothing_is_left, group_of, is_default, units_of
 from commhooks.sharded.gathering import Gather, Gathers, code_of
 from commhooks.sharded.reducing import Memory, ReduceScatter
 from commhooks.state.loss_scale import Scaler
@@ -149,9 +149,9 @@ def attach_sharded(
     - Zeros are sent for parameters without a gradient in a backward pass, as with
       `set_reduce_scatter_unused_params(True)`.
 
-    Raises `AttachError` if nothing in the model is sharded, if it is attached already, or if ranks disagree;
-    `SettingsError` for a compressor that cannot return shards, for FSDP2's own replication (HSDP), and for settings
-    that cannot work.
+    Raises `AttachError` if nothing in the model is sharded, if a trained parameter is outside what is, if something is
+    attached already, or if ranks disagree; `SettingsError` for a compressor that cannot return shards, for FSDP2's own
+    replication (HSDP), and for settings that cannot work.
     """
     try:
         compressor = checked_compressor("attach_sharded", compressor)
@@ -160,6 +160,7 @@ def attach_sharded(
         found = units_of("attach_sharded", model, frozen=code is not None)
         units = [unit for unit in found if unit.parameters()]
         gathered = [] if code is None else found
+        check_nothing_is_left("attach_sharded", model, found, units[0].process_group)
         _refuse_others("reduce-scatter", {unit: unit.reduce_scatter() for unit in units})
         _refuse_others("all-gather", {unit: unit.all_gather() for unit in gathered})
     except Exception as error:  # whatever it is, the other ranks are waiting for an answer

@@ -19,21 +19,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from commhooks.errors import AttachError, SettingsError
 from commhooks.tensors import local
+from commhooks.units import counted
 from commhooks.unwrapping import is_ddp, plain_name, unwrapped
 
 PRIVATE_NAMES = (
+    "torch:Tensor._backward_hooks",
     "torch:Tensor._post_accumulate_grad_hooks",
     "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
     "torch.distributed.fsdp:FSDPModule.set_reduce_scatter_unused_params",
@@ -354,6 +358,37 @@ def units_of(caller: str, model: Module, *, frozen: bool = False) -> list[Unit]:
         if unit.process_group is not units[0].process_group:
             raise SettingsError(f"{caller}: {unit.name} and {units[0].name} are sharded over different ranks.")
     return units
+
+
+def check_nothing_is_left(caller: str, model: Module, units: Sequence[Unit], group: dist.ProcessGroup) -> None:
+    """Raise `AttachError` if a trained parameter is in no module that `fully_shard` was called with; warn on rank 0.
+
+    It warns of those that something else may average: `fully_shard` was told to ignore them (`ignored_params`), or they
+    have a hook of their own or a mesh of their own (DTensor). A DistributedDataParallel within the model averages its
+    parameters. Nothing is checked in a group of one rank.
+    """
+    if group.size() == 1:
+        return
+    inner = unwrapped(model)
+    given = {id(form) for unit in units for _, form in unit.forms()}
+    given |= {id(one) for module in inner.modules() if is_ddp(module) for one in module.parameters()}
+    left = [(plain_name(name), one) for name, one in inner.named_parameters() if one.requires_grad]
+    left = [(name, one) for name, one in left if id(one) not in given]
+    ignored = {id(one) for module in inner.modules() if isinstance(module, FSDPModule) for one in module.parameters()}
+    for name, one in left:
+        if id(one) not in ignored and not isinstance(one, DTensor) and not has_hooks(one) and not one._backward_hooks:
+            raise AttachError(
+                f"{caller}: {name!r} requires a gradient, but is in no module that fully_shard was called with, so "
+                "each rank would train it alone. Call fully_shard on the model too, after its layers; or freeze it; "
+                "or, if something else averages its gradient, pass it to fully_shard(model, ignored_params={...})."
+            )
+    if left and group.rank() == 0:
+        more = f" and {counted(len(left) - 1, 'other parameter')}" if len(left) > 1 else ""
+        warnings.warn(
+            f"commhooks, {caller}: FSDP2 does not average the gradient of {left[0][0]!r}{more}: each rank trains "
+            f"{'them' if more else 'it'} alone, unless something else averages {'their gradients' if more else 'it'}.",
+            stacklevel=3,
+        )
 
 
 def group_of(model: object) -> dist.ProcessGroup | None:

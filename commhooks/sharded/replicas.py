@@ -28,7 +28,7 @@ from commhooks.language.compressor import Compressor
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.policy import PolicyName
 from commhooks.sharded.attachment import ModulesAttachment
-from commhooks.sharded.fsdp import ShardedParameter, Unit, has_hooks, units_of, without_memory
+from commhooks.sharded.fsdp import ShardedParameter, Unit, check_nothing_is_left, has_hooks, units_of, without_memory
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.memory import MemoryReport
 from commhooks.state.table import ResidualStorage
@@ -94,15 +94,23 @@ class AtTheEnd:
     def follow(self, model: Module) -> list[RemovableHandle]:
         """Register hooks that find the outermost backward pass, on the model and what may be called in its place."""
         # as Any: for mypy, FSDPModule is no Module
-        modules: list[Any] = list(dict.fromkeys([model, *(unit.module for unit in self._units)]))
-        before = [module.register_forward_pre_hook(self._before_forward) for module in modules]
+        modules: dict[Any, Unit | None] = {model: None} | {unit.module: unit for unit in self._units}
+        before = [
+            module.register_forward_pre_hook(functools.partial(self._before_forward, unit))
+            for module, unit in modules.items()
+        ]
         return before + [module.register_forward_hook(self._after_forward) for module in modules]
 
     @_disable_dynamo  # as PerModule
-    def _before_forward(self, *_: object) -> None:
+    def _before_forward(self, unit: Unit | None, *_: object) -> None:
         if torch._C._current_graph_task_id() != -1:  # computed again
             return
         self._outermost = -1  # a pass that failed never came to its end
+        if unit is not None and unit.is_in_backward_pass:
+            self._exchanger.fail(
+                "the last backward pass never came to its end, so FSDP2 would not end the next one either: after an "
+                "exception in it, call reset_iter_state() on the root FSDP module."
+            )
         if self._was_early:
             self._exchanger.fail(
                 "the last backward pass ended without an average over the replicas, since the whole model is computed "
@@ -290,9 +298,9 @@ def attach_replicas(
     - `hook_timeout`, `scaler`, `residuals` and `wrap_communicator`: see `attach`. A residual has the size of this
       rank's shard.
 
-    Raises `AttachError` if nothing in the model is sharded, if an all-reduce hook is set already, or if ranks disagree,
-    for example about the shard that they keep; `SettingsError` for FSDP2's own replication (HSDP), for a process group
-    with ranks that keep other shards, and for settings that cannot work.
+    Raises `AttachError` if nothing in the model is sharded, if a trained parameter is outside what is, if an all-reduce
+    hook is set already, or if ranks disagree, for example about the shard that they keep; `SettingsError` for FSDP2's
+    own replication (HSDP), for a process group with ranks that keep other shards, and for settings that cannot work.
     """
     group = group_or_default(process_group)
     try:
@@ -300,6 +308,7 @@ def attach_replicas(
         check_run_settings("attach_replicas", policy, hook_timeout)
         units = units_of("attach_replicas", model)
         _check(model, units, group, policy)
+        check_nothing_is_left("attach_replicas", model, units, group)
     except Exception as error:  # whatever it is, the other ranks are waiting for an answer
         agree("attach_replicas", group, error)
         raise

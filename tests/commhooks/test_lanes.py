@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from commhooks.communicators import Collective, Communicator, Pending
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Part
 from commhooks.scheduling.line import ProcessGroupLine
 from tests.commhooks.told import told_by
+from tests.python_groups import Elastic
 from tests.world import on_ranks
 
 ELEMENTS = 24
@@ -197,3 +201,109 @@ def test_workers_of_one_process_that_swap_lanes_are_told() -> None:
     )
     with pytest.raises(CollectiveError, match="rank 0: lane 0, step 0, bucket 0; rank 1: lane 1, step 0, bucket 0"):
         commhooks.average_in_lockstep([one, swapped, other, another], [values_of(n % 2, 0) for n in range(4)])
+
+
+def mean_of(rank: int, exchanger: Exchanger) -> float:
+    exchanger.average({"x": (value := torch.full((1,), float(rank)))})
+    return float(value)
+
+
+def one_more(process_group: Any = None) -> Exchanger:
+    return Exchanger({"x": torch.zeros(1)}, "all-reduce", process_group=process_group, hook_timeout=20.0)
+
+
+@on_ranks(2)
+def test_ranks_make_lines_in_one_order_and_begin_them_at_any_time(rank: int) -> None:
+    """One rank makes the second before the first has begun, and then they begin in another order."""
+    made = [one_more() for _ in range(1 + rank)]
+    assert mean_of(rank, made[0]) == 0.5
+    made += [one_more() for _ in range(3 - rank)]
+    averagings = {n: made[n].begin({"x": torch.full((1,), float(n))}) for n in ((1, 3, 2) if rank else (2, 1, 3))}
+    for n, averaging in averagings.items():
+        averaging.write({"x": (value := torch.zeros(1))})
+        assert float(value) == n
+    for exchanger in made:
+        exchanger.close()
+
+
+def refused() -> None:
+    kept: list[Exception] = []  # the frames that raised exist as long as the error does
+    for settings in ({"scaler": 3}, {"residuals": "none"}):
+        try:
+            Exchanger({"x": torch.zeros(1)}, "all-reduce", **settings)
+        except commhooks.SettingsError as error:
+            kept.append(error)
+    assert len(kept) == 2
+
+
+def closed() -> None:
+    earlier, later = one_more(), one_more()
+    earlier.close()
+    later.close()
+
+
+def dropped() -> None:
+    one_more()
+
+
+def emptied() -> None:
+    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), label="Exchanger")
+    Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line).close()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("unused", [refused, closed, dropped, emptied])
+def test_a_line_that_one_rank_alone_makes_and_drops_is_not_counted(rank: int, unused: Callable[[], None]) -> None:
+    if rank == 1:
+        unused()
+    exchanger = one_more()
+    assert mean_of(rank, exchanger) == 0.5
+    if rank == 0:
+        unused()
+    later = one_more()
+    assert mean_of(rank, later) == 0.5
+    exchanger.close()
+    later.close()
+
+
+@on_ranks(2)
+def test_a_line_that_nobody_has_opened_is_used_again_after_one_that_was_made_later(rank: int) -> None:
+    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), label="Exchanger", hook_timeout=20.0)
+    Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line).close()
+    made = [one_more(), Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line)]
+    averagings = [made[n].begin({"x": torch.full((1,), float(n))}) for n in ((1, 0) if rank else (0, 1))]
+    for n, averaging in zip((1, 0) if rank else (0, 1), averagings, strict=True):
+        averaging.write({"x": (value := torch.zeros(1))})
+        assert float(value) == n
+    for exchanger in made:
+        exchanger.close()
+
+
+@on_ranks(2)
+def test_garbage_that_ranks_collect_at_different_times_counts_on_all_of_them(rank: int) -> None:
+    gc.disable()
+    holder: dict[str, Any] = {"unused": one_more()}
+    holder["itself"] = holder
+    del holder
+    if rank == 0:
+        gc.collect()
+    exchanger = one_more()
+    assert mean_of(rank, exchanger) == 0.5
+    gc.enable()
+    gc.collect()
+    exchanger.close()
+
+
+@on_ranks(3)
+def test_a_rank_that_joins_unnoticed_finds_the_others_once_they_have_closed_their_lines(rank: int) -> None:
+    """Rank 2 takes the place of rank 1, and goes again: rank 0 keeps its number in a group of the same size."""
+    group = Elastic([0, 1])
+    for members in ([0, 1], [0, 2], [0, 1]):
+        if rank in members:
+            group.members = members
+            for _ in range(2):
+                exchangers = [one_more(group) for _ in range(2)]
+                assert [mean_of(rank, one) for one in exchangers] == [sum(members) / 2] * 2
+                for exchanger in exchangers:
+                    exchanger.close()
+        dist.barrier()

@@ -260,48 +260,96 @@ def fsdp(mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+def exchange(group: Any) -> None:
+    for _ in range(2):
+        commhooks.Exchanger({"x": torch.ones(1)}, "int8", process_group=group).close()
+
+
+def train_locally(group: Any) -> None:
+    model = nn.Linear(2, 2)
+    commhooks.DiLoCo(model, torch.optim.SGD(model.parameters()), every=2, process_group=group).close()
+
+
+def attach(group: Any, kind: str = "ours", **settings: Any) -> None:
+    commhooks.attach(ddp_class(kind)(nn.Linear(2, 2), process_group=group), "int8", **settings).detach()
+
+
+def attach_to_pytorchs(group: Any) -> None:
+    attach(group, "torch")
+
+
+def attach_over(group: Any) -> None:
+    attach(dist.group.WORLD, "torch", process_group=group)
+
+
+def wrap(group: Any) -> None:
+    for _ in range(2):
+        DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+
+
+def run_hooks(group: Any) -> None:
+    model: Any = ddp_class("torch")(nn.Linear(2, 2), process_group=group)
+    model.register_comm_hook(group, commhooks.allreduce_hook)
+    model(torch.ones(1, 2)).sum().backward()
+    commhooks.PowerSGDState(group)
+
+
+WAYS = (exchange, train_locally, attach, attach_to_pytorchs, attach_over, wrap, run_hooks)
+
+
+def go_all_ways(group: Any) -> None:
+    for way in WAYS:
+        way(group)
+
+
 @on_ranks(2, check_exit=False)
 def test_a_group_of_one_rank_in_a_larger_world_is_told_once_if_it_is_no_part_of_a_hierarchy(rank: int) -> None:
     """Such a group passes for data parallelism."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
 
-    def exchanged() -> None:
-        for _ in range(2):
-            commhooks.Exchanger({"x": torch.ones(1)}, "int8", process_group=group).close()
-
-    def local() -> None:
-        model = nn.Linear(2, 2)
-        commhooks.DiLoCo(model, torch.optim.SGD(model.parameters()), every=2, process_group=group).close()
-
-    def attached(kind: str, **settings: Any) -> None:
-        commhooks.attach(ddp_class(kind)(nn.Linear(2, 2), process_group=group), "int8", **settings).detach()
-
-    def wrapped() -> None:
-        DistributedDataParallel(nn.Linear(2, 2), process_group=group)
-
-    def replicated() -> None:
+    def replicate(group: Any) -> None:
         commhooks.attach_replicas(fsdp(mesh["shards"]), "int8", group).detach()
 
-    def inside() -> None:
+    def shard_alone(_: Any) -> None:
+        commhooks.attach_sharded(fsdp(DeviceMesh("cpu", [rank])), "int8").detach()
+
+    def stay_inside(_: Any) -> None:
         model = fsdp(mesh["shards"])
         commhooks.attach_sharded(model, "int8").detach()
         commhooks.attach_replicas(model, "int8", mesh["replicas"].get_group()).detach()
+        commhooks.attach_replicas(fsdp(mesh["replicas"]), "int8", mesh["shards"].get_group()).detach()
         DistributedDataParallel(nn.Linear(2, 2), device_mesh=mesh["shards"])
+        go_all_ways(mesh["shards"].get_group())
 
-    ways: list[tuple[Callable[[], Any], int]] = [
-        (lambda: attached("ours"), 1),
-        (lambda: attached("torch"), 1),
-        (wrapped, 1),
-        (exchanged, 1),
-        (local, 1),
-        (replicated, 1),
-        (lambda: commhooks.attach_sharded(fsdp(DeviceMesh("cpu", [rank])), "int8").detach(), 1),
-        (inside, 0),
-    ]
-    for what, times in ways:
+    ways: list[Callable[[Any], None]] = [*WAYS, go_all_ways, replicate, shard_alone]
+    for way, times in [*((way, 1) for way in ways), (stay_inside, 0)]:
         group = [dist.new_group([each]) for each in range(2)][rank]
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            what()
+            way(group)
         found = [text for one in said if "has one rank, this one, of the 2 ranks" in (text := str(one.message))]
-        assert len(found) == times, (what, found)
+        assert len(found) == times, (way, found)
+
+
+@on_ranks(3)
+def test_a_rank_that_takes_anothers_place_is_noticed_if_pytorch_knows_and_a_destroyed_group_is_no_change(
+    rank: int,
+) -> None:
+    group, tables = dist.new_group([0, 1]), dist.distributed_c10d._world
+    if rank < 2:
+        assert isinstance(group, dist.ProcessGroup)
+        exchanger = commhooks.Exchanger({"x": torch.ones(1)}, "all-reduce", process_group=group)
+        exchanger.average({"x": torch.ones(1)})
+        tables.pg_group_ranks[group] = {0: 0, 2: 1}  # as rank 0 sees it
+        with pytest.raises(commhooks.AttachError, match=r"is rank \d of 2 now \(.* ranks 1 went, and 2 came\)"):
+            exchanger.average({"x": torch.ones(1)})
+        tables.pg_group_ranks[group] = {1: 0, 0: 1}
+        with pytest.raises(commhooks.AttachError, match="the others have other numbers"):
+            exchanger.average({"x": torch.ones(1)})
+        exchanger.close()
+        tables.pg_group_ranks[group] = {0: 0, 1: 1}
+        kept = commhooks.Exchanger({"x": torch.ones(1)}, "all-reduce", process_group=group)
+        kept.average({"x": torch.ones(1)})
+        dist.destroy_process_group(group)
+        kept.average({"x": torch.ones(1)})
+        kept.close()

@@ -331,4 +331,21 @@ def a_reduction_that_the_program_ends_gives_means_then_and_no_step_before(rank: 
         assert grads(ddp) == [[MEAN]] * 3
 
 
+@facts
+def a_reduction_is_not_ended_in_a_hook_that_runs_before_the_last_gradient_is_noted(rank: int) -> None:
+    ddp = trained(0)
+    ddp.require_manual_backward_finalization = True
+    left = list(ddp.parameters())
+
+    def hook(_: Tensor) -> None:
+        left.pop()
+        if not left:
+            ddp.finalize_backward()
+
+    for parameter in ddp.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    with pytest.raises(RuntimeError, match="before all gradients were there; .*post_accumulate_grad_hook is too early"):
+        ddp(ones(rank)).sum().backward()
+
+
 test = facts.tests()

@@ -721,10 +721,21 @@ def test_after_half_a_step_no_later_step_is_taken(how: Any) -> None:
         team[0].diloco.state_dict()
 
 
-def test_a_replaced_parameter_is_named_at_the_next_step() -> None:
+def test_a_replaced_parameter_is_named_at_each_later_step() -> None:
+    """The optimizer's next step is not to blame: it took as many as DiLoCo was asked to."""
     (worker,) = workers(1, every=100)
     train_in_lockstep([worker], 0, 1)
     first: Any = worker.model[0]  # type: ignore[index]  # a Sequential
     first.bias = nn.Parameter(first.bias.detach().clone())
-    with pytest.raises(CompressorError, match="'0.bias' was replaced: DiLoCo exchanges the parameters that"):
+    for step in range(1, 4):
+        with pytest.raises(CompressorError, match="'0.bias' was replaced: DiLoCo exchanges the parameters that"):
+            train_in_lockstep([worker], step, step + 1)
+
+
+def test_a_step_that_is_refused_in_an_evaluation_is_counted_as_the_optimizers() -> None:
+    (worker,) = workers(1, every=100)
+    train_in_lockstep([worker], 0, 1)
+    with worker.diloco.outer_parameters(), pytest.raises(CompressorError, match="within outer_parameters"):
         train_in_lockstep([worker], 1, 2)
+    train_in_lockstep([worker], 2, 4)  # nobody had begun, so nothing was lost
+    assert worker.diloco.steps == 3

@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from commhooks import attach_sharded
+from commhooks import attach_replicas, attach_sharded
 from tests.commhooks.ranks import survived
 from tests.commhooks.resuming import distance, roundtrip
 from tests.commhooks.told import Told, told_by
@@ -319,6 +320,48 @@ def test_what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
     across = nn.Linear(4, 4, bias=False)
     fully_shard(across, mesh=init_device_mesh("cpu", (2,)), shard_placement_fn=lambda _: Shard(1))
     assert "is sharded along dimension" in told_by(lambda: attach_sharded(across, "int8")).text
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("attach", [attach_sharded, attach_replicas])
+def test_trained_parameters_that_nobody_averages_are_named_on_attaching(rank: int, attach: Any) -> None:
+    """Each rank would train them alone, as it does without an attachment."""
+    mesh = init_device_mesh(
+        "cpu", (1, 2) if attach is attach_sharded else (2, 1), mesh_dim_names=("replicas", "shards")
+    )
+    group = () if attach is attach_sharded else (mesh["replicas"].get_group(),)
+
+    def rootless() -> Network:
+        model = Network()
+        for module in (model.first, model.second["wide"], model.second["unused"]):
+            fully_shard(module, mesh=mesh["shards"])
+        return model
+
+    told = told_by(lambda: attach(rootless(), "int8", *group))
+    assert told.error == "AttachError" and "'scale' requires a gradient, but is in no module that" in told.text
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        frozen = rootless()
+        frozen.scale.requires_grad_(False)
+        frozen.head.requires_grad_(False)
+        hooked = rootless()
+        ignoring = rootless()
+        wrapped = rootless()
+        for model in (frozen, hooked, ignoring, wrapped):
+            model.scale.requires_grad_(False)
+        for one in hooked.head.parameters():  # as if it averaged them
+            one.register_post_accumulate_grad_hook(lambda _: None)
+        fully_shard(ignoring, mesh=mesh["shards"], ignored_params={ignoring.head.bias})
+        wrapped.head = nn.parallel.DistributedDataParallel(wrapped.head)  # type: ignore[assignment]  # not a Linear
+        for model in (frozen, hooked, ignoring, wrapped):
+            attach(model, "int8", *group).detach()
+    wanted = [
+        "average the gradient of 'head.weight' and 1 other parameter: each",
+        "of 'head.bias': each rank trains it",
+    ]
+    texts = [text for one in said if "unless something else averages" in (text := str(one.message))]
+    assert len(texts) == (0 if rank else len(wanted))
+    assert all(text in found for text, found in zip(wanted, texts, strict=False))
 
 
 @on_ranks(2)

@@ -462,7 +462,8 @@ def test_the_exchange_comes_after_all_of_fsdps_work(rank: int) -> None:
             if kind is Checkpointed:
                 fully_shard(model, mesh=mesh["shards"])
             else:
-                model.scale.requires_grad_(False)  # each layer is a root, which leaves this one out
+                for left_out in (model.scale, model.second["unused"]):  # each layer is a root
+                    left_out.requires_grad_(False)
             optimizer, attachment = sgd(model), attached(model, mesh, "all-reduce", policy)
             attachment.watch(optimizer)
             train(model, optimizer, rank, 0, 4)
@@ -624,6 +625,21 @@ def test_training_goes_on_after_a_backward_pass_that_failed(rank: int, policy: s
 
 def _fail(*_: object) -> None:
     raise RuntimeError("a failure of its own")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [Network, Checkpointed])
+def test_a_backward_pass_that_failed_is_named_as_the_cause_if_fsdp2_was_not_told(rank: int, kind: Any) -> None:
+    """FSDP2 then leaves the end of every later pass out, and with it the average."""
+    model, (inputs, targets) = sharded(mesh=alone()["shards"], model=kind()), batch(rank, 0)
+    optimizer, attachment = sgd(model), attached(model, alone(), "int8", "fused")
+    train(model, optimizer, rank, 0, 1)
+    failing = model.first.register_full_backward_hook(_fail)
+    assert "of its own" in told_by(lambda: nn.functional.cross_entropy(model(inputs), targets).backward()).text
+    failing.remove()
+    told = told_by(lambda: model(inputs))
+    assert told.error == "CompressorError" and "call reset_iter_state() on the root FSDP module" in told.text, told.text
+    attachment.detach()
 
 
 @on_ranks(2)
