@@ -93,10 +93,11 @@ suite of `make test` runs with PyTorch 2.13.0 and Python 3.11 alone.
 
 What PyTorch itself does in old versions, and nobody here can mend:
 
-- 2.6: Gloo sums no complex numbers (`Invalid scalar type`), and `torch.distributed.checkpoint.async_save` writes
-  tensors on the CPU as training changes them: [copy them first](guide/checkpoints.md#with-torchdistributedcheckpoint).
-- 2.6: `destroy_process_group()` may hang at the end of a program, if a Gloo collective has only just finished: its
-  thread waits for Python, which waits for the thread. Seen once, with many more busy processes than cores.
+- 2.6 and 2.8: Gloo sends no complex numbers (`Invalid scalar type`).
+- 2.6 and 2.8: `destroy_process_group()` may hang if a Gloo collective has only just finished: its thread waits for
+  Python, which waits for the thread. Seen four times, without a hook too, with more busy processes than cores.
+- 2.6: `torch.distributed.checkpoint.async_save` writes tensors on the CPU as training changes them:
+  [copy them first](guide/checkpoints.md#with-torchdistributedcheckpoint).
 - 2.6: `optimize_ddp="python_reducer"` with `register_comm_hook` of these hooks is right where autograd is not compiled,
   because PyTorch then goes back to its reducer in C++; where it is, the hook raises an error, as in newer versions.
 """
