@@ -100,6 +100,10 @@ What PyTorch itself does in old versions, and nobody here can mend:
   Python, which waits for the thread. Seen four times, without a hook too, with more busy processes than cores.
 - 2.6: `torch.distributed.checkpoint.async_save` writes tensors on the CPU as training changes them:
   [copy them first](guide/checkpoints.md#with-torchdistributedcheckpoint).
+- 2.6: its `DistributedDataParallel` hangs over a process group that is written in Python. So `commhooks compare`
+  refuses it, and PyTorch's hooks, on an emulated link; `ddp_core` is not affected.
+- 2.6: private groups that are opened at once, in different orders on the ranks, hang (seen once): one connects only
+  after the other.
 - 2.6: `optimize_ddp="python_reducer"` with `register_comm_hook` of these hooks is right where autograd is not compiled,
   because PyTorch then goes back to its reducer in C++; where it is, the hook raises an error, as in newer versions.
 """

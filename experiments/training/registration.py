@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ import commhooks
 import ddp_core
 from commhooks.communicators import Communicator
 from commhooks.tensors import tensor_bytes
+from commhooks.versions import numbers_of
 
 from ..cluster import gloo_interface, interface_bytes
 from ..hooks import make_hook, policy_of
@@ -266,7 +268,15 @@ class SeldomHook(Registered):
 def wrap_in_ddp(
     model: nn.Module, ddp: str, bucket_cap_mb: float | None, group: dist.ProcessGroup | None = None
 ) -> nn.Module:
-    """Return the model in ddp_core's class ('core') or in PyTorch's ('torch')."""
+    """Return the model in ddp_core's class ('core') or in PyTorch's ('torch').
+
+    Raises ValueError for PyTorch's over an emulated link with a PyTorch older than 2.8.
+    """
+    if ddp == "torch" and isinstance(group, LinkedGroup) and numbers_of(torch.__version__) < (2, 8):
+        raise ValueError(
+            f"PyTorch {torch.__version__}: its DistributedDataParallel hangs over a process group that is written in "
+            "Python, as an emulated link is. Use PyTorch 2.8 or newer, ddp_core, or a link that is not emulated."
+        )
     kind = ddp_core.DistributedDataParallel if ddp == "core" else nn.parallel.DistributedDataParallel
     wrapped: nn.Module = kind(model, bucket_cap_mb=bucket_cap_mb, process_group=group)
     return wrapped

@@ -20,6 +20,7 @@ from experiments.links.link import EmulatedLink, LinkSettings, Wire
 from experiments.links.linked_group import LinkedGroup, LinkedWork
 from experiments.links.waits import WaitClock
 from experiments.specs import Spec
+from experiments.training.registration import wrap_in_ddp
 from experiments.training.stock import check_stock, is_stock, register_stock, stock_names
 from tests.ddp_core.facts import Facts
 from tests.parity.training import ddp_class
@@ -206,3 +207,10 @@ def test_names_of_pytorchs_hooks_are_told_from_ours() -> None:
 def test_what_pytorchs_hooks_cannot_do_is_refused_before_any_process_starts(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check_stock(Spec.parse(text))
+
+
+def test_a_pytorch_whose_class_hangs_over_an_emulated_link_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
+    group: Any = LinkedGroup.__new__(LinkedGroup)
+    with pytest.raises(ValueError, match=r"PyTorch 2\.6\.0.* hangs .* Use PyTorch 2\.8"):
+        wrap_in_ddp(torch.nn.Linear(1, 1), "torch", None, group)
