@@ -90,8 +90,9 @@ PyTorch's private names it lacks.
 
 `make test-torch TORCH=2.15.0 PYTHON=python3.12 PAGE=1` tries a version: it makes an environment, installs this PyTorch
 from PyPI (a CUDA build, which computes on the CPU here) and the other packages as constraints.txt has them, runs the
-tests that depend on PyTorch, writes a row of this table, and removes the environment. Cells are tests that passed. The
-suite of `make test` runs with PyTorch 2.13.0 and Python 3.11 alone.
+tests that depend on PyTorch, writes a row of this table, and removes the environment. Cells are tests that passed. What
+failed stays listed below until the version is tried again, even if it was mended since. The suite of `make test` runs
+with PyTorch 2.13.0 and Python 3.11 alone.
 
 What PyTorch itself does in old versions, and nobody here can mend:
 
