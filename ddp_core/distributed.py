@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree  # see ddp_core/graph.py
 
+from ddp_core.alone import warn_of_one_rank
 from ddp_core.bucketing import MIB, choose_limits, plan_from_names
 from ddp_core.compatibility import PyTorchNames
 from ddp_core.construction import (
@@ -25,7 +26,6 @@ from ddp_core.construction import (
     choose_process_group,
     refuse_distributed_autograd,
     sparse_parameters,
-    warn_of_one_rank,
 )
 from ddp_core.delayed import DelayedGradients, choose_delay
 from ddp_core.errors import amid_reduction

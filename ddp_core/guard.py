@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ddp_core.alone import warn_of_one_rank
 from ddp_core.errors import ON_PURPOSE, NotAveragedError, NotAveragedWarning
 from ddp_core.hooks import timeout_of
 from ddp_core.outside import Outside
@@ -64,6 +65,7 @@ __all__ = [
     "release_wrapper",
     "set_guard",
     "steps_locally",
+    "warn_of_one_rank",
 ]
 
 GuardMode = Literal["raise", "warn", "off"]

@@ -19,7 +19,7 @@ from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.policy import PolicyName
 from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.worker import Worker
-from ddp_core.construction import warn_of_one_rank
+from ddp_core.guard import warn_of_one_rank
 
 
 class Line(Protocol):
