@@ -153,8 +153,9 @@ class Worker(Scheduler):
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(JOIN_SECONDS)
+        if self._thread is None or self._thread is threading.current_thread() or sys.is_finalizing():
+            return  # no daemon thread runs any more while the interpreter shuts down
+        self._thread.join(JOIN_SECONDS)
 
     @torch.no_grad()  # a gradient may require one itself: double backward
     def _serve(self) -> None:
