@@ -26,7 +26,7 @@ help:
 	@echo "make test-frameworks  the integrations with Lightning, Accelerate, Trainer, Ray and torchft, in .venv-frameworks; and the wheel by itself"
 	@echo "make test-processors  what depends on a processor's kernels, under two others than its own"
 	@echo "make test-torch TORCH=2.15.0  what depends on PyTorch, with this version in an environment of its own, which KEEP=1 keeps;"
-	@echo "                  PAGE=1 writes a row of docs/versions.md, PYTHON=python3.12 chooses the interpreter (7 minutes and a download)"
+	@echo "                  PAGE=1 writes a row of docs/versions.md, PYTHON=python3.12 chooses the interpreter (about 10 minutes and a download)"
 	@echo "make test-torch-suite  most of PyTorch's own DDP tests, with ddp_core's class in place of theirs"
 	@echo "make guard        programs whose replicas drift apart, and sound ones, under every wrapper: which the guard notices (5 minutes)"
 	@echo "make test-virtual-device  the CUDA code, late and in odd orders, on a device that lives in the CPU (needs g++)"

@@ -143,6 +143,10 @@ class Guard:
         """Return this process's rank among those that average together, and their number."""
         raise NotImplementedError
 
+    def has_peers(self) -> bool:
+        """Return False once nobody is left to average with."""
+        return True
+
     def who(self) -> str:
         """Return this process's rank in words."""
         return f"rank {self.ranks()[0]}"
@@ -186,7 +190,7 @@ class Guard:
         within: bool = False,
     ) -> None:
         """Raise or warn, unless the step changes nothing or gradients turn out to be the same on all ranks."""
-        if not self.judges(optimizer) or is_standing(optimizer):
+        if not self.judges(optimizer) or not self.has_peers() or is_standing(optimizer):
             return
         first = next((place for place, (_, p) in enumerate(suspects) if _is_used(p)), None)
         if first is None:
@@ -336,18 +340,6 @@ class WrapperGuard(Guard):
         own = self.ranks()[0]
         rank = dist.get_rank() if self._was_ready and dist.is_initialized() else own
         return f"rank {rank}" if rank == own else f"rank {rank} (rank {own} of the wrapper's process group)"
-
-    def accuse(
-        self,
-        optimizer: Optimizer,
-        suspects: Sequence[tuple[str, Tensor]],
-        held: set[int],
-        verb: str,
-        within: bool = False,
-    ) -> None:
-        """Raise or warn, unless the step changes nothing or gradients turn out to be the same on all ranks."""
-        if self.has_peers():
-            super().accuse(optimizer, suspects, held, verb, within)
 
     def judge(self, optimizer: Optimizer, held: set[int], task: int, verb: str) -> None:
         """Raise or warn if a step of ``optimizer`` is on local gradients; ``held`` are its parameters' ids."""

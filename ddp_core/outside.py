@@ -27,7 +27,7 @@ _warned: set[str] = set()
 
 
 class Outside:
-    """The parameters of one optimizer that are in no wrapper: warn if their replicas drift apart, once for all shapes.
+    """The parameters of one optimizer that are in no wrapper: warn once for each list of shapes if replicas drift.
 
     Of optimizers with the same shapes, as inner loops make them, the 1st, 2nd, 4th, 8th, ... are looked at.
     """

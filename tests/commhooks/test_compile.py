@@ -103,7 +103,8 @@ def test_a_ddp_that_calls_no_hook_as_hooks_are_called_is_refused(rank: int) -> N
 
 def test_a_compiled_model_trains_to_the_same_bits_and_traces_neither_reducer_nor_hook() -> None:
     (frames,) = run_world(frames_of, 1, "core", SEVERAL_BUCKETS, "eager", PARTS)
-    assert frames["ddp"] <= 6 and frames["module"] == 1 and frames["step"] <= 12, frames  # 12: 2.8
+    most = 12 if torch.__version__.startswith("2.8.") else 10
+    assert frames["ddp"] <= 6 and frames["module"] == 1 and frames["step"] <= most, frames
 
 
 @pytest.mark.parametrize("optimize", [True, False])

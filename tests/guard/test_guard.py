@@ -13,7 +13,7 @@ from tests.guard.sound import sound
 
 pytestmark = pytest.mark.timeout(240)  # a fixture runs several worlds, each of which has a limit of its own
 
-EVERY = 4
+EVERY = 3
 """Of so many sound situations, one is tried here."""
 
 

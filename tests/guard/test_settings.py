@@ -282,9 +282,6 @@ def gradients_that_are_zero_or_not_finite_everywhere_are_no_difference(rank: int
         assert not said, value
 
 
-test_a_fact = fact.tests()
-
-
 @fact
 def a_layer_whose_reduction_was_skipped_stays_suspect(rank: int) -> None:
     options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 1e-5}
@@ -316,6 +313,9 @@ def inner_loops_with_optimizers_of_their_own_warn_once_and_leave_few_keys(rank: 
             dist.barrier()
     assert len(said) == (1 if rank == 0 else 0)
     assert keys[-1] - keys[0] <= 2 * 5  # the first, second, fourth, eighth and sixteenth, on two ranks
+
+
+test_a_fact = fact.tests()
 
 
 def bypasses_everywhere(rank: int) -> list[str]:
