@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from commhooks.communicators.connection import WrapCommunicator
 from commhooks.engine.engine import Engine
-from commhooks.errors import AttachError
+from commhooks.errors import AttachError, SettingsError
 from commhooks.hooks.facts import check_hook_is_called, check_step_has_an_end, searches_for_unused, sparse_parameters
 from commhooks.hooks.handle import Handle, check_run_settings, checked_compressor, refusal_of
 from commhooks.hooks.sockets import Socket, check_is_free, group_or_default, sockets
@@ -160,7 +160,10 @@ def attach(
     compressor = checked_compressor("attach", compressor)
     check_run_settings("attach", policy, hook_timeout)
     if guard is not None:
-        check_mode("attach", guard)
+        try:
+            check_mode("attach", guard)
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
     check_hook_is_called("attach", ddp)
     check_step_has_an_end("attach", ddp, policy, atomic=atomic)
     if torch._C._current_graph_task_id() != -1:
