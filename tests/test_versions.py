@@ -34,14 +34,14 @@ def private_uses(source: Source, own: set[str]) -> Iterator[str]:
     imported = imports_of_torch(source)
     yield from filter(is_private, imported.values())
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
             first, _, rest = ast.unparse(node).partition(".")
             name = f"{imported.get(first, '?')}.{rest}"
-            if name.startswith("torch.") and is_private(node.attr):
+            if name.startswith("torch."):
                 yield name
-            elif is_private(node.attr) and node.attr not in own:
+            elif node.attr not in own:
                 yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "_held"):
+        elif isinstance(node, ast.Call) and is_name(node.func, "getattr", "hasattr", "setattr", "_held"):
             name = ast.literal_eval(node.args[1]) if isinstance(node.args[1], ast.Constant) else ""
             if is_private(name) and name not in own:
                 yield name
@@ -58,6 +58,10 @@ def imports_of_torch(source: Source) -> dict[str, str]:
     return found
 
 
+def is_name(node: ast.expr, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
 def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
@@ -72,7 +76,7 @@ def own_names(sources: list[Source]) -> set[str]:
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 found.add(node.target.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found |= {node.attr} if ast.unparse(node.value) == "self" else set()
+                found |= {node.attr} if is_name(node.value, "self") else set()
     return found
 
 
