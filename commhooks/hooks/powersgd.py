@@ -1,5 +1,6 @@
 """PowerSGD as a communication hook, under PyTorch's names, arguments and defaults."""
 
+import hashlib
 import inspect
 import weakref
 from collections.abc import Mapping
@@ -37,9 +38,11 @@ class PowerSGDState(Handle):
     """The settings and the state of PowerSGD for one model.
 
     Use it as `model.register_comm_hook(PowerSGDState(process_group, ...), powerSGD_hook)`, or with
-    `batched_powerSGD_hook`, on ddp_core's or PyTorch's DDP; make one for each model, on every rank in the same order.
-    If it is later used with another model, everything starts over, including the warm-up; models that take turns raise
-    `SettingsError`. The arguments that may be passed by position, and their defaults, are PyTorch's:
+    `batched_powerSGD_hook`, on ddp_core's or PyTorch's DDP; make one for each model. Making, unpickling or copying one
+    has no effect on other ranks: they meet at its first bucket. States are told apart by the shapes of that bucket's
+    parameters, and those with equal shapes by the order of their first buckets. If a state is later used with another
+    model, everything starts over, including the warm-up; models that take turns raise `SettingsError`. The arguments
+    that may be passed by position, and their defaults, are PyTorch's:
 
     - `matrix_approximation_rank`: lower: smaller messages, but more left in the residual.
     - `start_powerSGD_iter`: the number of initial steps that use a plain all-reduce. Unlike in PyTorch, 0 and 1 are
@@ -117,8 +120,6 @@ class PowerSGDState(Handle):
         self._to_load: tuple[object, LoadRules] | None = None
         """Loaded state that is waiting for the engine, or for the parameters' names."""
         self._engine = None
-        # If possible, make the engine now: every rank builds its states in the same order, but the first buckets of two
-        # models may arrive in a different order on each rank, and private process groups are paired up by order.
         if dist.is_initialized():
             self._made_engine()
 
@@ -191,7 +192,13 @@ class PowerSGDState(Handle):
     def _made_engine(self, loss_scale: LossScale | None = None) -> Engine:
         if self._engine is None:
             group = group_or_default(self.process_group)
-            line = ProcessGroupLine(group, label="PowerSGDState", policy=self.policy, hook_timeout=self.hook_timeout)
+            line = self._line = ProcessGroupLine(
+                group,
+                label="PowerSGDState",
+                policy=self.policy,
+                hook_timeout=self.hook_timeout,
+                is_placed_late=True,
+            )
             compressor = self._make_compressor()
             self._engine = Engine(compressor, line, residuals=self.residuals, atomic=self.atomic, loss_scale=loss_scale)
         return self._engine
@@ -261,6 +268,10 @@ class PowerSGDState(Handle):
             engine.begin_with(self._make_compressor())
         if self._warm_up is None and engine.step >= self.start_powerSGD_iter:
             self._warm_up = engine.statistics()
+        if engine.scheduler is None:
+            # Two models' first buckets may come in another order on each rank.
+            shapes = repr([tuple(parameter.shape) for parameter in bucket.parameters()])
+            self._line.label = f"PowerSGDState {hashlib.blake2b(shapes.encode(), digest_size=16).hexdigest()}"
         return deliver(engine.run(bucket), bucket)
 
     def _begin_anew(self, last: Engine) -> Engine:

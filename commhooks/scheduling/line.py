@@ -64,6 +64,9 @@ class ProcessGroupLine:
     is the policy of engines that choose none, and `hook_timeout` is in seconds (None: the process group's timeout).
     `wrap_communicator` takes the private group's communicator, and returns the one to use in its place. It warns of a
     process group of one rank, once, unless that `may_be_alone`; None: if it is a dimension of a mesh.
+
+    Lines of one label are told apart by the order in which ranks reserve their first lanes, or, if a line
+    `is_placed_late`, in which they open them: then a line that one rank alone makes has no effect on others.
     """
 
     def __init__(
@@ -76,17 +79,21 @@ class ProcessGroupLine:
         hook_timeout: float | None = None,
         may_bypass: bool = False,
         may_be_alone: bool | None = None,
+        is_placed_late: bool = False,
     ) -> None:
         self.policy = policy
+        self.label = label
+        """Its name in the store; it may change until the line has its place there."""
+        self._is_placed_late = is_placed_late
         self._lanes = 0
         self._joined = 0
         self._worker: Worker | None = None
         self._inline: InlineScheduler | None = None
         self._process_group = weakref.ref(process_group)
         name_and_store(process_group)  # raises if it has none
-        self._label, self._timeout = label, timeout_of(process_group).total_seconds()
+        self._timeout = timeout_of(process_group).total_seconds()
         self._address: Address | None = None
-        """Where the ranks meet; None before the first lane is reserved."""
+        """Where the ranks meet; None before the line has its place."""
         self.rank, size = process_group.rank(), process_group.size()
         """The number of this rank in the process group."""
         pretended = getattr(wrap_communicator, "world_size", None)  # a class, too, may have a property of that name
@@ -115,11 +122,9 @@ class ProcessGroupLine:
 
     def join(self) -> int:
         """Reserve a lane, and return its number."""
-        if self._address is None:  # not at construction: who is refused before joining has taken no part in the order
-            process_group = self._process_group()
-            if process_group is None:
-                raise AttachError("the process group was destroyed.")
-            self._address = Address.under(process_group, self._label)
+        # Not at construction: who is refused before joining has taken no part in the order.
+        if self._address is None and not self._is_placed_late:
+            self._address = self._place()
         self._lanes, self._joined = self._lanes + 1, self._joined + 1
         return self._joined - 1
 
@@ -157,6 +162,8 @@ class ProcessGroupLine:
 
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> Scheduler:
         """Open a reserved lane; on NCCL this waits for all ranks, otherwise the thread does."""
+        if self._address is None and self._lanes:
+            self._address = self._place()
         if self._address is None:
             raise CollectiveError(f"rank {self.rank}: not started: the attachment was stopped before its first bucket.")
         backend = self._backend(device)
@@ -167,6 +174,12 @@ class ProcessGroupLine:
             running = self._worker = self._worker or self._on_a_thread(self._address, backend)
         running.open(lane, fingerprint)
         return running
+
+    def _place(self) -> Address:
+        process_group = self._process_group()
+        if process_group is None:
+            raise AttachError("the process group was destroyed.")
+        return Address.under(process_group, self.label)
 
     def _backend(self, device: torch.device) -> str:
         process_group = self._process_group()

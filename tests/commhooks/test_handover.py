@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,3 +98,38 @@ def error_of(passes: Sequence[Sequence[nn.Module]], rank: int) -> str:
     except (commhooks.SettingsError, RuntimeError) as error:
         return str(error)
     return "nothing"
+
+
+def trained(state: PowerSGDState, rank: int) -> PowerSGDState:
+    """Take one step, and compare its mean."""
+    means = step([hooked("core", state)], rank, 0)
+    true = [mean_of(normal(zeros(*SHAPES), 2, seed=0), index) for index in range(len(SHAPES))]
+    assert all((ours - mean).abs().max() <= 1e-6 for ours, mean in zip(means, true, strict=True))
+    return state
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_state_that_one_rank_alone_makes_unpickles_or_copies_and_keeps_concerns_no_other(rank: int, odd: int) -> None:
+    first = trained(PowerSGDState(None, hook_timeout=20.0), rank)
+    kept: list[PowerSGDState] = []
+    if rank == odd:
+        kept = [PowerSGDState(None, hook_timeout=20.0), pickle.loads(pickle.dumps(first)), copy.deepcopy(first)]
+        kept[0].bind(Given(*SHAPES))
+    later = trained(PowerSGDState(None, hook_timeout=20.0), rank)
+    assert [state.iter for state in (first, later, *kept)] == [1, 1, *([0, 1, 1] if kept else [])]
+
+
+@on_ranks(2)
+@both_ddps
+def test_states_are_told_apart_by_their_models_whatever_order_they_are_made_and_used_in(rank: int, kind: str) -> None:
+    """The two models' first buckets come in another order on each rank, as with a device for each of them."""
+    shapes = [(30, 50), (50, 30)]
+    states = {shape: PowerSGDState(None, hook_timeout=20.0) for shape in (shapes if rank else shapes[::-1])}
+    models = {shape: wrap(kind, Given(shape)) for shape in shapes}
+    for shape, model in models.items():
+        model.register_comm_hook(states[shape], powerSGD_hook)  # type: ignore[operator]  # 'Tensor not callable'
+    in_turn = [models[shape](torch.full(shape, float(rank))) for shape in (shapes if rank else shapes[::-1])]
+    torch.stack(in_turn).sum().backward()
+    for shape, model in models.items():
+        assert torch.equal(gradients_of(model)[0], torch.full(shape, 0.5))
