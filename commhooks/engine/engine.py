@@ -50,11 +50,13 @@ class Engine:
         loss_scale: LossScale | None = None,
         policy: PolicyName | None = None,
         name: str = "",
+        is_sharded: bool = False,
     ) -> None:
         self.compressor = compressor
         self.line = line
         self.policy = policy or line.policy
-        self.state = StateTable(line.rank, line.world_size, residuals)  # before the lane: it may be refused
+        # Before the lane: it may be refused.
+        self.state = StateTable(line.rank, line.world_size, residuals, is_sharded=is_sharded)
         self.lane = Lane(line.join(), name, self.policy)
         """The engine's place on its line, and its counts."""
         self.scheduler: Scheduler | None = None
