@@ -13,6 +13,7 @@ from commhooks.errors import GradientError, SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor
 from commhooks.language.lending import Pool
+from commhooks.language.requests import Layout
 from commhooks.state.handover import hand_over
 from commhooks.state.table import StateTable
 from commhooks.wrappers.phases import Phase, phases_of
@@ -54,6 +55,7 @@ class Buckets:
         self._views: dict[Key, BucketView] = {}
         self._parameters: dict[Key, list[Tensor]] = {}  # kept alive, so that identities stay unique
         self._laid_out: weakref.WeakKeyDictionary[BucketView, Compressor] = weakref.WeakKeyDictionary()
+        self._layouts: dict[int, Layout] = {}
         self._now: dict[Key, None] = {}
         self._before: dict[Key, None] = {}
         self._last_index = -1
@@ -63,6 +65,8 @@ class Buckets:
         if not self._by_parameter:
             view = BucketView(bucket.index(), memory)
             view.scratch.loans.pool = self.pool
+            if not memory.is_sparse:  # counters identify layouts by identity: one for each size, whoever's bucket it is
+                view.layout = self._layouts.setdefault(memory.numel(), view.layout)
             return view
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
@@ -81,6 +85,8 @@ class Buckets:
         view = self._views[key] = BucketView(bucket.index(), memory, slots, output=output)
         view.scratch.loans.pool = self.pool
         self._parameters[key] = parameters
+        if known is not None:
+            view.layout = known.layout
         return view
 
     def lay_out(self, view: BucketView, compressor: Compressor) -> bool:

@@ -47,7 +47,7 @@ class Slot:
         return self.remembered.key
 
     def layout(self, elements: int) -> Layout:
-        """Return the layout of `elements` elements, all of this parameter."""
+        """Return the layout of `elements` elements, all of this parameter; the same object in every step."""
         if elements not in self._layouts:
             self._layouts[elements] = Layout((self.name,), (elements,))
         return self._layouts[elements]

@@ -21,9 +21,12 @@ from torch import Tensor
 from commhooks.tensors import tensor_bytes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """The parameters that own the ranges of a 1-D tensor, from its first element to its last."""
+    """The parameters that own the ranges of a 1-D tensor, from its first element to its last.
+
+    Layouts are compared by identity, so that counters and caches can look one up quickly.
+    """
 
     keys: tuple[str, ...]
     """Parameter names, or placeholders; a name may occur twice."""
@@ -34,13 +37,6 @@ class Layout:
     def elements(self) -> int:
         """The total number of elements."""
         return sum(self.sizes)
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.keys, self.sizes))
-
-    def __hash__(self) -> int:
-        return self._hash  # counters and caches look layouts up in every step, and a tuple adds its hash up each time
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

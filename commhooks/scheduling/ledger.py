@@ -20,8 +20,8 @@ from commhooks.units import bytes_in_words, counted, in_columns, seconds_in_word
 Counts = TypeVar("Counts", "Statistics", "KindTraffic")
 
 _LAYOUTS_TO_KEEP = 1000
-"""The number of layouts above which shares are divided immediately, so that messages of another size in every step
-do not fill the ledger."""
+"""The number of layouts above which shares are divided immediately, so that a bucket whose memory moves in every step
+does not fill the ledger."""
 
 
 @dataclasses.dataclass

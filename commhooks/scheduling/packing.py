@@ -221,7 +221,13 @@ class Packer:
         """
         if step != self._step:
             self._step = step
-            self._drop_unused()
+            for layout, kept in list(self._messages.items()):  # drop what the last steps did not take
+                for message in list(kept):
+                    message.idle_steps += 1
+                    if message.is_free and message.idle_steps > _STEPS_UNTIL_UNUSED:
+                        kept.remove(message)
+                if not kept:
+                    del self._messages[layout]
         if len(requests) == 1 and len(requests[0].parts) == 1 and isinstance(requests[0], AllReduce):
             return [self._shipment(requests[0], [Place(0, 0, requests[0].parts[0])], way)]  # what most buckets request
         alike: dict[Hashable, list[Place]] = {}
@@ -257,7 +263,11 @@ class Packer:
             if only_itself or (part.in_place and (not self._by_name or in_order or part.on_wire == part.tensor.dtype)):
                 return Shipment(places, _alone(part, request, ranks), None)
         parts = [place.part for place in places]
-        of_parts = ((part.layout, part.tensor.shape, part.tensor.dtype, part.on_wire) for part in parts)
+        # By content: plans that are made anew in every step bring layouts of their own, which are equal.
+        of_parts = (
+            (one.layout and (one.layout.keys, one.layout.sizes), one.tensor.shape, one.tensor.dtype, one.on_wire)
+            for one in parts
+        )
 
         def make() -> _Sum | _Rows:
             if isinstance(request, AllReduce):
@@ -278,15 +288,6 @@ class Packer:
             alike.append(message)
         message.is_free, message.idle_steps = False, 0
         return message
-
-    def _drop_unused(self) -> None:
-        """At the beginning of a step, drop messages that the last steps did not take, such as another compressor's."""
-        for layout, alike in list(self._messages.items()):
-            for message in alike:
-                message.idle_steps += 1
-            alike[:] = [one for one in alike if one.idle_steps <= _STEPS_UNTIL_UNUSED or not one.is_free]
-            if not alike:
-                del self._messages[layout]
 
 
 def _alone(part: Part, request: AllReduce, world_size: int) -> Collective:

@@ -268,7 +268,7 @@ class Gather:
             )
         assert self._scheduler is not None, "opened before the module knows of it"
         bucket = BucketView(0, input_tensor, output=output_tensor)
-        bucket.layout = self._layout  # whose elements they are, for the ledger
+        bucket.layout = self._layout  # the ledger tells layouts apart by identity
         bucket.scratch.loans.pool = self._pool
         if isinstance(self.code, Codec):
             assert self._cut is not None, "made for a codec"
