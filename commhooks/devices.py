@@ -64,6 +64,11 @@ def device_in_use() -> torch.device | None:
     return torch.device(ACCELERATOR.type, torch.cuda.current_device())
 
 
+def model_of(device: torch.device) -> str:
+    """Return the name of an accelerator's model, as its maker calls it."""
+    return torch.cuda.get_device_name(device)
+
+
 def matmul_settings(like: Tensor) -> Any:
     """Return PyTorch's settings for products of matrices on a tensor's device, or None if it has none."""
     return torch.backends.cuda.matmul if runs_later(like) else getattr(torch.backends.mkldnn, "matmul", None)

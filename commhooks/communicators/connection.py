@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator
 from commhooks.communicators.disagreement import describe
+from commhooks.communicators.kernels import KERNELS_BYTES, Kernels, warn_of_kernels
 from commhooks.communicators.noticeboard import ANSWER_SECONDS, Noticeboard, StoreThread
 from commhooks.communicators.parent_group import members_of, name_and_store
 from commhooks.communicators.sections import Section, Sections, sections_under
@@ -56,6 +57,8 @@ OPENING_SECONDS = 2.0
 """Seconds that opening may take beyond the group's timeout, at which Gloo itself raises with a better message."""
 SWAP_SECONDS = 10.0
 """Seconds that ranks which disagree wait for each other's fingerprints."""
+_DIGEST_BYTES = 32 - KERNELS_BYTES
+"""The size of a fingerprint's digest; with that of kernels it is as large as a lane's header, `HEADER_BYTES`."""
 _POLL_SECONDS = 0.002
 """Seconds between the first looks for other ranks in the store."""
 _LONGEST_POLL_SECONDS = 0.2
@@ -141,10 +144,10 @@ class Connection:
         wrapped = carrier if wrap is None else wrap(carrier)
         self.communicator: Communicator | None = wrapped
 
-    def agree(self, fingerprint: str, wait: Callable[[Pending], None]) -> None:
+    def agree(self, fingerprint: str, kernels: Kernels, wait: Callable[[Pending], None]) -> None:
         """Compare fingerprints with all ranks; see `Agreements.agree`."""
         assert self._agreements is not None, "the connection was closed"
-        self._agreements.agree(fingerprint, wait)
+        self._agreements.agree(fingerprint, kernels, wait)
 
     @property
     def groups(self) -> Sequence[object]:
@@ -282,8 +285,8 @@ def _make_devices() -> list[Any]:
 class Agreements:
     """Comparisons of fingerprints, texts that must be the same on every rank.
 
-    Digests are gathered over `carrier`, on `device`. If they differ, the texts themselves are exchanged through the
-    store, so that the error can name the ranks and their differences.
+    Digests are gathered over `carrier`, on `device`, with those of kernels. If they differ, the texts themselves are
+    exchanged through the store, so that the error can name the ranks and their differences.
     """
 
     def __init__(self, carrier: ProcessGroupCommunicator, address: Address, device: torch.device | None = None) -> None:
@@ -292,15 +295,23 @@ class Agreements:
         self._device = device
         self._asked = 0
 
-    def agree(self, fingerprint: str, wait: Callable[[Pending], None] = lambda pending: pending.wait()) -> None:
-        """Return if all ranks pass the same fingerprint; otherwise raise `AttachError`, naming the differences."""
+    def agree(
+        self, fingerprint: str, kernels: Kernels, wait: Callable[[Pending], None] = lambda pending: pending.wait()
+    ) -> None:
+        """Return if all ranks pass the same fingerprint; otherwise raise `AttachError`, naming the differences.
+
+        Kernels may differ: that is worth a warning, see `warn_of_kernels`.
+        """
         store = PrefixStore(f"fingerprint {self._asked}", self._address.store)
         self._asked += 1
         wait(self._carrier.start_to_meet())
-        digest = torch.tensor(list(hashlib.blake2b(fingerprint.encode(), digest_size=32).digest()), dtype=torch.uint8)
-        pending = self._carrier.start(Collective("all-gather", digest.to(self._device)))
+        digest = hashlib.blake2b(fingerprint.encode(), digest_size=_DIGEST_BYTES).digest()
+        row = torch.tensor(list(digest + kernels.digest), dtype=torch.uint8)
+        pending = self._carrier.start(Collective("all-gather", row.to(self._device)))
         wait(pending)
-        if bool((pending.result.cpu() == digest).all()):
+        rows = [bytes(of_rank) for of_rank in pending.result.cpu().tolist()]
+        if all(of_rank[:_DIGEST_BYTES] == digest for of_rank in rows):
+            warn_of_kernels([of_rank[_DIGEST_BYTES:] for of_rank in rows], kernels.what)
             return
         swap = functools.partial(_swap, store, fingerprint, self._carrier.rank, self._carrier.world_size)
         every = self._address.store_thread.call(swap, SWAP_SECONDS + ANSWER_SECONDS)

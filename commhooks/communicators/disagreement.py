@@ -7,8 +7,10 @@ setting by setting.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TypeVar
 
+Value = TypeVar("Value", bound=Hashable)
 Facts = dict[tuple[str, ...], str]
 """The values, by name. The name of a setting is the path to it, such as ("compressor", "inner", "rank")."""
 
@@ -84,10 +86,15 @@ def _settings_of(node: ast.expr) -> Iterator[tuple[tuple[str, ...], str]]:
 
 def _by_value(values: Sequence[str]) -> str:
     """Return each value with its ranks: "1 (ranks 0, 2), 4 (rank 1)"."""
-    ranks: dict[str, list[int]] = {}
+    return ", ".join(f"{value} ({ranks})" for value, ranks in ranks_by(values).items())
+
+
+def ranks_by(values: Sequence[Value]) -> dict[Value, str]:
+    """Return the ranks that have each value, in words: {1: "ranks 0, 2", 4: "rank 1"}."""
+    ranks: dict[Value, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} ({_ranks(those)})" for value, those in ranks.items())
+    return {value: _ranks(those) for value, those in ranks.items()}
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -71,6 +71,7 @@ class DeMo(Compressor):
             raise refusal(self, "k", f"must be at most chunk² = {self.chunk**2}")
 
     sends = Sends.ANYTHING  # what is sent cannot be summed
+    needs_equal_kernels = True  # each rank transforms the coefficients back, by products of matrices
 
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return 1 - k/chunk², unless all of a tile's coefficients are sent.

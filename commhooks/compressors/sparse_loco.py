@@ -66,6 +66,11 @@ class SparseLoCo(Compressor):
 
     sends = Sends.ANYTHING  # what is sent cannot be summed
 
+    @property
+    def needs_equal_kernels(self) -> bool:
+        """True if norms are compared: roots differ in the last bits."""
+        return self.clip_to_median
+
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return 1 - 1/(4·elements): four means cannot represent all elements.
 

@@ -43,6 +43,7 @@ class SVD(Compressor):
     """Higher: fewer matrices are compressed: only those whose factors are this many times smaller (at least 1)."""
 
     sends = Sends.ANYTHING  # factors of different matrices cannot be summed
+    needs_equal_kernels = True  # each rank multiplies all ranks' factors
 
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return the error of rank r for a square matrix whose singular values are all equal."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from commhooks.communicators.disagreement import refusal_as_fingerprint
+from commhooks.communicators.kernels import Kernels, kernels_of
 from commhooks.communicators.noticeboard import FIRST_SCALE, OUT_OF_INPUTS, Noticeboard
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.devices import future_on, mark_of
@@ -19,7 +20,15 @@ from commhooks.engine.replay import Resumed, put_together
 from commhooks.engine.undo import UndoLog
 from commhooks.errors import AttachError, CommHooksError, GradientError, SettingsError
 from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange, begin_exchange, judged, message_formats
+from commhooks.language.compressor import (
+    Compressor,
+    Context,
+    Exchange,
+    begin_exchange,
+    compares_kernels,
+    judged,
+    message_formats,
+)
 from commhooks.native.library import in_use
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.ledger import Statistics
@@ -50,11 +59,13 @@ class Engine:
         loss_scale: LossScale | None = None,
         policy: PolicyName | None = None,
         name: str = "",
+        is_sharded: bool = False,
     ) -> None:
         self.compressor = compressor
         self.line = line
         self.policy = policy or line.policy
-        self.state = StateTable(line.rank, line.world_size, residuals)  # before the lane: it may be refused
+        # Before the lane: it may be refused.
+        self.state = StateTable(line.rank, line.world_size, residuals, is_sharded=is_sharded)
         self.lane = Lane(line.join(), name, self.policy)
         """The engine's place on its line, and its counts."""
         self.scheduler: Scheduler | None = None
@@ -231,6 +242,7 @@ class Engine:
         cannot switch, after the other ranks have learned of it. In each case the old compressor stays.
         """
         self.stand_between_steps("replace")
+        self._compare_kernels_of(compressor, device)
         try:
             self.agree(self._fingerprint_with(compressor, refusal), "replace", device)
         finally:
@@ -258,6 +270,7 @@ class Engine:
     def scheduler_for(self, device: torch.device, refusal: Exception | None = None) -> Scheduler:
         """Return the scheduler of the engine's lane; the first call opens the lane."""
         if self.scheduler is None:
+            self._compare_kernels_of(self.compressor, device)
             fingerprint = self._fingerprint_with(self.compressor, refusal)
             self.scheduler = self.line.open(self.lane, device, fingerprint)
         return self.scheduler
@@ -292,6 +305,10 @@ class Engine:
     def _post(self, why: str) -> None:
         if self.scheduler is not None and self.scheduler.board is not None:
             self.scheduler.board.post(why)
+
+    def _compare_kernels_of(self, compressor: Compressor, device: torch.device) -> None:
+        is_needed = compares_kernels(compressor) and self.line.world_size > 1
+        self.lane.kernels = Kernels(str(compressor), kernels_of(device)) if is_needed else Kernels()
 
     def _fingerprint_with(self, compressor: Compressor, refusal: Exception | None = None) -> str:
         """Return the text that must be the same on every rank."""

@@ -19,7 +19,6 @@ from commhooks.errors import AttachError, CheckpointError
 from commhooks.language.bucket import Slot
 from commhooks.language.compressor import message_formats
 from commhooks.language.entries import Declared, Entry
-from commhooks.language.place import Place
 from commhooks.state.fitness import begun_again, misfits
 from commhooks.state.formats import description_of
 from commhooks.state.groups import Snapshots
@@ -82,7 +81,7 @@ def differences(engine: Engine, snapshot: Snapshot, rules: LoadRules) -> list[st
 def _by_each(engine: Engine, name: str, parameter: Tensor) -> list[Declared]:
     """Return the entries of each compressor that may be in use for a parameter, the current compressor's first."""
     compressors, compressed = (engine.compressor, *engine.state.successors), _as_compressed(parameter)
-    return [compressor.state(Place(name, compressed, engine.line.world_size)) for compressor in compressors]
+    return [compressor.state(engine.state.place(name, compressed)) for compressor in compressors]
 
 
 def _in_other_formats(engine: Engine, name: str) -> list[Declared]:
@@ -95,13 +94,13 @@ def _with_kinds(engine: Engine, snapshot: Snapshot) -> Snapshot:
     """Return a snapshot with the kinds of its entries, even if it was saved in format 2."""
     if snapshot.merged_kinds is None:
         return snapshot
-    declare, ranks = engine.compressor.state, snapshot.world_size
+    declare, place, ranks = engine.compressor.state, engine.state.place, snapshot.world_size
     named = {name: _as_compressed(parameter) for name, parameter in engine.state.named().items()}
-    then = {name: declare(Place(name, parameter, ranks)) for name, parameter in named.items()}
+    then = {name: declare(place(name, parameter, ranks)) for name, parameter in named.items()}
     of_larger = {}  # parameters as many times as large, without memory
     for name, parameter in named.items():
         repeated = parameter.detach().to("meta").repeat(ranks, *[1] * (parameter.dim() - 1))
-        of_larger[name] = declare(Place(name, repeated, ranks))
+        of_larger[name] = declare(place(name, repeated, ranks))
     return snapshot.with_kinds(engine.compressor, then, of_larger)
 
 
@@ -115,7 +114,7 @@ def _declared(engine: Engine, snapshot: Snapshot) -> dict[str, Declared]:
     for name, parameter in engine.state.named().items():
         own: dict[str, Entry] = {}
         for compressor in (*engine.state.successors, engine.compressor):
-            then, now = (compressor.state(Place(name, _as_compressed(parameter), size)) for size in sizes)
+            then, now = (compressor.state(engine.state.place(name, _as_compressed(parameter), size)) for size in sizes)
             for entry, what in {**then, **now}.items():
                 saved = snapshot.kinds.get(name, {}).get(entry)
                 was_saved = saved is not None and description_of(saved) == description_of(what)
@@ -240,5 +239,5 @@ def lay_out(engine: Engine, sparse: Set[Tensor]) -> None:
         gradient = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         if parameter not in sparse and engine.compressor.takes(gradient):
             flat = parameter.detach().reshape(-1)  # for its size: apart from that only dtype and device matter
-            declared = engine.compressor.state(Place(name, parameter, engine.line.world_size))
+            declared = engine.compressor.state(engine.state.place(name, parameter))
             engine.state.lay_out_entries(Slot(parameter, flat, engine.state.of(parameter)), declared)

@@ -305,7 +305,7 @@ class Exchanger(Handle):
         """Return buckets that no round uses any more, or new ones."""
         if self._in_turns is not None:
             self._in_turns.take(self)
-        for buckets, of_round in self._memories:
+        for buckets, of_round in reversed(self._memories):  # the last round's: views and plans of it are kept
             last = of_round()
             if last is None or last.is_written:
                 self._memories.remove((buckets, of_round))

@@ -160,6 +160,15 @@ class Compressor(ABC):
         """The laws of `commhooks.laws` that do not hold for this compressor by design: their keys, and the reason."""
         return {}
 
+    @property
+    def needs_equal_kernels(self) -> bool:
+        """True if each rank computes what must be equal on all with kernels that differ between processors.
+
+        Such are products of matrices, factorizations, roots, and normal random numbers. Sums, casts and the arithmetic
+        of single elements are not. Ranks that compute other last bits then warn when they meet.
+        """
+        return False
+
     def takes(self, gradient: Tensor) -> bool:
         """Return whether `compress` can handle this kind of gradient; others are averaged by a plain all-reduce."""
         return not gradient.is_sparse and gradient.is_floating_point()
@@ -252,6 +261,11 @@ def check_compressor(caller: str, compressor: object) -> None:
 def inner_of(compressor: Compressor) -> list[Compressor]:
     """Return the compressors in a compressor's settings."""
     return compressors_in(tuple(vars(compressor).values()))
+
+
+def compares_kernels(compressor: Compressor) -> bool:
+    """Return whether a compressor or one in its settings needs equal kernels on all ranks."""
+    return compressor.needs_equal_kernels or any(map(compares_kernels, inner_of(compressor)))
 
 
 def message_formats(compressor: Compressor) -> dict[str, int]:

@@ -49,7 +49,7 @@ def rounds_of_shards(compressor: Compressor, gradients: Mapping[str, Tensor], ra
         raise SettingsError(f"{compressor} averages whole gradients, of which no rank can return its shard alone")
     rounds = _Rounds()
     line = LockstepLine(PretendingCommunicator(0, ranks, rounds, in_place=True))
-    engine = Engine(compressor, line, may_join=False)
+    engine = Engine(compressor, line, may_join=False, is_sharded=True)
     engine.bind(list(gradients.items()))
     done = engine.run(bucket_of_shards(gradients, [*gradients.values()], ranks))
     run_in_turns([line])

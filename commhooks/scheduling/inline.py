@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from commhooks.communicators import Communicator, Pending
+from commhooks.communicators.kernels import Kernels
 from commhooks.devices import Mark, SideStream
 from commhooks.errors import CollectiveError
 from commhooks.scheduling.lanes import Lane
@@ -40,7 +41,7 @@ class InlineScheduler(Scheduler):
     def __init__(
         self,
         communicator: Communicator,
-        agree: Callable[[str], None],
+        agree: Callable[[str, Kernels], None],
         streams: tuple[SideStream, SideStream],
         hook_timeout: float | None = None,
         board: Board | None = None,
@@ -57,7 +58,7 @@ class InlineScheduler(Scheduler):
 
     def open(self, lane: Lane, fingerprint: str) -> None:
         """Open a lane, once every rank has passed the same fingerprint."""
-        self._agree(fingerprint)
+        self._agree(fingerprint, lane.kernels)
         self._lanes.open(lane, self._communicator, functools.partial(self._complete, lane))
 
     @torch.no_grad()
@@ -79,7 +80,7 @@ class InlineScheduler(Scheduler):
 
     def agree(self, lane: Lane, fingerprint: str, caller: str) -> None:
         """Compare with the other ranks from this thread."""
-        self._agree(fingerprint)
+        self._agree(fingerprint, lane.kernels)
 
     def drain(self, lane: Lane, caller: str) -> None:
         """Cut short a step whose last bucket has not come; make the caller's stream wait for the buckets handed in.

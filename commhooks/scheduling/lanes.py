@@ -18,6 +18,7 @@ from torch import Tensor
 
 from commhooks.communicators import Collective, Communicator, Pending, RecordingCommunicator
 from commhooks.communicators.collective import Traffic
+from commhooks.communicators.kernels import Kernels
 from commhooks.errors import CollectiveError, CommHooksError
 from commhooks.scheduling.ledger import Ledger
 from commhooks.scheduling.policy import POLICIES, Finish, Policy, PolicyName, Wait
@@ -45,6 +46,8 @@ class Lane:
         self.traffic: Traffic | None = None
         self.refusal: CommHooksError | None = None
         """The error if ranks disagreed when the lane was to open. Every task handed in then fails."""
+        self.kernels = Kernels()
+        """What ranks compare, with their settings, of the kernels that compute for the lane."""
         self.is_closed = False
         """True once it takes no more tasks; those handed in continue."""
         self._make_policy = POLICIES[policy]

@@ -34,9 +34,9 @@ from commhooks.language.requests import (
     ranks_in,
 )
 
-_TURNS_UNTIL_UNUSED = 2
-"""A message is dropped if no task takes it while this many others per layout are taken; alternating compressors keep
-theirs.
+_STEPS_UNTIL_UNUSED = 2
+"""A message is dropped when this many steps have passed without it; compressors, and parts of a model, that alternate
+keep theirs.
 """
 _DTYPES_OF_BACKENDS = {
     torch.float64,
@@ -80,8 +80,8 @@ class Message(ABC):
 
     memory: Tensor
     is_free = False
-    is_needed = True
-    """True if a task has taken it since the pool's last check."""
+    idle_steps = 0
+    """The number of steps begun since a task took it."""
 
     def give_back(self) -> None:
         """Free the message for other tasks; answers, which may be views of it, must no longer be in use."""
@@ -211,14 +211,23 @@ class Packer:
         self._world_size = world_size
         self._by_name = by_name
         self._messages: dict[Hashable, list[_Sum | _Rows]] = {}
-        self._taken = 0
+        self._step = 0
 
-    def ship(self, requests: Sequence[Request], way: int = 0) -> list[Shipment]:
-        """Return as few collectives as possible for requests made at the same time.
+    def ship(self, requests: Sequence[Request], way: int = 0, step: int = 0) -> list[Shipment]:
+        """Return as few collectives as possible for requests made at the same time, in this step.
 
         The sender gives each message back once its answers are no longer needed. It is then reused only on the same
         `way`, on a GPU the number of the stream, which may still be reading it.
         """
+        if step != self._step:
+            self._step = step
+            for layout, kept in list(self._messages.items()):  # drop what the last steps did not take
+                for message in list(kept):
+                    message.idle_steps += 1
+                    if message.is_free and message.idle_steps > _STEPS_UNTIL_UNUSED:
+                        kept.remove(message)
+                if not kept:
+                    del self._messages[layout]
         if len(requests) == 1 and len(requests[0].parts) == 1 and isinstance(requests[0], AllReduce):
             return [self._shipment(requests[0], [Place(0, 0, requests[0].parts[0])], way)]  # what most buckets request
         alike: dict[Hashable, list[Place]] = {}
@@ -254,7 +263,11 @@ class Packer:
             if only_itself or (part.in_place and (not self._by_name or in_order or part.on_wire == part.tensor.dtype)):
                 return Shipment(places, _alone(part, request, ranks), None)
         parts = [place.part for place in places]
-        of_parts = ((part.layout, part.tensor.shape, part.tensor.dtype, part.on_wire) for part in parts)
+        # By content: plans that are made anew in every step bring layouts of their own, which are equal.
+        of_parts = (
+            (one.layout and (one.layout.keys, one.layout.sizes), one.tensor.shape, one.tensor.dtype, one.on_wire)
+            for one in parts
+        )
 
         def make() -> _Sum | _Rows:
             if isinstance(request, AllReduce):
@@ -266,7 +279,6 @@ class Packer:
 
     def _take(self, layout: Hashable, make: Callable[[], _Sum | _Rows]) -> _Sum | _Rows:
         """Return a message with this layout that no task owns, made if there is none."""
-        self._taken += 1
         alike = self._messages.setdefault(layout, [])
         for message in alike:
             if message.is_free:
@@ -274,20 +286,8 @@ class Packer:
         else:
             message = make()
             alike.append(message)
-        message.is_free, message.is_needed = False, True
-        if self._taken > _TURNS_UNTIL_UNUSED * len(self._messages):
-            self._drop_unused()
+        message.is_free, message.idle_steps = False, 0
         return message
-
-    def _drop_unused(self) -> None:
-        """Drop messages that no task has taken since the last check, such as another compressor's."""
-        for layout, alike in list(self._messages.items()):
-            alike[:] = [message for message in alike if message.is_needed or not message.is_free]
-            for message in alike:
-                message.is_needed = False
-            if not alike:
-                del self._messages[layout]
-        self._taken = 0
 
 
 def _alone(part: Part, request: AllReduce, world_size: int) -> Collective:

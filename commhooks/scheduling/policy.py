@@ -89,7 +89,7 @@ class Policy(ABC):
             for number, request in enumerate(task.requests):
                 asked.append((task, number))
                 requests.append(request)
-        shipments = self._packer.ship(requests, self.way)
+        shipments = self._packer.ship(requests, self.way, tasks[0].step)
         tasks[0].seconds_compressing += time.perf_counter() - begun
         for shipment in shipments:
             self.touching = asked[shipment.places[0].request][0]

@@ -206,7 +206,7 @@ class Worker(Scheduler):
         if halt.fingerprint is not None:
             assert self.connection is not None and self.connection.communicator is not None
             try:
-                self.connection.agree(halt.fingerprint, self._wait)
+                self.connection.agree(halt.fingerprint, lane.kernels, self._wait)
             except AttachError as error:  # raised on every rank; what was attached before stays attached
                 if halt.opens and self._lanes.are_none:
                     raise

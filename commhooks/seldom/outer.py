@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from commhooks.communicators.beginning import agree
+from commhooks.communicators.kernels import Kernels, kernels_of
 from commhooks.errors import SettingsError
 
 Outer = Callable[[list[Tensor]], Optimizer]
@@ -39,6 +40,11 @@ def made_of(outer: Outer, copies: list[Tensor], group: dist.ProcessGroup | None)
         refusal = "outer must return an optimizer of the tensors that it is given."
     options = [{name: value for name, value in one.items() if name != "params"} for one in groups]
     described = f"outer optimizer: {type(made).__name__} with {options}"
-    agree("DiLoCo", group, SettingsError(f"DiLoCo: {refusal}") if refusal else described)
+    # Each rank steps by itself, and all must come to the same outer copies; a step to the mean rounds nothing.
+    is_to_the_mean = type(made) is torch.optim.SGD and all(
+        one["lr"] == 1 and not one["momentum"] and not one["weight_decay"] for one in options
+    )
+    kernels = Kernels() if is_to_the_mean else Kernels("DiLoCo's outer optimizer", kernels_of(copies[0].device))
+    agree("DiLoCo", group, SettingsError(f"DiLoCo: {refusal}") if refusal else described, kernels=kernels)
     assert isinstance(made, Optimizer), "anything else was refused"
     return made

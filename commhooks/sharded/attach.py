@@ -189,6 +189,7 @@ def attach_sharded(
                 residuals=residuals,
                 may_join=False,
                 name=unit.name,
+                is_sharded=True,
             )
             made[unit.name] = ShardedUnit(unit, engine, memory)
             if scaler is not None:

@@ -26,18 +26,18 @@ class Memory:
         self._of_kind: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self._read: Mark | None = None
 
-    def take_input(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory, 1-D, to fill once the last input that was `read` is no longer needed: the stream waits."""
-        if self._read is not None:
-            self._read.wait()
-        return self.take("input", elements, dtype, device)
-
     def read(self, device: torch.device) -> None:
-        """Record that an input is no longer needed after the work queued so far in the current stream."""
+        """Record that what was taken is no longer needed after the work queued so far in the current stream."""
         self._read = mark_of(device)
 
     def take(self, what: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory, 1-D, which the next call for the same purpose returns again; use it within one stream."""
+        """Return memory, 1-D, which the next call for the same purpose returns again.
+
+        The stream waits until the last module's is no longer needed: modules of different FSDP roots have streams of
+        their own.
+        """
+        if self._read is not None:
+            self._read.wait()
         found = self._of_kind.get((what, dtype, device))
         if found is None or found.numel() < elements:
             found = self._of_kind[what, dtype, device] = torch.empty(elements, dtype=dtype, device=device)
@@ -63,7 +63,7 @@ class ReduceScatter:
         """Return memory for an input, or new memory for an output, which becomes the gradient."""
         ranks, width = self._engine.line.world_size, sum(self._chunks)
         if ranks > 1 and tuple(size) == (ranks * width,):
-            return self._memory.take_input(ranks * width, dtype, device)
+            return self._memory.take("input", ranks * width, dtype, device)
         return torch.empty(*size, dtype=dtype, device=device)
 
     @_disable_dynamo  # a compiled training step would trace the engine
@@ -81,8 +81,8 @@ class ReduceScatter:
             self._fail(_CHANGED)
         mean = self._memory.take("output", width, input_tensor.dtype, input_tensor.device)
         self._engine.run(RowsBucket(input_tensor.view(ranks, width), mean, self._like, self._chunks)).wait()
-        self._memory.read(input_tensor.device)
         output_tensor.copy_(mean)
+        self._memory.read(input_tensor.device)
         if op != dist.ReduceOp.AVG:
             output_tensor.mul_(ranks if op == dist.ReduceOp.SUM else ranks / (self._unit.divide_factor or ranks))
 

@@ -21,7 +21,6 @@ from commhooks.devices import wait_for_copies
 from commhooks.language.bucket import Slot
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import RESIDUAL, Entry, blocks_served
-from commhooks.language.place import Place
 from commhooks.state.table import StateTable
 
 
@@ -58,12 +57,13 @@ def hand_over(table: StateTable, compressor: Compressor, phase: int, step: int) 
 
 def _hand_over(table: StateTable, slot: Slot, compressor: Compressor, step: int) -> list[_Unsent]:
     """Hand over the content of one parameter's entries; return the content that will not be sent."""
-    state, place = slot.remembered, Place(slot.name, slot.parameter, table.world_size)
+    state = slot.remembered
     owed = {name: e for name, e in state.entries.items() if e.kind in ("residual", "share") and name in state.tensors}
     if not owed:
         return []
+    place = table.place(slot.name, slot.parameter)
     declared = compressor.state(place)
-    in_use = dict(compressor.state(Place(slot.name, slot.parameter, table.world_size, step=step)))
+    in_use = dict(compressor.state(table.place(slot.name, slot.parameter, step=step)))
     taker = _residual_among(in_use)
     waits = taker is None and RESIDUAL in owed and _are_alike(owed[RESIDUAL], declared.get(RESIDUAL, owed[RESIDUAL]))
     if waits:  # for a later compressor: nobody sends it now, and nobody forgets it

@@ -14,6 +14,7 @@ from commhooks.errors import CheckpointError, SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import CHOICE, RESIDUAL, Declared, Entry, ParameterState, blocks_served
+from commhooks.language.place import Place
 from commhooks.tensors import computing_dtype, is_dense
 
 ResidualStorage = Literal["fp32", "bf16", "host"]
@@ -50,12 +51,16 @@ class StateTable:
     copied into it.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, storage: ResidualStorage = "fp32") -> None:
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, storage: ResidualStorage = "fp32", *, is_sharded: bool = False
+    ) -> None:
         if storage not in RESIDUAL_STORAGES:
             raise SettingsError(f"residuals={storage!r}: residuals must be one of {', '.join(RESIDUAL_STORAGES)}.")
         self.rank = rank
         self.world_size = world_size
         self.storage = storage
+        self.is_sharded = is_sharded
+        """True if all buckets consist of shards, which have no server errors."""
         self.successors: tuple[Compressor, ...] = ()
         """Compressors that may take over from the one in use: their state may be loaded, too."""
         self.in_phase: tuple[Compressor, int] | None = None
@@ -111,6 +116,10 @@ class StateTable:
             if self._loaded is not None:
                 self._check_loaded(parameter, state.key)
         return state
+
+    def place(self, name: str, parameter: Tensor, world_size: int | None = None, step: int | None = None) -> Place:
+        """Return a parameter's place among so many ranks, by default this run's, for use outside its bucket."""
+        return Place(name, parameter, world_size or self.world_size, is_sharded=self.is_sharded, step=step)
 
     def lay_out(self, bucket: BucketView, compressor: Compressor) -> None:
         """Lay out a compressor's state for a bucket's parameters."""

@@ -68,7 +68,7 @@ class Sharded:
     def __init__(self, compressor: Compressor, parameters: Sequence[Tensor], lines: Sequence[Line], **settings: Any):
         self.parameters = list(parameters)
         self.lines = lines
-        self.engines = [Engine(compressor, line, may_join=False, **settings) for line in lines]
+        self.engines = [Engine(compressor, line, may_join=False, is_sharded=True, **settings) for line in lines]
         for engine in self.engines:
             engine.bind([(f"layer{number}", parameter) for number, parameter in enumerate(parameters)])
 

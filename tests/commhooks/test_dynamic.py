@@ -57,6 +57,22 @@ def test_where_unused_parameters_are_counted_messages_are_packed_into_the_same_m
     assert kept[1] == kept[-1]
 
 
+@on_ranks(2)
+@both_ddps
+def test_memory_does_not_grow_while_parts_of_a_bound_model_take_turns(rank: int, kind: str) -> None:
+    model = nn.ModuleList(nn.Linear(40, 30) for _ in range(2))
+    state = PowerSGDState(None, 2, start_powerSGD_iter=0)
+    state.bind(model)
+    parts = [wrap(kind, part, **BRANCHES) for part in model]
+    for part in parts:
+        part.register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]
+    working = []
+    for step in range(60):
+        parts[step % 2](torch.ones(4, 40)).sum().backward()
+        working.append(state.memory_report().working)
+    assert max(working) <= max(working[:6])
+
+
 def _own(hooks: Attachment | PowerSGDState, rank: int, number: int) -> dict[str, Tensor]:
     state = hooks.state_dict()
     name = f"weights.{number}"

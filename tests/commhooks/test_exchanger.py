@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from torch import Tensor
 
 import commhooks
 from commhooks import CompressorError, Exchanger, SettingsError, lockstep_lines
+from commhooks.language.bucket import BucketView
+from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language.requests import AllGather, Part
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.lockstep import run_in_turns
 from tests import bounds
@@ -197,6 +201,54 @@ def test_rounds_begun_before_the_first_is_written_have_their_own_means(rank: int
         rounds[0].write(got[0])
     awaited.close()
     overlapping.close()
+
+
+@on_ranks(2)
+def test_memory_does_not_grow_while_rounds_overlap(rank: int) -> None:
+    for name in ("top-k", "powersgd", "int4"):
+        exchanger = Exchanger(TENSORS, name)
+        working = []
+        for step in range(12):
+            rounds = [exchanger.begin(drawn(rank, 2 * step + one)) for one in range(2)]
+            for averaging in rounds:
+                averaging.wait()
+            working.append(exchanger.memory_report().working)
+        assert max(working) <= max(working[:4]), name
+        exchanger.close()
+
+
+def test_rounds_that_no_longer_overlap_use_one_memory() -> None:
+    (line,) = lockstep_lines(1)
+    exchanger = Exchanger(TENSORS, "top-k", line=line)
+    overlapping = []
+    for step in range(2):
+        overlapping.append(exchanger.begin(drawn(0, step)))
+        run_in_turns([line])
+    for averaging in overlapping:
+        averaging.write(drawn(0))
+    places = set()
+    for _ in range(4):
+        places.add(exchanger.room["a"].data_ptr())
+        averaging = exchanger.begin()
+        run_in_turns([line])
+        averaging.write(drawn(0))
+    assert len(places) == 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfAnotherSize(Compressor):
+    """Gather another number of elements in every round."""
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        yield AllGather(Part(bucket.memory[: context.step + 1]), last=True)
+
+
+def test_memory_does_not_grow_while_every_round_sends_another_size() -> None:
+    tensors = {"a": torch.zeros(1000)}
+    exchangers = [Exchanger(tensors, OfAnotherSize(), line=line) for line in lockstep_lines(2)]
+    for _ in range(60):
+        commhooks.average_in_lockstep(exchangers, [{"a": torch.ones(1000)} for _ in exchangers])
+    assert exchangers[0].memory_report().working <= 4 * 60 * tensors["a"].element_size()
 
 
 @on_ranks(2, check_exit=False)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from commhooks import AllReduceMean, CollectiveError, CompressorError
 from commhooks.communicators import LockstepGroup
+from commhooks.communicators.kernels import Kernels
 from commhooks.devices import SideStream
 from commhooks.language import BucketView, Compressor, Context
 from commhooks.language.compressor import Exchange
@@ -82,7 +83,7 @@ def _task(compressor: Compressor, step: int = 0, *, is_last: bool = True) -> Buc
     )
 
 
-def _agree(terms: str) -> None:
+def _agree(terms: str, kernels: Kernels) -> None:
     """Find that every rank has come with the same."""
 
 

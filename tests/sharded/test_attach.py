@@ -250,6 +250,22 @@ def test_bytes_are_those_of_the_rows_that_others_keep(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_saving_allocates_no_state_that_no_step_uses(rank: int) -> None:
+    for name in ("int8", "int4", "sign", "top-k"):
+        model = sharded()
+        optimizer = sgd(model)
+        attachment = attach_sharded(model, name)
+        train(model, optimizer, rank, 0, 1)
+        before = attachment.memory_report()
+        saved = attachment.state_dict()
+        assert attachment.memory_report() == before, name
+        attachment.load_state_dict(saved)
+        train(model, optimizer, rank, 1, 2)
+        assert attachment.memory_report() == before, name
+        attachment.detach()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("residuals", ["fp32", "bf16", "host"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(rank: int, residuals: Any) -> None:
     model = sharded()

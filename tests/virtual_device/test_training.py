@@ -30,6 +30,7 @@ SCENARIOS = [
     training.adapting,
     training.hooks_of_pytorch,
     training.sharded,
+    training.sharded_apart,
     pytest.param(
         training.powersgd_of_pytorch,
         marks=pytest.mark.xfail(

@@ -251,7 +251,12 @@ def sharded(rank: int) -> list[Tensor]:
     return outputs
 
 
-def train_sharded(rank: int, compressor: str | None, gather: str | None) -> list[Tensor]:
+def sharded_apart(rank: int) -> list[Tensor]:
+    """Modules that FSDP2 shards in a model that it does not shard: each of them has streams of its own."""
+    return train_sharded(rank, "all-reduce", None, apart=True) + train_sharded(rank, "int4", None, apart=True)
+
+
+def train_sharded(rank: int, compressor: str | None, gather: str | None, *, apart: bool = False) -> list[Tensor]:
     """Return what the whole model makes of the same batch after every step.
 
     Gradients are set to zero, not freed: FSDP2 makes them on a stream of its own, on which nobody reuses their memory
@@ -259,9 +264,11 @@ def train_sharded(rank: int, compressor: str | None, gather: str | None) -> list
     """
     model = Net().cuda()
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    for module in (model.first, model.second, model):
+    roots = [*model.children()] if apart else [model]
+    for module in (model.first, model.second, *roots[-2:]):
         fully_shard(module, mesh=mesh)
-    model.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]  # FSDPModule's; else FSDP2 waits by itself
+    for root in roots:
+        root.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]  # FSDPModule's; else FSDP2 waits itself
     attachment = None if compressor is None else commhooks.attach_sharded(model, compressor, gather=gather)
     if attachment is None:
         model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from commhooks.communicators import ProcessGroupCommunicator
+from commhooks.communicators.kernels import Kernels
 from commhooks.devices import SideStream
 from commhooks.engine.engine import Engine
 from commhooks.language import Compressor
@@ -65,7 +66,7 @@ class DeviceLine:
             self.scheduler.stop()
 
 
-def _agree(terms: str) -> None:
+def _agree(terms: str, kernels: Kernels) -> None:
     """Find that every rank has come with the same."""
 
 

@@ -81,6 +81,8 @@ class AdaptiveRank(Compressor):
             if getattr(self, high) < getattr(self, low):
                 raise refusal(self, high, f"must be an integer of at least {getattr(self, low)}, which is {low}")
 
+    needs_equal_kernels = True  # as PowerSGD
+
     def state(self, place: Place) -> Declared:
         """Return the entries for the basis of R rows, the chosen rank, and the norms on which the choice is based."""
         form = self._powersgd.paying_form(place.parameter, place.name)

@@ -100,6 +100,8 @@ class PowerSGD(Compressor):
         if self.skip and self.matrices == "whole-bucket":
             raise refusal(self, "skip", "must be empty if matrices='whole-bucket', which has no room for exceptions")
 
+    needs_equal_kernels = True  # each rank orthogonalizes P, and multiplies it with Q
+
     def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
         """Raise `SettingsError` for a pattern in `skip` that matches no parameter: it is misspelt."""
         known = list(named)

@@ -44,6 +44,8 @@ class UnbiasedPowerSGD(Compressor):
     seed: int = 0
     """Seeds the random vectors, together with the parameter's name and the step."""
 
+    needs_equal_kernels = True  # each rank draws U, and multiplies with it
+
     def loss(self, name: str, parameter: Tensor) -> Loss:
         """Return ω = (m + 1)/r for the worst matrix with as many elements: one row, and so r = 1."""
         return Loss(parameter.numel() + 1.0, unbiased=True, is_kept=False)

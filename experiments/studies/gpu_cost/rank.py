@@ -100,7 +100,7 @@ class _Line:
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> InlineScheduler:
         """Open the lane; there is no other rank to compare settings with."""
         streams = [_HostsOrder() if device.type == "cpu" else SideStream(device) for _ in range(2)]
-        scheduler = InlineScheduler(self._communicator, lambda text: None, (streams[0], streams[1]))
+        scheduler = InlineScheduler(self._communicator, lambda text, kernels: None, (streams[0], streams[1]))
         scheduler.open(lane, fingerprint)
         return scheduler
 
