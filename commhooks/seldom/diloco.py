@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from commhooks.communicators.beginning import agree, share_from_rank_0
 from commhooks.communicators.connection import WrapCommunicator
 from commhooks.errors import CheckpointError, CommHooksError, CompressorError, SettingsError
-from commhooks.hooks.exchanger import Exchanger
+from commhooks.hooks.exchanger import WEIGHTS, Exchanger, is_weight
 from commhooks.hooks.exchangers import Exchangers
 from commhooks.hooks.grouped import read_groups
 from commhooks.language.compressor import Compressor
@@ -63,7 +63,8 @@ class DiLoCo:
     - `fragments` is the number of parts sent one after another in each round, or shell patterns for each part's
       parameters. A number deals layers to parts in turn; arrangement="sequential" cuts runs, "even" deals parameters.
     - `delay`: the number of steps between sending a fragment and using its mean, in which training continues.
-    - `mixing`: parameters become mixing·(their value then) + (1 - mixing)·(outer copy). 0: they become the outer copy.
+    - `mixing`: parameters become mixing·(their value then) + (1 - mixing)·(outer copy). 0: they become the outer copy;
+      1: they stay as they are.
     - `on_host`: outer copies, messages and residuals are kept in the host's memory.
     - `weighted`: ranks count by `weight`, which is 1 until you set it, for example to the tokens that a rank has
       trained on since its last exchange; weight 0 leaves a rank out of the mean.
@@ -135,9 +136,7 @@ class DiLoCo:
             line = ProcessGroupLine(
                 group, label="DiLoCo", policy="fused", hook_timeout=hook_timeout, wrap_communicator=wrap_communicator
             )
-        self._is_weighted = weighted
-        self.weight = 1.0
-        """This rank's weight in the exchanges that begin from now on, if DiLoCo is weighted. It is not saved."""
+        self._weight = 1.0 if weighted else None
         self._make_exchangers(beginning.compressor, line, residuals)
         steps_locally(self._outer_optimizer)
         self._inner = Inner(beginning.optimizer, self.exchangers.fail)
@@ -153,6 +152,22 @@ class DiLoCo:
     def trained_parameters(self) -> list[Tensor]:
         """The parameters that are exchanged."""
         return list(self._named.values())
+
+    @property
+    def weight(self) -> float:
+        """The weight of this rank in the exchanges that begin from now on: 1 until you set it. It is not saved.
+
+        Raises `SettingsError` if it is set to something other than 0 or a number from 1e-30 to 1e30, or without
+        `weighted`.
+        """
+        return 1.0 if self._weight is None else self._weight
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        if self._weight is None or not is_weight(value):
+            wanted = "needs DiLoCo(weighted=True)" if self._weight is None else f"must be {WEIGHTS}"
+            raise SettingsError(f"DiLoCo.weight {wanted} (got {value!r}).")
+        self._weight = float(value)
 
     @property
     def rank_and_world_size(self) -> tuple[int, int]:
@@ -241,7 +256,7 @@ class DiLoCo:
         due = self.steps + self.schedule.delay
         for part in self._parts:
             if part.is_turn(due, self.schedule.every):
-                part.begin(due, self.weight if self._is_weighted and isinstance(part, Fragment) else None)
+                part.begin(due, self._weight if isinstance(part, Fragment) else None)
 
     @torch.no_grad()
     def _end_step(self) -> None:
@@ -311,7 +326,7 @@ class DiLoCo:
             compressor,
             line=line,
             residuals=residuals,
-            weighted=self._is_weighted,
+            weighted=self._weight is not None,
             in_turns=not self.schedule.overlaps,
         )
         """The fragments' exchangers, by "fragment 0 of 3" and so on: statistics, memory, and `replace`."""
