@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import numbers
 import threading
 import weakref
@@ -341,7 +342,8 @@ def is_weight(value: object) -> bool:
     """Return whether a rank can have this weight: a number of `WEIGHTS`, or a tensor of one."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    return isinstance(value, numbers.Real) and bool(value == 0 or _LIGHTEST <= value <= _HEAVIEST)
+    number = float(value) if isinstance(value, numbers.Real) else math.nan
+    return number == 0 or _LIGHTEST <= number <= _HEAVIEST
 
 
 def check_takes_weights(compressor: Compressor) -> None:

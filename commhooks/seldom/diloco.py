@@ -41,7 +41,7 @@ from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 from commhooks.state.table import ResidualStorage
 from commhooks.tensors import all_finite, cloned, local
 from commhooks.units import counted
-from commhooks.unwrapping import bare, difference_of, everything_kept
+from commhooks.unwrapping import bare, difference_of, everything_kept, plain_name
 from ddp_core.guard import steps_locally
 
 _INSIDE = "within outer_parameters(): the parameters are the outer copies, and this rank's own would be lost"
@@ -136,7 +136,8 @@ class DiLoCo:
             line = ProcessGroupLine(
                 group, label="DiLoCo", policy="fused", hook_timeout=hook_timeout, wrap_communicator=wrap_communicator
             )
-        self._weight = 1.0 if weighted else None
+        self._is_weighted = weighted
+        self._weight = 1.0
         self._make_exchangers(beginning.compressor, line, residuals)
         steps_locally(self._outer_optimizer)
         self._inner = Inner(beginning.optimizer, self.exchangers.fail)
@@ -160,12 +161,12 @@ class DiLoCo:
         Raises `SettingsError` if it is set to something other than 0 or a number from 1e-30 to 1e30, or without
         `weighted`.
         """
-        return 1.0 if self._weight is None else self._weight
+        return self._weight
 
     @weight.setter
     def weight(self, value: float) -> None:
-        if self._weight is None or not is_weight(value):
-            wanted = "needs DiLoCo(weighted=True)" if self._weight is None else f"must be {WEIGHTS}"
+        if not self._is_weighted or not is_weight(value):
+            wanted = f"must be {WEIGHTS}" if self._is_weighted else "needs DiLoCo(weighted=True)"
             raise SettingsError(f"DiLoCo.weight {wanted} (got {value!r}).")
         self._weight = float(value)
 
@@ -254,9 +255,13 @@ class DiLoCo:
         self.steps += 1
         self._calls += 1
         due = self.steps + self.schedule.delay
+        if self._buffers is not None and (
+            self._buffers.due == self.steps or self._buffers.is_turn(due, self.schedule.every)
+        ):
+            self._find_buffers(self._buffers)
         for part in self._parts:
             if part.is_turn(due, self.schedule.every):
-                part.begin(due, self._weight if isinstance(part, Fragment) else None)
+                part.begin(due, self.weight if self._is_weighted and isinstance(part, Fragment) else None)
 
     @torch.no_grad()
     def _end_step(self) -> None:
@@ -302,6 +307,18 @@ class DiLoCo:
                 "after freezing, adding or replacing any."
             )
 
+    def _find_buffers(self, buffers: Buffers) -> None:
+        """Find the model's buffers anew, since some may have been replaced; fail if one is gone or of another form."""
+        now = {plain_name(name): buffer for name, buffer in self._model.named_buffers(remove_duplicate=False)}
+        for name, before in buffers.named.items():
+            found = _form(now[name]) if name in now else "gone"
+            if found != _form(before):
+                self.exchangers.fail(
+                    f"buffer {name!r} is {found}, and was {_form(before)}: DiLoCo exchanges the buffers that the model "
+                    "had when it was made; make it again after changing any."
+                )
+        buffers.named = {name: now[name] for name in buffers.named}
+
     def _lockstep_line(self) -> LockstepLine:
         assert isinstance(self.exchangers.line, LockstepLine), "there is a process group otherwise"
         return self.exchangers.line
@@ -326,7 +343,7 @@ class DiLoCo:
             compressor,
             line=line,
             residuals=residuals,
-            weighted=self._weight is not None,
+            weighted=self._is_weighted,
             in_turns=not self.schedule.overlaps,
         )
         """The fragments' exchangers, by "fragment 0 of 3" and so on: statistics, memory, and `replace`."""
@@ -483,6 +500,10 @@ class DiLoCo:
         self.exchangers.close()
         if self._buffers is not None:
             self._buffers.exchanger.close()
+
+
+def _form(tensor: Tensor) -> str:
+    return f"of shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
 
 
 def step_in_lockstep(workers: Sequence[DiLoCo]) -> None:

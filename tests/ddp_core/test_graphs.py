@@ -329,7 +329,8 @@ def torch_func_differentiates_a_wrapped_module_as_a_local_one(rank: int) -> None
         ddp = wrap(scale())
 
         def loss(values: dict[str, Tensor], inputs: Tensor, ddp: nn.Module = ddp) -> Tensor:
-            return torch.func.functional_call(ddp, values, (inputs,)).sum()
+            outputs: Tensor = torch.func.functional_call(ddp, values, (inputs,))
+            return outputs.sum()
 
         for _ in range(steps):
             ddp(ones(rank)).sum().backward()

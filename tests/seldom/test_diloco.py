@@ -140,11 +140,13 @@ def test_ranks_count_by_their_weights_and_one_of_weight_0_not_at_all(compressor:
 def test_a_weight_that_cannot_work_is_refused_where_it_is_set_and_nothing_is_lost() -> None:
     (weighted,), (plain_one,) = (workers(1, every=1, weighted=each) for each in (True, False))
     weighted.diloco.weight = 3.0
-    for wrong in ("2", None, [1], math.nan, -1, 1e31, torch.ones(2)):
+    refused: list[Any] = ["2", None, [1], math.nan, -1, 1e31, torch.ones(2)]
+    for wrong in refused:
         with pytest.raises(SettingsError, match=r"DiLoCo.weight must be 0, or from 1e-30 to 1e\+30 \(got "):
             weighted.diloco.weight = wrong
     assert weighted.diloco.weight == 3
-    weighted.diloco.weight = torch.tensor(512)
+    tokens: Any = torch.tensor(512)
+    weighted.diloco.weight = tokens
     with pytest.raises(SettingsError, match=r"DiLoCo.weight needs DiLoCo\(weighted=True\) \(got 2.0\)"):
         plain_one.diloco.weight = 2.0
     for one in (weighted, plain_one):
@@ -235,6 +237,28 @@ def test_floating_buffers_are_averaged_and_others_are_rank_0s(delay: int) -> Non
         step_in_lockstep(team)
     for own in buffers:
         torch.testing.assert_close(own["mean"], torch.full((4,), 3.0))
+
+
+@pytest.mark.parametrize(("delay", "mean"), [(0, 10.5), (1, 1.5)])
+def test_a_buffer_that_was_replaced_is_averaged_in_its_place_or_named_if_it_is_of_another_form(
+    delay: int, mean: float
+) -> None:
+    team = [
+        Worker(rank, model=nn.BatchNorm1d(2), every=2, delay=delay, line=line)
+        for rank, line in enumerate(lockstep_lines(2))
+    ]
+
+    def step_with(*values: Tensor) -> None:
+        for value in values:
+            for worker in team:
+                worker.model.running_mean = value + worker.rank
+            step_in_lockstep([worker.diloco for worker in team])
+
+    step_with(torch.ones(2), torch.full((2,), 10.0))
+    for worker in team:
+        assert worker.model.get_buffer("running_mean").tolist() == [mean, mean]
+    with pytest.raises(CompressorError, match=r"'running_mean' is of shape \(3,\), .*, and was of shape \(2,\)"):
+        step_with(torch.zeros(3), torch.zeros(3))
 
 
 def test_tied_parameters_count_once_and_frozen_ones_are_left_out() -> None:
