@@ -105,6 +105,16 @@ def _made(
 
 
 def _called(name: str, make: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
+    missing = [
+        one.name
+        for one in inspect.signature(make).parameters.values()
+        if one.kind in _NAMED and one.default is one.empty and one.name not in settings
+    ]
+    if missing:
+        raise SettingsError(
+            f"compressor {name!r} has no default for {' and '.join(missing)}: write "
+            f'"{name}:{",".join(f"{one}=..." for one in missing)}".'
+        )
     try:
         return make(**settings)
     except TypeError as error:

@@ -58,7 +58,8 @@ def is_ddp(model: object) -> bool:
 def find_ddp(caller: str, model: object) -> Module:
     """Return the DistributedDataParallel, ddp_core's or PyTorch's, that `model` is or wraps.
 
-    Raises `AttachError` if there is none, if it contains another one, or if the model's parameters are sharded.
+    Raises `AttachError` if there is none, if it contains another one that averages gradients of the same parameters, or
+    if the model's parameters are sharded.
     """
     found = described(model)
     if not isinstance(model, Module):
@@ -77,12 +78,16 @@ def find_ddp(caller: str, model: object) -> Module:
             "wrap the model first. If a framework wraps it, pass the model that it returned, or use its module in "
             "commhooks.integrations."
         )
-    within = next((name for name, module in ddp.named_modules() if module is not ddp and is_ddp(module)), None)
-    if within is not None:
-        raise AttachError(
-            f"{caller}: {found} contains another DistributedDataParallel, {within!r}: every gradient would be averaged "
-            "twice, once by each. Wrap the model once (a framework's prepare() or setup() may already do it)."
-        )
+    for within, module in ddp.named_modules():
+        if module is ddp or not is_ddp(module):
+            continue
+        twice = _in_buckets(ddp) & _in_buckets(module)
+        if name := next((name for name, one in ddp.named_parameters() if one in twice), ""):
+            raise AttachError(
+                f"{caller}: {found} contains another DistributedDataParallel, {within!r}: the gradient of {name!r} "
+                "would be averaged twice, once by each. Wrap the model once (a framework's prepare() or setup() may "
+                "already do it), or let the outer one ignore the parameters of the inner one."
+            )
     return ddp
 
 

@@ -315,7 +315,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
             raise
         name = getattr(hook, "__qualname__", type(hook).__name__)
         self.reducer.set_hook(CommHook(state, hook, name, hook_timeout))
-        return HookHandle(self)
+        return HookHandle(self.reducer)
 
     def remove_comm_hook(self) -> None:
         """Restore the averaging all-reduce."""
@@ -386,12 +386,12 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
 class HookHandle:
     """A handle to remove a communication hook; does nothing if it was already replaced or removed."""
 
-    def __init__(self, ddp: DistributedDataParallel):
-        self._ddp = weakref.ref(ddp)
-        self._hook = ddp.reducer.hook
+    def __init__(self, reducer: Reducer):
+        self._reducer = weakref.ref(reducer)
+        self._hook = reducer.hook
 
     def remove(self) -> None:
         """Restore the averaging all-reduce, if the hook is still the registered one."""
-        ddp = self._ddp()
-        if ddp is not None and ddp.reducer.hook is self._hook:
-            ddp.remove_comm_hook()
+        reducer = self._reducer()
+        if reducer is not None and reducer.hook is self._hook:
+            reducer.set_hook(None)

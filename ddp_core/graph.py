@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -77,6 +78,15 @@ def through_sink(outputs: Any, copy: bool, entered: Callable[[], None]) -> Any:
     for place, tensor in zip(places, passed, strict=True):
         leaves[place] = tensor
     return pytree.tree_unflatten(leaves, spec)
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which ``torch.func``'s transforms, within which a module may be called, see no operation.
+
+    Otherwise a parameter has no graph node, and new tensors have no memory of their own.
+    """
+    context: contextlib.AbstractContextManager[None] = torch._C._DisableFuncTorch()
+    return context
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ Each is "module:attribute.path", with alternatives joined by " | "; the code loo
 PRIVATE_NAMES = (
     "torch:_foreach_copy_",
     "torch._C:Future",
+    "torch._C:_DisableFuncTorch",
     "torch._C:_current_graph_task_id",
     "torch._C:_distributed_autograd._current_context",
     "torch._C:_distributed_rpc._is_current_rpc_agent_set",

@@ -26,7 +26,7 @@ from ddp_core import errors, stepping
 from ddp_core.bucket import Bucket, GradBucket
 from ddp_core.collectives import all_reduce, finish, number_of_ranks
 from ddp_core.delayed import DelayedGradients
-from ddp_core.graph import at_end_of_backward, at_entry_through
+from ddp_core.graph import at_end_of_backward, at_entry_through, outside_transforms
 from ddp_core.guard import WrapperGuard
 from ddp_core.hooks import CommHook, Pending
 from ddp_core.layout import Layout
@@ -153,7 +153,8 @@ class Reducer:
         """Begin an iteration. Raises RuntimeError if the reduction of the previous one did not finish."""
         self.require_finished()
         if self.iteration == 0:
-            self.require_same_parameters()
+            with outside_transforms():
+                self.require_same_parameters()
             self.steps_in_backward = stepping.take_over(self.all_parameters())
         self.iteration += 1
 
@@ -163,7 +164,8 @@ class Reducer:
         if self.progress.phase is Phase.REDUCED:
             self.progress.enter(Phase.IDLE)
         if self.wants_order and self.layout.ready_order:
-            self.layout.rebuild_in_order(self.process_group)
+            with outside_transforms():
+                self.layout.rebuild_in_order(self.process_group)
 
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Prepare for the backward pass of a module whose outputs hold ``outputs``."""

@@ -15,7 +15,7 @@ from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, SettingsError
 from commhooks.hooks.facts import check_hook_is_called, check_step_has_an_end, searches_for_unused, sparse_parameters
 from commhooks.hooks.handle import Handle, check_run_settings, checked_compressor, refusal_of
-from commhooks.hooks.sockets import Socket, check_is_free, group_or_default, sockets
+from commhooks.hooks.sockets import Socket, caller_of_hook, check_is_free, group_or_default, socket_of
 from commhooks.hooks.watching import Watch, optimizer_of
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import RESIDUAL
@@ -39,6 +39,7 @@ class Attachment(Handle):
         self._socket = socket
         self._named = named
         self._model = weakref.ref(model)
+        self._caller = weakref.ref(caller_of_hook(model))
         self._sparse = sparse_parameters(model)
         self._watches: list[Watch] = []
 
@@ -58,7 +59,7 @@ class Attachment(Handle):
     @property
     def is_attached(self) -> bool:
         """True while the model's gradients go through this compressor: until `detach`, or until the model is gone."""
-        return self._socket.engine is self._engine and self._model() is not None
+        return self._socket.engine is self._engine and self._caller() is not None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -89,9 +90,12 @@ class Attachment(Handle):
         rank 0 warns if the compressor is known to do badly with such an optimizer. Watching ends with `detach`. Raises
         `AttachError` for an optimizer of other parameters.
         """
-        model = self._model()
-        if model is None or not self.is_attached:
-            raise AttachError("watch: this attachment was detached, or its model is gone; call attach again.")
+        self._check_open("watch")
+        if (model := self._model()) is None:
+            raise AttachError(
+                "watch: the model that attach was called with is gone, and a copy with its reducer trains on; call "
+                "detach, and attach the compressor to the copy."
+            )
         in_buckets = {parameter for _, parameter in self._named}
         found = [optimizer_of("watch", in_buckets, optimizer) for optimizer in optimizers]
         guard = guard_wrapper(model, self._named)
@@ -170,7 +174,7 @@ def attach(
         raise AttachError("attach: a backward pass is under way; call attach between two passes.")
     group = group_or_default(process_group if process_group is not None else getattr(ddp, "process_group", None))
     check_is_free("attach", ddp)
-    socket = sockets.setdefault(ddp, Socket())
+    socket = socket_of(ddp)
     named = trained_parameters(model, ddp)
     if not named:
         raise AttachError("attach: no gradient comes in a bucket: every parameter is ignored or delayed.")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import numbers
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -29,6 +31,8 @@ from commhooks.tensors import is_dense
 
 _LIGHTEST, _HEAVIEST = 1e-30, 1e30
 """Weights that are not 0: fp32 holds the sum and the quotient of any number of them."""
+WEIGHTS = f"0, or from {_LIGHTEST} to {_HEAVIEST}"
+"""The numbers that are weights, in words."""
 
 
 class Averaging:
@@ -220,9 +224,8 @@ class Exchanger(Handle):
         rounds may be begun before the first one's means are written. Residuals of one round are part of the next, so
         this waits until the previous round is over. Raises as `average`.
         """
-        if (weight is not None) != self._is_weighted or not (not weight or _LIGHTEST <= weight <= _HEAVIEST):
-            allowed = f"0, or from {_LIGHTEST} to {_HEAVIEST}"
-            wanted = allowed if self._is_weighted else "None unless the Exchanger is weighted"
+        if not (is_weight(weight) if self._is_weighted else weight is None):
+            wanted = WEIGHTS if self._is_weighted else "None unless the Exchanger is weighted"
             self.fail(f"begin(weight={weight!r}): weight must be {wanted}.")
         if tensors is not None:
             self._check(tensors)
@@ -333,6 +336,14 @@ def average_in_lockstep(exchangers: Sequence[Exchanger], tensors: Sequence[Mappi
     run_in_turns(list(dict.fromkeys(lines)))  # those that share one take its turn once
     for one, own in zip(rounds, tensors, strict=True):
         one.write(own)
+
+
+def is_weight(value: object) -> bool:
+    """Return whether a rank can have this weight: a number of `WEIGHTS`, or a tensor of one."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    number = float(value) if isinstance(value, numbers.Real) else math.nan
+    return number == 0 or _LIGHTEST <= number <= _HEAVIEST
 
 
 def check_takes_weights(compressor: Compressor) -> None:

@@ -162,7 +162,20 @@ class Socket:
         return deliver(self.engine.run(bucket), bucket)
 
 
-sockets: weakref.WeakKeyDictionary[Module, Socket] = weakref.WeakKeyDictionary()
+_sockets: weakref.WeakKeyDictionary[object, Socket] = weakref.WeakKeyDictionary()
+
+
+def caller_of_hook(ddp: Module) -> object:
+    """Return what calls the hook of a DDP: its reducer, which a copy that was made of its attributes shares.
+
+    `Module._replicate_for_data_parallel` makes such copies; others, deep ones included, have a reducer of their own.
+    """
+    return getattr(ddp, "reducer", None) or ddp
+
+
+def socket_of(ddp: Module) -> Socket:
+    """Return the socket of a DDP, a new one if nothing was attached to it so far."""
+    return _sockets.setdefault(caller_of_hook(ddp), Socket())
 
 
 def attachment_hook(state: Socket, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -172,7 +185,7 @@ def attachment_hook(state: Socket, bucket: GradBucket) -> torch.futures.Future[T
 
 def check_is_free(caller: str, ddp: Module) -> None:
     """Raise `AttachError` if a hook is attached to a DDP or registered on it."""
-    socket = sockets.get(ddp)
+    socket = _sockets.get(caller_of_hook(ddp))
     if socket is not None and socket.engine is not None:
         raise AttachError(f"{caller}: {socket.engine.compressor!r} is attached to this model already; detach it first.")
     registered = [hook for hook, _ in getattr(ddp, "_comm_hooks", []) if hook is not attachment_hook]

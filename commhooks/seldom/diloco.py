@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from commhooks.communicators.beginning import agree, share_from_rank_0
 from commhooks.communicators.connection import WrapCommunicator
 from commhooks.errors import CheckpointError, CommHooksError, CompressorError, SettingsError
-from commhooks.hooks.exchanger import Exchanger
+from commhooks.hooks.exchanger import WEIGHTS, Exchanger, is_weight
 from commhooks.hooks.exchangers import Exchangers
 from commhooks.hooks.grouped import read_groups
 from commhooks.language.compressor import Compressor
@@ -41,7 +41,7 @@ from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 from commhooks.state.table import ResidualStorage
 from commhooks.tensors import all_finite, cloned, local
 from commhooks.units import counted
-from commhooks.unwrapping import bare, difference_of, everything_kept
+from commhooks.unwrapping import bare, difference_of, everything_kept, plain_name
 from ddp_core.guard import steps_locally
 
 _INSIDE = "within outer_parameters(): the parameters are the outer copies, and this rank's own would be lost"
@@ -63,7 +63,8 @@ class DiLoCo:
     - `fragments` is the number of parts sent one after another in each round, or shell patterns for each part's
       parameters. A number deals layers to parts in turn; arrangement="sequential" cuts runs, "even" deals parameters.
     - `delay`: the number of steps between sending a fragment and using its mean, in which training continues.
-    - `mixing`: parameters become mixing·(their value then) + (1 - mixing)·(outer copy). 0: they become the outer copy.
+    - `mixing`: parameters become mixing·(their value then) + (1 - mixing)·(outer copy). 0: they become the outer copy;
+      1: they stay as they are.
     - `on_host`: outer copies, messages and residuals are kept in the host's memory.
     - `weighted`: ranks count by `weight`, which is 1 until you set it, for example to the tokens that a rank has
       trained on since its last exchange; weight 0 leaves a rank out of the mean.
@@ -136,8 +137,7 @@ class DiLoCo:
                 group, label="DiLoCo", policy="fused", hook_timeout=hook_timeout, wrap_communicator=wrap_communicator
             )
         self._is_weighted = weighted
-        self.weight = 1.0
-        """This rank's weight in the exchanges that begin from now on, if DiLoCo is weighted. It is not saved."""
+        self._weight = 1.0
         self._make_exchangers(beginning.compressor, line, residuals)
         steps_locally(self._outer_optimizer)
         self._inner = Inner(beginning.optimizer, self.exchangers.fail)
@@ -153,6 +153,22 @@ class DiLoCo:
     def trained_parameters(self) -> list[Tensor]:
         """The parameters that are exchanged."""
         return list(self._named.values())
+
+    @property
+    def weight(self) -> float:
+        """The weight of this rank in the exchanges that begin from now on: 1 until you set it. It is not saved.
+
+        Raises `SettingsError` if it is set to something other than 0 or a number from 1e-30 to 1e30, or without
+        `weighted`.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        if not self._is_weighted or not is_weight(value):
+            wanted = f"must be {WEIGHTS}" if self._is_weighted else "needs DiLoCo(weighted=True)"
+            raise SettingsError(f"DiLoCo.weight {wanted} (got {value!r}).")
+        self._weight = float(value)
 
     @property
     def rank_and_world_size(self) -> tuple[int, int]:
@@ -239,6 +255,10 @@ class DiLoCo:
         self.steps += 1
         self._calls += 1
         due = self.steps + self.schedule.delay
+        if self._buffers is not None and (
+            self._buffers.due == self.steps or self._buffers.is_turn(due, self.schedule.every)
+        ):
+            self._find_buffers(self._buffers)
         for part in self._parts:
             if part.is_turn(due, self.schedule.every):
                 part.begin(due, self.weight if self._is_weighted and isinstance(part, Fragment) else None)
@@ -286,6 +306,18 @@ class DiLoCo:
                 f"{change}: DiLoCo exchanges the parameters that required a gradient when it was made; make it again "
                 "after freezing, adding or replacing any."
             )
+
+    def _find_buffers(self, buffers: Buffers) -> None:
+        """Find the model's buffers anew, since some may have been replaced; fail if one is gone or of another form."""
+        now = {plain_name(name): buffer for name, buffer in self._model.named_buffers(remove_duplicate=False)}
+        for name, before in buffers.named.items():
+            found = _form(now[name]) if name in now else "gone"
+            if found != _form(before):
+                self.exchangers.fail(
+                    f"buffer {name!r} is {found}, and was {_form(before)}: DiLoCo exchanges the buffers that the model "
+                    "had when it was made; make it again after changing any."
+                )
+        buffers.named = {name: now[name] for name in buffers.named}
 
     def _lockstep_line(self) -> LockstepLine:
         assert isinstance(self.exchangers.line, LockstepLine), "there is a process group otherwise"
@@ -468,6 +500,10 @@ class DiLoCo:
         self.exchangers.close()
         if self._buffers is not None:
             self._buffers.exchanger.close()
+
+
+def _form(tensor: Tensor) -> str:
+    return f"of shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
 
 
 def step_in_lockstep(workers: Sequence[DiLoCo]) -> None:

@@ -87,8 +87,8 @@ class Beginning:
             raise SettingsError(f"DiLoCo(every={every!r}): every must be an int of at least 1.")
         if not isinstance(delay, int) or not 0 <= delay < every:
             raise SettingsError(f"DiLoCo(delay={delay!r}): delay must be an int from 0 to {every - 1}, below every.")
-        if not 0 <= mixing < 1:
-            raise SettingsError(f"DiLoCo(mixing={mixing!r}): mixing must be in [0, 1).")
+        if not isinstance(mixing, int | float) or not 0 <= mixing <= 1:
+            raise SettingsError(f"DiLoCo(mixing={mixing!r}): mixing must be a number in [0, 1].")
         if not isinstance(model, Module):
             raise SettingsError(f"DiLoCo: model must be a torch.nn.Module (got {type(model).__name__}).")
         reshard(model)  # since a forward pass without a backward pass leaves parameters gathered, which nobody trains

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,67 +46,154 @@ _ACTS_EARLY = (
 )
 
 
-class PerModule:
-    """The exchange of one module's shards, as soon as FSDP2 has reduced them."""
+class Passes:
+    """The backward passes of a model, and the gradients that its modules keep from one to a later one.
 
-    def __init__(self, unit: Unit, exchanger: Exchanger) -> None:
-        self._unit, self._exchanger = unit, exchanger
-        self._parts = [(one.name, one.own_shape, one.chunk) for one in unit.parameters()]
-        self._trained = unit.trained()
-
-    @_disable_dynamo  # a compiled training step would trace the engine
-    @torch.no_grad()
-    def __call__(self, reduced: Tensor) -> None:
-        """Overwrite the gradients with their mean over the replicas."""
-        if reduced.numel() != sum(chunk for *_, chunk in self._parts) or self._unit.trained() != self._trained:
-            self._exchanger.fail(f"{self._unit.name}: {_CHANGED}.")
-        if not self._unit.wants_replicas:
-            self._exchanger.fail(
-                f"{self._unit.name}: set_requires_all_reduce(False) needs attach_replicas(policy='fused'); with 'fifo' "
-                "accumulate gradients with set_requires_gradient_sync(False)."
-            )
-        places = zip(self._parts, reduced.split([chunk for *_, chunk in self._parts]), strict=True)
-        self._exchanger.average({name: place[: shape.numel()].view(shape) for (name, shape, _), place in places})
-
-
-class AtTheEnd:
-    """An exchange of all shards' gradients, after FSDP2 has finished a backward pass in which it reduced any.
+    A module wants no average over replicas after `set_requires_all_reduce(False)`: what FSDP2 reduced is then kept
+    aside, as in native HSDP, and added to the first gradients that the module wants averaged. What a backward pass that
+    failed had kept is dropped with all that was kept before, as `reset_iter_state` does with HSDP's.
 
     Reentrant checkpointing runs backward passes inside the backward pass. The outermost one is that in which the
     gradient of an output arrives, before any other's.
     """
 
-    def __init__(self, units: Sequence[Unit], exchanger: Exchanger) -> None:
-        self._units, self._exchanger = units, exchanger
+    def __init__(self) -> None:
+        self.at_end: Callable[[], None] = lambda: None
+        """What to do at the end of each pass, after FSDP2 and after gradients that are kept have left `.grad`."""
+        self._kept: dict[Unit, Tensor] = {}
+        self._to_empty: list[Tensor] = []
+        """The shards without a gradient before this pass, of modules whose gradients it kept: FSDP2 adds zeros."""
+        self._outermost = -1
+        """The backward pass under way through the model's output; -1: none is known."""
+        self._queued_in = -1
+        """The last backward pass at whose end `_end` was queued because of a module."""
+
+    def follow(self, modules: Collection[Module]) -> list[RemovableHandle]:
+        """Register hooks that find the outermost backward pass, on the model and what may be called in its place."""
+        before = [module.register_forward_pre_hook(self._before_forward) for module in modules]
+        return before + [module.register_forward_hook(self._after_forward) for module in modules]
+
+    def keeps(self, unit: Unit, reduced: Tensor) -> bool:
+        """Keep a module's gradients if it wants no average, and leave zeros; else add to them what was kept before."""
+        if unit.wants_replicas:
+            if (kept := self._kept.pop(unit, None)) is not None:
+                reduced.add_(kept)
+            return False
+        if unit in self._kept:
+            self._kept[unit].add_(reduced)
+        else:
+            self._kept[unit] = reduced.clone()
+        reduced.zero_()
+        self._to_empty += [shard for shard in unit.shards() if shard.grad is None]
+        self.await_end()
+        return True
+
+    def kept_bytes(self) -> int:
+        """Return the number of bytes of the gradients that are kept."""
+        return sum(kept.nbytes for kept in self._kept.values())
+
+    def await_end(self) -> None:
+        """Have the end of this backward pass noticed, unless it is that of the outermost one."""
+        task = torch._C._current_graph_task_id()
+        if self._outermost == -1 and task != self._queued_in:
+            self._queued_in = task  # unlike a flag, right after a pass that failed, too
+            _queue(self._come_last)
+
+    @_disable_dynamo  # a compiled training step would trace the engine
+    def _before_forward(self, *_: object) -> None:
+        if torch._C._current_graph_task_id() != -1:  # computed again
+            return
+        if self._outermost != -1 or self._to_empty:  # the last pass failed, and never came to its end
+            self._kept.clear()
+            self._to_empty.clear()
+        self._outermost = -1
+
+    @_disable_dynamo
+    def _after_forward(self, _module: Module, _inputs: object, outputs: object) -> None:
+        for tensor in pytree.tree_leaves(outputs):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._begin)
+
+    def _begin(self, _gradient: Tensor) -> None:
+        if self._outermost == -1:
+            self._outermost = torch._C._current_graph_task_id()
+            _queue(self._come_last)
+
+    def _come_last(self) -> None:
+        """Queue the end behind FSDP2's own callbacks for the end of the pass, one for each root."""
+        _queue(self._end)
+
+    @_disable_dynamo
+    def _end(self) -> None:
+        if torch._C._current_graph_task_id() == self._outermost:
+            self._outermost = -1
+        while self._to_empty:
+            self._to_empty.pop().grad = None
+        self.at_end()
+
+
+class PerModule:
+    """The exchange of one module's shards, as soon as FSDP2 has reduced them."""
+
+    def __init__(self, unit: Unit, exchanger: Exchanger, passes: Passes) -> None:
+        self._unit, self._exchanger, self._passes = unit, exchanger, passes
+        self._parts = [(one.name, one.own_shape, one.chunk) for one in unit.parameters()]
+        self._trained = unit.trained()
+
+    @_disable_dynamo  # as in Passes
+    @torch.no_grad()
+    def __call__(self, reduced: Tensor) -> None:
+        """Overwrite the gradients with their mean over the replicas, or keep them if the module wants none yet."""
+        if reduced.numel() != sum(chunk for *_, chunk in self._parts) or self._unit.trained() != self._trained:
+            self._exchanger.fail(f"{self._unit.name}: {_CHANGED}.")
+        if not self._unit.wants_replicas:
+            self._check_can_keep()
+        if self._passes.keeps(self._unit, reduced):
+            return
+        places = zip(self._parts, reduced.split([chunk for *_, chunk in self._parts]), strict=True)
+        self._exchanger.average({name: place[: shape.numel()].view(shape) for (name, shape, _), place in places})
+
+    def _check_can_keep(self) -> None:
+        why = "set_manual_backward_finalization" if torch._C._current_graph_task_id() == -1 else ""
+        for (name, *_), shard in zip(self._parts, self._unit.shards(), strict=True):
+            if has_hooks(shard):
+                why = f"register_post_accumulate_grad_hook: FSDP2 would call the hook of {name!r} with zeros"
+        if why:
+            self._exchanger.fail(
+                f"{self._unit.name}: set_requires_all_reduce(False) cannot be combined with {why}; accumulate "
+                "gradients with set_requires_gradient_sync(False)."
+            )
+
+
+class AtTheEnd:
+    """An exchange of all shards' gradients, after FSDP2 has finished a backward pass in which it reduced any."""
+
+    def __init__(self, units: Sequence[Unit], exchanger: Exchanger, passes: Passes) -> None:
+        self._units, self._exchanger, self._passes = units, exchanger, passes
         self._names = {unit: [one.name for one in unit.parameters()] for unit in units}
         self._dtypes = {one.name: one.grad_dtype for unit in units for one in unit.parameters()}
         self._trained = [unit.trained() for unit in units]
-        self._reduced: dict[Unit, str] = {}
-        """The modules reduced since the last exchange, with a parameter that had a gradient before; "": none had."""
-        self._queued_in = -1
-        """The last backward pass in which an exchange was queued because of a module."""
-        self._outermost = -1
-        """The backward pass under way through the model's output; -1: none is known."""
-        self._wants = False
-        """True if modules were reduced that the next exchange averages."""
+        self._reduced: set[Unit] = set()
+        """The modules reduced since the last exchange that want an average."""
+        self._means: dict[str, Tensor] = {}
+        """The gradients that earlier passes averaged, out of `.grad` until the next means are added to them."""
+        self._averaged: dict[str, weakref.ref[Tensor]] = {}
+        """The gradients that the last exchange left in `.grad`."""
         self._was_early = False
         """True if the exchange of these would have come before FSDP2's work was done, and was left out."""
+        passes.at_end = self._exchange
 
-    def follow(self, model: Module) -> list[RemovableHandle]:
-        """Register hooks that find the outermost backward pass, on the model and what may be called in its place."""
-        # as Any: for mypy, FSDPModule is no Module
-        modules: dict[Any, Unit | None] = {model: None} | {unit.module: unit for unit in self._units}
-        before = [
+    def follow(self, modules: Mapping[Any, Unit | None]) -> list[RemovableHandle]:
+        """Register hooks that raise if the last backward pass cannot have been averaged."""
+        return [
             module.register_forward_pre_hook(functools.partial(self._before_forward, unit))
             for module, unit in modules.items()
         ]
-        return before + [module.register_forward_hook(self._after_forward) for module in modules]
 
-    @_disable_dynamo  # as PerModule
+    @_disable_dynamo  # as in Passes
     def _before_forward(self, unit: Unit | None, *_: object) -> None:
         if torch._C._current_graph_task_id() != -1:  # computed again
             return
-        self._outermost = -1  # a pass that failed never came to its end
         if unit is not None and unit.is_in_backward_pass:
             self._exchanger.fail(
                 "the last backward pass never came to its end, so FSDP2 would not end the next one either: after an "
@@ -117,67 +205,58 @@ class AtTheEnd:
                 "again within it: call attach_replicas with the module around it that fully_shard was called with, or "
                 "use checkpoint(..., use_reentrant=False)."
             )
-
-    @_disable_dynamo
-    def _after_forward(self, _module: Module, _inputs: object, outputs: object) -> None:
-        for tensor in pytree.tree_leaves(outputs):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._begin_pass)
-
-    def _begin_pass(self, _gradient: Tensor) -> None:
-        if self._outermost == -1:
-            self._outermost = torch._C._current_graph_task_id()
-            _queue(self._come_last)
+        self._reduced.clear()  # of a pass that failed
+        self._means.clear()
 
     def hook_of(self, unit: Unit) -> Hook:
         """Return the hook for a module."""
         return functools.partial(self._note, unit)
 
-    @_disable_dynamo  # as PerModule
+    @_disable_dynamo  # as in Passes
+    @torch.no_grad()
     def _note(self, unit: Unit, reduced: Tensor) -> None:
-        """Record that a module's gradients were reduced; FSDP2 adds them to `.grad` next."""
+        """Record that a module's gradients were reduced, or keep them; FSDP2 adds them to `.grad` next."""
         if acting := next((name for name, shard in self._named(unit) if has_hooks(shard)), None):
             self._exchanger.fail(f"{acting!r} {_ACTS_EARLY}")
-        used = next((name for name, shard in self._named(unit) if shard.grad is not None), "")
-        if unit not in self._reduced or not used:  # a module that runs twice may be reduced twice in a pass
-            self._reduced[unit] = used
-        self._wants |= unit.wants_replicas
-        task = torch._C._current_graph_task_id()
-        if task == -1:
+        if torch._C._current_graph_task_id() == -1:
             self._exchanger.fail(
                 f"{unit.name}: FSDP2 reduced its gradients outside a backward pass (set_manual_backward_finalization), "
                 "where nothing says which module is the last; pass policy='fifo', or set it to False."
             )
-        if unit.wants_replicas and self._outermost == -1 and task != self._queued_in:
-            self._queued_in = task  # unlike a flag, right after a pass that failed, too
-            _queue(self._come_last)
+        if self._passes.keeps(unit, reduced):
+            return
+        if unit not in self._reduced:  # a module that runs twice may be reduced twice in a pass
+            self._put_aside(unit)
+        self._reduced.add(unit)
+        self._passes.await_end()
 
-    def _come_last(self) -> None:
-        """Queue the exchange behind FSDP2's own callbacks for the end of the pass, one for each root."""
-        _queue(self._exchange)
+    def _put_aside(self, unit: Unit) -> None:
+        """Empty `.grad` of what earlier passes averaged; fail if something else is in it."""
+        for name, shard in self._named(unit):
+            if (grad := shard.grad) is None:
+                continue
+            averaged = self._averaged.get(name)
+            if (averaged is None or averaged() is not grad) and local(grad).any():
+                self._exchanger.fail(
+                    f"{name} had a gradient before this backward pass that this attachment has not averaged over the "
+                    "replicas: clear gradients with optimizer.zero_grad() after attaching, and after an exception in a "
+                    "backward pass."
+                )
+            self._means[name], shard.grad = grad, None
 
     @_disable_dynamo
     @torch.no_grad()
     def _exchange(self) -> None:
-        if torch._C._current_graph_task_id() == self._outermost:
-            self._outermost = -1
-        if not self._wants:
+        if not self._reduced:
             return
         self._was_early = any(unit.is_in_backward_pass for unit in self._units)
         if self._was_early:
             return
-        self._wants = False
         if [unit.trained() for unit in self._units] != self._trained:
             self._exchanger.fail(f"{_CHANGED}.")
-        others = [unit for unit in self._units if unit not in self._reduced]
-        left_over = {name for unit in others for name, shard in self._named(unit) if shard.grad is not None}
-        if used := left_over | {*self._reduced.values()} - {""}:
-            self._exchanger.fail(
-                f"{min(used)} had a gradient before this backward pass, which would be averaged a second time: clear "
-                "gradients after each step with optimizer.zero_grad(), and accumulate them with "
-                "set_requires_gradient_sync(False), or with attach_replicas(policy='fifo'). A loss must come from "
-                "the model's output if modules are checkpointed with use_reentrant=True."
-            )
+        for unit in self._units:
+            if unit not in self._reduced:
+                self._put_aside(unit)
         self._reduced.clear()
         gradients = dict[str, Tensor]()
         for name, shard in itertools.chain.from_iterable(map(self._named, self._units)):
@@ -185,6 +264,19 @@ class AtTheEnd:
                 shard.grad = torch.zeros_like(shard, dtype=self._dtypes[name])
             gradients[name] = local(shard.grad)
         self._exchanger.average(gradients)
+        for unit in self._units:
+            self._add_up(unit, gradients)
+
+    def _add_up(self, unit: Unit, gradients: Mapping[str, Tensor]) -> None:
+        """Add the means in `.grad` to those of earlier passes."""
+        for name, shard in self._named(unit):
+            if name in self._means:
+                shard.grad = self._means.pop(name)
+                local(shard.grad).add_(gradients[name])
+            elif not unit.wants_replicas and not gradients[name].any():  # otherwise it is a residual's mean
+                shard.grad = None
+            if shard.grad is not None:
+                self._averaged[name] = weakref.ref(shard.grad)
 
     def _named(self, unit: Unit) -> Iterable[tuple[str, Tensor]]:
         # If others are trained by now, the names are wrong; then the end of the pass fails.
@@ -220,12 +312,18 @@ class ReplicasAttachment(ModulesAttachment[Exchanger]):
         check = functools.partial(_check_parameters, _held_by(model, every), every, first)
         # Before FSDP2's own, which overwrites what was put in a shard's place.
         self._on_model = [model.register_forward_pre_hook(check, prepend=True)]
+        self._passes = passes = Passes()
+        # as Any: for mypy, FSDPModule is no Module
+        modules: dict[Any, Unit | None] = {model: None} | {unit.module: unit for unit in every}
+        self._on_model += passes.follow(modules)
         for exchanger, units in exchangers.values():
-            at_the_end = AtTheEnd(units, exchanger)
-            if fused:
-                self._on_model += at_the_end.follow(model)
+            at_the_end = AtTheEnd(units, exchanger, passes) if fused else None
+            if at_the_end is not None:
+                self._on_model += at_the_end.follow(modules)
             for unit in units:
-                self._hooks[unit] = hook = at_the_end.hook_of(unit) if fused else PerModule(unit, exchanger)
+                self._hooks[unit] = hook = (
+                    PerModule(unit, exchanger, passes) if at_the_end is None else at_the_end.hook_of(unit)
+                )
                 unit.set_all_reduce_hook(hook)
                 if self._sends_unused:
                     unit.send_unused()  # a step's size must not differ
@@ -243,8 +341,9 @@ class ReplicasAttachment(ModulesAttachment[Exchanger]):
         return not any(label.endswith(_titled("", other, ranks)) for other in range(ranks) if other != number)
 
     def memory_report(self) -> MemoryReport:
-        """Return the bytes in use, by purpose; `gradients` are the copies that are sent and received."""
-        return memory_of(self.values())
+        """Return the bytes in use, by purpose; `gradients` are copies that are sent and received, or kept aside."""
+        report = memory_of(self.values())
+        return dataclasses.replace(report, gradients=report.gradients + self._passes.kept_bytes())
 
     def detach(self) -> None:
         """Remove the hooks from the modules. A second call does nothing.
@@ -291,10 +390,11 @@ def attach_replicas(
     All parameters and buffers are overwritten with those of the group's rank 0, as in a DistributedDataParallel.
 
     - `policy`: "fused" averages all gradients at once, at the end of each backward pass that synchronises: few
-      collectives, whatever the number of modules. `.grad` must be None before that pass, and parameters that it does
-      not use get a gradient, of zeros unless another replica used them. "fifo" averages each module's gradients as soon
-      as they are reduced, in `MixedPrecisionPolicy`'s `reduce_dtype`, during the rest of the backward pass. All
-      replicas must then use the same modules.
+      collectives, whatever the number of modules. Parameters that a pass does not use get a gradient, of zeros unless
+      another replica used them. "fifo" averages each module's gradients as soon as they are reduced, in
+      `MixedPrecisionPolicy`'s `reduce_dtype`, during the rest of the backward pass. All replicas must then use the same
+      modules. With either, means add up in `.grad`, and gradients of a module after `set_requires_all_reduce(False)`
+      are kept aside until the module wants an average again, as with HSDP.
     - `hook_timeout`, `scaler`, `residuals` and `wrap_communicator`: see `attach`. A residual has the size of this
       rank's shard.
 
@@ -384,7 +484,7 @@ def _held_by(model: Module, units: Sequence[Unit], *, trained: bool = False) -> 
     }
 
 
-@_disable_dynamo  # as PerModule
+@_disable_dynamo  # as in Passes
 def _check_parameters(
     before: Mapping[str, object], units: Sequence[Unit], exchanger: Exchanger, model: Module, _inputs: object
 ) -> None:

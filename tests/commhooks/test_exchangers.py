@@ -118,9 +118,19 @@ def test_means_of_weights_that_are_all_zero_are_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weighted", "weight"), [(True, None), (True, -1.0), (True, math.inf), (True, math.nan), (False, 1.0)]
+    ("weighted", "weight"),
+    [
+        (True, None),
+        (True, -1.0),
+        (True, math.inf),
+        (True, math.nan),
+        (True, "2"),
+        (True, [1]),
+        (False, 1.0),
+        (False, "2"),
+    ],
 )
-def test_a_weight_is_given_if_and_only_if_the_exchanger_is_weighted(weighted: bool, weight: float | None) -> None:
+def test_a_weight_is_given_if_and_only_if_the_exchanger_is_weighted(weighted: bool, weight: Any) -> None:
     exchanger = alone("all-reduce", {"w": torch.zeros(3)}, weighted=weighted)
     with pytest.raises(CompressorError, match=r"weight must be (0, or from 1e-30 to 1e\+30|None unless)"):
         exchanger.begin({"w": torch.zeros(3)}, weight=weight)

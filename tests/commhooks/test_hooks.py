@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import math
@@ -125,6 +126,36 @@ def test_attachments_come_and_go(rank: int, kind: str) -> None:
     terms = largest(*of_ranks[0], *of_ranks[1])
     fp16, bf16 = (largest_error(compressed, plain) for compressed in (with_fp16, with_bf16))
     assert 0 < fp16 <= terms * bounds.of_mean(2, torch.float16) < bf16 <= terms * bounds.of_mean(2, torch.bfloat16)
+    second.detach()
+
+
+@on_ranks(2)
+@both_ddps
+def test_a_copy_that_shares_the_reducer_keeps_the_attachment_and_any_other_copy_has_none(rank: int, kind: str) -> None:
+    """`Module._replicate_for_data_parallel` makes the first kind; `copy.copy` and `copy.deepcopy` the second."""
+    model = given(kind)
+    gradients = normal(zeros(*SHAPES), 2, seed=0)[rank]
+    attachment = commhooks.attach(model, "fp16")
+    compressed = backward(model, gradients)
+    other = copy.deepcopy(model) if kind == "core" else copy.copy(model)
+    same = model._replicate_for_data_parallel()
+    _expect(commhooks.AttachError, "attached to this model already; detach it first", commhooks.attach, same, "bf16")
+    del model
+    gc.collect()
+    assert largest_error(compressed, backward(same, gradients)) == 0
+    assert attachment.is_attached and attachment.steps == 2
+    attachment.replace("bf16")
+    _expect(commhooks.AttachError, "a copy with its reducer trains on", attachment.watch, None)
+    attachment.detach()
+    plain = backward(same, gradients)
+    assert attachment.steps == 2 and largest_error(compressed, plain) > 0
+    second = commhooks.attach(same, "fp16")
+    assert largest_error(compressed, backward(same, gradients)) == 0 and second.steps == 1
+    assert largest_error(plain, backward(other, gradients)) == 0 and second.steps == 1
+    del same
+    gc.collect()
+    assert not second.is_attached
+    _expect(commhooks.AttachError, "its model is gone", second.replace, "bf16")
     second.detach()
 
 

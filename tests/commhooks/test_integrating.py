@@ -79,6 +79,15 @@ def finds_what_is_wrapped(rank: int) -> None:
         attachment.detach()
         with pytest.raises(commhooks.AttachError, match="contains another DistributedDataParallel, 'module'"):
             commhooks.attach(PyTorchDDP(ddp), powersgd())
+        twofold = nn.Sequential(ddp_class(build()), nn.Linear(16, 3))
+        twofold._ddp_params_and_buffers_to_ignore = [name for name, _ in twofold.named_parameters() if name[0] == "0"]  # type: ignore[assignment]
+        around = ddp_class(twofold)
+        attachments = [commhooks.attach(one, powersgd()) for one in (around, twofold[0])]
+        assert set(attachments[0].state.named()) == {"1.weight", "1.bias"}
+        step(around, torch.optim.SGD(around.parameters(), lr=0.1), rank, 0)
+        for attachment in attachments:
+            assert attachment.steps == 1
+            attachment.detach()
     model = replicate(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attachment = commhooks.attach(model, powersgd())

@@ -323,6 +323,30 @@ def functional_call_runs_on_parameters_made_elsewhere(rank: int) -> None:
 
 
 @facts
+def torch_func_differentiates_a_wrapped_module_as_a_local_one(rank: int) -> None:
+    """Nothing is averaged, as in PyTorch's class: a fresh one, one whose buckets are not rebuilt yet, a later one."""
+    for steps in range(4):
+        ddp = wrap(scale())
+
+        def loss(values: dict[str, Tensor], inputs: Tensor, ddp: nn.Module = ddp) -> Tensor:
+            outputs: Tensor = torch.func.functional_call(ddp, values, (inputs,))
+            return outputs.sum()
+
+        for _ in range(steps):
+            ddp(ones(rank)).sum().backward()
+            ddp.zero_grad()
+        values = {name: parameter.detach() for name, parameter in ddp.named_parameters()}
+        assert torch.func.grad(loss)(values, ones(rank))["module.weight"].tolist() == ones(rank).tolist()
+        per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, ones(rank)[None])
+        assert per_sample["module.weight"].tolist() == ones(rank)[None].tolist()
+        assert grads(ddp) == [None]
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(ones(rank)).sum().backward()
+            assert grads(ddp) == [[MEAN]]
+
+
+@facts
 def two_models_share_a_backward_pass(rank: int) -> None:
     for cap in (None, 1e-6):
         first, second = (wrap(Branches(), bucket_cap_mb=cap) for _ in range(2))

@@ -70,7 +70,7 @@ def results() -> dict[str, RunResult]:
         ("diloco:every=4,delay=4", "delay must be an int from 0 to 3"),
         ("diloco:every=4,fragments=5", "5 fragments need at least as many steps"),
         ("diloco:every=4,arrangement=round", "arrangement must be one of strided, sequential"),
-        ("diloco:every=4,mixing=1", "mixing must be in"),
+        ("diloco:every=4,mixing=2", "mixing must be a number in"),
         ("diloco:every=4,outer_rate=0", "outer_rate must be above zero"),
         ("diloco:every=4,outer_momentum=1", "outer_momentum must be in"),
         ("diloco:every=4,compressor=inty4", "Did you mean 'int4'"),

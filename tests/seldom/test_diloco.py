@@ -60,7 +60,7 @@ class Weights(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(w.clone()) for w in start])
 
 
-@pytest.mark.parametrize(("delay", "mixing"), [(0, 0.0), (1, 0.5), (4, 0.25)])
+@pytest.mark.parametrize(("delay", "mixing"), [(0, 0.0), (1, 0.5), (4, 0.25), (0, 1.0), (2, 1.0)])
 def test_ten_rounds_of_three_fragments_are_those_of_a_reference_in_numpy(delay: int, mixing: float) -> None:
     """Bound: an outer step of rate 0.7 and momentum 0.9 multiplies an earlier error by at most 7, over few rounds."""
     generator = torch.Generator().manual_seed(0)
@@ -135,6 +135,23 @@ def test_ranks_count_by_their_weights_and_one_of_weight_0_not_at_all(compressor:
         assert not torch.equal(held, starts[2][name])
     with pytest.raises(SettingsError, match="counts votes"):
         workers(1, every=4, compressor="signum", weighted=True)
+
+
+def test_a_weight_that_cannot_work_is_refused_where_it_is_set_and_nothing_is_lost() -> None:
+    (weighted,), (plain_one,) = (workers(1, every=1, weighted=each) for each in (True, False))
+    weighted.diloco.weight = 3.0
+    refused: list[Any] = ["2", None, [1], math.nan, -1, 1e31, torch.ones(2)]
+    for wrong in refused:
+        with pytest.raises(SettingsError, match=r"DiLoCo.weight must be 0, or from 1e-30 to 1e\+30 \(got "):
+            weighted.diloco.weight = wrong
+    assert weighted.diloco.weight == 3
+    tokens: Any = torch.tensor(512)
+    weighted.diloco.weight = tokens
+    with pytest.raises(SettingsError, match=r"DiLoCo.weight needs DiLoCo\(weighted=True\) \(got 2.0\)"):
+        plain_one.diloco.weight = 2.0
+    for one in (weighted, plain_one):
+        train_in_lockstep([one], 0, 2)
+    assert (weighted.diloco.weight, plain_one.diloco.weight) == (512, 1)
 
 
 def test_the_host_computes_the_same_outer_copies() -> None:
@@ -220,6 +237,28 @@ def test_floating_buffers_are_averaged_and_others_are_rank_0s(delay: int) -> Non
         step_in_lockstep(team)
     for own in buffers:
         torch.testing.assert_close(own["mean"], torch.full((4,), 3.0))
+
+
+@pytest.mark.parametrize(("delay", "mean"), [(0, 10.5), (1, 1.5)])
+def test_a_buffer_that_was_replaced_is_averaged_in_its_place_or_named_if_it_is_of_another_form(
+    delay: int, mean: float
+) -> None:
+    team = [
+        Worker(rank, model=nn.BatchNorm1d(2), every=2, delay=delay, line=line)
+        for rank, line in enumerate(lockstep_lines(2))
+    ]
+
+    def step_with(*values: Tensor) -> None:
+        for value in values:
+            for worker in team:
+                worker.model.running_mean = value + worker.rank
+            step_in_lockstep([worker.diloco for worker in team])
+
+    step_with(torch.ones(2), torch.full((2,), 10.0))
+    for worker in team:
+        assert worker.model.get_buffer("running_mean").tolist() == [mean, mean]
+    with pytest.raises(CompressorError, match=r"'running_mean' is of shape \(3,\), .*, and was of shape \(2,\)"):
+        step_with(torch.zeros(3), torch.zeros(3))
 
 
 def test_tied_parameters_count_once_and_frozen_ones_are_left_out() -> None:
@@ -617,7 +656,8 @@ def test_a_damaged_state_is_refused_and_changes_nothing(where: str, value: Any, 
         ({"every": 0}, r"DiLoCo\(every=0\): every must be an int of at least 1"),
         ({"every": 4, "delay": 4}, r"DiLoCo\(delay=4\): delay must be an int from 0 to 3"),
         ({"every": 4, "delay": -1}, r"DiLoCo\(delay=-1\)"),
-        ({"every": 4, "mixing": 1.0}, r"DiLoCo\(mixing=1.0\): mixing must be in \[0, 1\)"),
+        ({"every": 4, "mixing": 1.5}, r"DiLoCo\(mixing=1.5\): mixing must be a number in \[0, 1\]"),
+        ({"every": 4, "mixing": "0.5"}, r"DiLoCo\(mixing='0.5'\): mixing must be a number"),
         ({"every": 100, "fragments": 9}, "at most as many as the trained parameters, 8"),
         ({"every": 2, "fragments": 3}, "3 fragments need at least as many steps"),
         ({"every": 4, "fragments": [["0.*"], ["2.*", "4.*"]]}, "'6.weight' matches no pattern"),
@@ -629,6 +669,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(where: str, value: Any, 
         ({"every": 4, "outer": lambda parameters: plain(parameters[:2])}, "of the tensors that it is given"),
         ({"every": 4, "outer": lambda parameters: 1 // 0}, "outer raised ZeroDivisionError"),
         ({"every": 4, "hook_timeout": -1.0}, "hook_timeout must be above 0 s"),
+        ({"every": 4, "hook_timeout": "5"}, "hook_timeout must be above 0 s"),
         ({"every": 4, "line": "a line"}, "line must be one of lockstep_lines; pass a process_group"),
     ],
 )

@@ -330,49 +330,144 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(rank: int, policy: s
     resumed.detach()
 
 
+def accumulating(name: str, model: Any, step: int) -> bool:
+    """Set which modules want an average in a step, as users of HSDP do; return whether the optimizer steps."""
+    is_last = step % 3 == 2
+    if name == "all":
+        model.set_requires_all_reduce(is_last)
+        model.set_is_last_backward(is_last)
+    elif name == "the root's own":
+        model.set_requires_all_reduce(is_last, recurse=False)
+    elif name == "one at every step of another":
+        model.first.set_requires_all_reduce(step % 2 == 1)
+        return True
+    elif name == "none synchronise at first":
+        model.set_requires_all_reduce(is_last)
+        model.set_requires_gradient_sync(step % 3 > 0)
+    return is_last
+
+
 @on_ranks(4)
-def test_gradients_that_are_reduced_within_sites_are_averaged_once_between_them(rank: int) -> None:
-    """As native HSDP does after `set_requires_all_reduce(False)`; per module there is no place to keep them."""
-    mesh, found = sites(), []
+@pytest.mark.parametrize("policy", POLICIES)
+def test_modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit_for_bit(
+    rank: int, policy: str
+) -> None:
+    """Gradients of modules that want no average are kept aside: there are none in `.grad`, as with HSDP."""
+    mesh = sites()
+    for which, exchanges in (
+        ("all", 2),
+        ("the root's own", 6),
+        ("one at every step of another", 6),
+        ("none synchronise at first", 4),
+    ):
+        found = []
+        empty: list[list[list[str]]] = []
+        for name in (None, "all-reduce"):
+            model: Any = sharded(mesh=mesh if name is None else mesh["shards"])
+            model.set_reduce_scatter_unused_params(True)
+            optimizer = adamw(model)
+            attachment = attached(model, mesh, name, policy) if name is not None else None
+            empty.append([])
+            for step in range(6):
+                steps = accumulating(which, model, step)
+                nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
+                empty[-1].append([one for one, parameter in model.named_parameters() if parameter.grad is None])
+                if steps:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append(shards(model))
+            if attachment is not None:
+                assert attachment.steps == exchanges
+                attachment.detach()
+        assert furthest(*found) == 0, which
+        assert empty[0] == empty[1], which
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_was_kept_before_a_backward_pass_that_failed_is_dropped_as_native_hsdp_drops_it(
+    rank: int, policy: str
+) -> None:
+    mesh, (inputs, targets), found = alone(), batch(rank, 0), []
     for name in (None, "all-reduce"):
         model: Any = sharded(mesh=mesh if name is None else mesh["shards"])
         model.set_reduce_scatter_unused_params(True)
-        optimizer = adamw(model)
-        attachment = attached(model, mesh, name, "fused") if name is not None else None
-        for step in range(6):
-            model.set_requires_all_reduce(step % 3 == 2)
-            nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
-            if step % 3 == 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        found.append(shards(model))
+        attachment = attached(model, mesh, name, policy) if name is not None else None
+
+        def backward(model: Any = model) -> None:
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+
+        model.set_requires_all_reduce(False)
+        backward()
         if attachment is not None:
-            assert attachment.steps == 2
+            assert attachment.memory_report().gradients == 4 * sum(one.numel() for one in shards(model).values())
+        for module in (model.first, model.head):  # the last and the first one that has a gradient
+            failing = module.register_full_backward_hook(_fail)
+            assert "of its own" in told_by(backward).text
+            failing.remove()
+            model.reset_iter_state()
+            model.zero_grad()
+            backward()
+        model.set_requires_all_reduce(True)
+        backward()
+        found.append({name: one.grad.to_local() for name, one in model.named_parameters()})
+        if attachment is not None:
             attachment.detach()
     assert furthest(*found) == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ends_by_hand", [False, True])
+def test_what_would_act_on_gradients_that_are_kept_is_named(rank: int, ends_by_hand: bool) -> None:
+    model: Any = sharded(mesh=alone()["shards"])
+    if ends_by_hand and not hasattr(model, "set_manual_backward_finalization"):
+        return
+    attachment = attached(model, alone(), "int8", "fifo")
     model.set_requires_all_reduce(False)
-    attachment = attached(model, mesh, "int8", "fifo")
-    assert "needs attach_replicas(policy='fused')" in told_by(lambda: train(model, optimizer, rank, 0, 1)).text
+    if ends_by_hand:
+        model.set_manual_backward_finalization(True)
+    else:
+        model.head.weight.register_post_accumulate_grad_hook(lambda _: None)
+
+    def backward() -> None:
+        model(batch(rank, 0)[0]).sum().backward()
+        if ends_by_hand:
+            model.finalize_backward()
+
+    told = told_by(backward)
+    complaint = (
+        "set_manual_backward_finalization; accumulate gradients with set_requires_gradient_sync(False)"
+        if ends_by_hand
+        else "register_post_accumulate_grad_hook: FSDP2 would call the hook of 'head.weight' with zeros; accumulate"
+    )
+    assert told.error in {"CompressorError", "CollectiveError"}, told
+    assert f"set_requires_all_reduce(False) cannot be combined with {complaint}" in told.text, told
     attachment.detach()
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_that_were_averaged_before_are_not_averaged_again(rank: int, policy: str) -> None:
-    """Averaging each module's new gradients, "fifo" adds means up; "fused" finds both in `.grad`, and raises."""
+def test_means_add_up_and_what_was_not_averaged_before_is_named(rank: int, policy: str) -> None:
+    """Under "fifo" each module's new gradients alone are averaged, whatever `.grad` holds."""
     mesh, (inputs, targets) = alone(), batch(rank, 0)
     model = sharded(mesh=mesh["shards"])
-    attachment = attached(model, mesh, "all-reduce", policy)
+    for compressor in ("all-reduce", "int8"):
+        attachment = attached(model, mesh, compressor, policy)
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        once = {name: one.grad.to_local().clone() for name, one in model.named_parameters()}  # type: ignore[union-attr]  # there is one
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        twice = {name: one.grad.to_local().clone() for name, one in model.named_parameters()}  # type: ignore[union-attr]
+        if compressor == "all-reduce":
+            assert furthest({name: 2 * one for name, one in once.items()}, twice) == 0
+        assert all(torch.equal(*of_every_rank(one)) for one in twice.values())
+        attachment.detach()
+        model.zero_grad()
     nn.functional.cross_entropy(model(inputs), targets).backward()
-    once = {name: one.grad.to_local().clone() for name, one in model.named_parameters()}  # type: ignore[union-attr]  # there is one
+    attachment = attached(model, mesh, "all-reduce", policy)
     told = told_by(lambda: nn.functional.cross_entropy(model(inputs), targets).backward())
-    if policy == "fifo":
-        assert told.error == "nothing"
-        twice = {name: one.grad.to_local() for name, one in model.named_parameters()}  # type: ignore[union-attr]
-        assert furthest({name: 2 * one for name, one in once.items()}, twice) == 0
-    else:
+    if policy == "fused":
         assert told.error in {"CompressorError", "CollectiveError"}, told.text
-        assert "had a gradient before this backward pass" in told.text and "optimizer.zero_grad()" in told.text
+        assert "had a gradient before this backward pass that this attachment has not averaged" in told.text
     attachment.detach()
     model.zero_grad()
 
