@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from commhooks.communicators.collective import ring_bytes
 from commhooks.communicators.links import Link, Network, Transfer, plain_kind
 from commhooks.language.compressor import Compressor
-from commhooks.making import make_compressor
+from commhooks.making import compressor_in_file
 from commhooks.planning.probe import Probe
 from commhooks.planning.profile import BucketProfile, GradientProfile, HookProfile, Profile, RoundProfile
 from commhooks.planning.sizes import MIB
@@ -253,4 +253,4 @@ def rate_for(
 
 def compressor_of(hook: HookProfile) -> Compressor:
     """Return a fresh compressor of a profiled hook."""
-    return make_compressor(hook.hook)
+    return compressor_in_file(hook.hook)

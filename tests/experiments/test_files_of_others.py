@@ -1,0 +1,153 @@
+"""Files that somebody else made: what they name is not imported, nothing hangs, and a terminal shows text alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import commhooks
+from commhooks import Adaptive, SettingsError, load_checkpoint, save_checkpoint
+from commhooks.planning.accuracy import Accuracy
+from commhooks.planning.costs import Costs
+from commhooks.planning.estimate import estimate
+from commhooks.planning.layers import per_layer
+from commhooks.planning.probe import Probe
+from commhooks.planning.profile import GradientProfile, Profile
+from experiments.sweeps.sweep import report_again
+from tests.commhooks.mirrored import given
+from tests.commhooks.test_plan import a_probe, a_profile, hook
+from tests.commhooks.told import told_by
+from tests.experiments.synthetic import result
+from tests.world import on_ranks
+
+MODULE = "planted_by_a_file"
+TRAP = """
+import dataclasses
+from pathlib import Path
+from commhooks import TopK
+
+Path(__file__).with_name("imported").touch()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trap(TopK):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    def __post_init__(self):
+        Path(__file__).with_name("made").touch()
+"""
+NAMES = [f"{MODULE}:Trap", f"error-feedback:inner=({MODULE}:Trap)", f"error-feedback:inner='{MODULE}:Trap'"]
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Put a module on the path that writes a file when it is imported, and return its folder."""
+    (tmp_path / f"{MODULE}.py").write_text(TRAP)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop(MODULE, None)
+
+
+def written(name: str, folder: Path) -> tuple[Profile, Probe]:
+    """Return what is read back of the profile of a hook, and of a probe."""
+    gradients = tuple(GradientProfile(one, (64, 64), 4 * 64 * 64, 0.1) for one in "abcd")
+    a_profile(hook(name, 0.112, 0.1), gradients=gradients).write(folder / "profile.json")
+    a_probe().write(folder / "probe.json")
+    return Profile.read(folder / "profile.json"), Probe.read(folder / "probe.json")
+
+
+def plan_of(name: str, folder: Path) -> object:
+    return commhooks.plan(*written(name, folder), sharded=True)
+
+
+def choice_for_each_parameter(name: str, folder: Path) -> object:
+    return per_layer(*written(name, folder), 0.5)
+
+
+def costs_of(name: str, folder: Path) -> object:
+    costs = Costs.read()
+    own = dataclasses.replace(costs.hooks["fp16"], compressor=name)
+    dataclasses.replace(costs, hooks={**costs.hooks, "fp16": own}).write(folder / "costs.json")
+    read = Costs.read(folder / "costs.json")
+    return estimate(10**6, compute=0.1, ranks=2, rate=1e9, copy_rate=1e10, costs=read, hooks=["fp16"])
+
+
+USES: list[Callable[[str, Path], object]] = [plan_of, choice_for_each_parameter, costs_of]
+
+
+@pytest.mark.parametrize("name", [*NAMES, f"{MODULE}:Made"])
+@pytest.mark.parametrize("use", USES)
+def test_a_class_that_a_file_names_is_not_imported(
+    use: Callable[[str, Path], object], name: str, planted: Path
+) -> None:
+    with pytest.raises(SettingsError, match=rf"'{MODULE}:\w+'.*from a file.*not imported.*import {MODULE}"):
+        use(name, planted)
+    assert not (planted / "imported").exists()
+
+
+@pytest.mark.parametrize("use", USES[:2])
+def test_a_class_that_the_program_has_imported_is_taken_and_only_a_compressor_is_made(
+    use: Callable[[str, Path], object], planted: Path
+) -> None:
+    __import__(MODULE)
+    for name in NAMES:
+        use(name, planted)
+    with pytest.raises(SettingsError, match=f"'{MODULE}:Made'.*is no compressor"):
+        use(f"{MODULE}:Made", planted)
+    assert not (planted / "made").exists()
+
+
+def test_of_an_accuracy_file_texts_are_compared(planted: Path) -> None:
+    found = Accuracy.read()
+    task = found.tasks[0]
+    named = tuple(dataclasses.replace(task.differences[0], compressor=name) for name in NAMES)
+    more = dataclasses.replace(task, differences=(*named, *task.differences))
+    dataclasses.replace(found, tasks=(more,)).write(planted / "accuracy.json")
+    read = Accuracy.read(planted / "accuracy.json")
+    asked = commhooks.make_compressor("fp16")
+    assert read.losses_of(asked) == tuple(one for one in found.losses_of(asked) if one.task == task.task) != ()
+    assert not (planted / "imported").exists()
+
+
+def test_a_probe_and_results_are_read_and_reported_without_an_import(planted: Path) -> None:
+    probe = a_probe()
+    costs = {**probe.costs, NAMES[0]: probe.costs["all-reduce"]}
+    dataclasses.replace(probe, costs=costs, link=NAMES[0]).write(planted / "probe.json")
+    commhooks.plan(a_profile(hook("fp16", 0.12, 1)), Probe.read(planted / "probe.json"))
+    results = planted / "results"
+    results.mkdir()
+    for name in ("all-reduce", *NAMES):
+        result(name, task=f"{MODULE}.py:task").write(results)
+        result(name, task=f"{MODULE}:task", ddp="sharded").write(results)
+    report_again([results], planted / "report", Console(file=StringIO()))
+    assert (planted / "report" / "report.html").exists()
+    assert not (planted / "imported").exists()
+
+
+@on_ranks(2)
+def test_a_checkpoint_imports_nothing_that_it_names(rank: int, tmp_path: Path) -> None:
+    (tmp_path / f"{MODULE}.py").write_text(TRAP)
+    sys.path.insert(0, str(tmp_path))
+    model = given("core")
+    hooks = commhooks.attach(model, "all-reduce")
+    controller = Adaptive(hooks, ["all-reduce", "fp16"])
+    named = {**controller.state_dict(), "ladder": [NAMES[0], NAMES[2]]}
+    state = hooks.state_dict()
+    state["settings"] = dict.fromkeys(state["settings"], NAMES[0])
+    extra = {"adaptive": named, "hooks": state}
+    save_checkpoint(tmp_path / "run", step=1, model=model, hooks=hooks, extra=extra)
+    read = load_checkpoint(tmp_path / "run", model=model, hooks=hooks)
+    assert read is not None
+    for load, part in ((controller.load_state_dict, "adaptive"), (hooks.load_state_dict, "hooks")):
+        told = told_by(lambda load=load, part=part: load(read.extra[part]))  # type: ignore[misc]
+        assert told.error == "CheckpointError" and f"{MODULE}:Trap" in told.text
+    assert not (tmp_path / "imported").exists()
