@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from commhooks.checkpoints.disk import read_json
+
 T = TypeVar("T")
 
 
@@ -46,7 +48,7 @@ def read(kind: type[T], path: Path, *, form: int) -> T:
         TypeError, ValueError, LookupError: It holds something else; fields with defaults may be missing.
 
     """
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw = read_json(path)
     if not isinstance(raw, dict) or raw.get("format") != form:
         found = raw.get("format") if isinstance(raw, dict) else None
         raise ValueError(f"its format is {found}, not {form}")

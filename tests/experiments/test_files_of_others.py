@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import sys
 from collections.abc import Callable, Iterator
 from io import StringIO
@@ -13,13 +14,21 @@ from rich.console import Console
 
 import commhooks
 from commhooks import Adaptive, SettingsError, load_checkpoint, save_checkpoint
+from commhooks.checkpoints.contents import read_contents
+from commhooks.errors import CommHooksError
 from commhooks.planning.accuracy import Accuracy
 from commhooks.planning.costs import Costs
 from commhooks.planning.estimate import estimate
 from commhooks.planning.layers import per_layer
 from commhooks.planning.probe import Probe
 from commhooks.planning.profile import GradientProfile, Profile
+from commhooks.state.snapshot import LoadRules
+from experiments.runs import RunResult, RunSettings
+from experiments.sweeps.lock import LOCK, OWNER, claimed
+from experiments.sweeps.store import HEAD as FAILED
+from experiments.sweeps.store import read_failures
 from experiments.sweeps.sweep import report_again
+from experiments.sweeps.yaml_file import read_sweep
 from tests.commhooks.mirrored import given
 from tests.commhooks.test_plan import a_probe, a_profile, hook
 from tests.commhooks.told import told_by
@@ -131,6 +140,67 @@ def test_a_probe_and_results_are_read_and_reported_without_an_import(planted: Pa
     report_again([results], planted / "report", Console(file=StringIO()))
     assert (planted / "report" / "report.html").exists()
     assert not (planted / "imported").exists()
+
+
+def accuracy_file(path: Path) -> object:
+    return Accuracy.read(path)
+
+
+def manifest(path: Path) -> object:
+    checkpoint = path.parent / "checkpoint-00001-step-1"
+    checkpoint.mkdir(exist_ok=True)
+    path.rename(checkpoint / "manifest.json")
+    return read_contents(checkpoint, 0, 1, LoadRules())
+
+
+def failure(path: Path) -> object:
+    (path.parent / "failures").mkdir(exist_ok=True)
+    (path.parent / "failures" / "run.txt").write_text(f"{FAILED}{path.read_text()}\n")
+    return read_failures([path.parent])
+
+
+def folder_in_use(path: Path) -> object:
+    """Take a folder while another process, whose lock is damaged, has it."""
+    lock = path.with_name(LOCK)
+    lock.write_text(OWNER + path.read_text()[:985])
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with claimed(path.parent):
+            raise AssertionError("it was free")
+
+
+READERS: list[Callable[[Path], object]] = [
+    Profile.read,
+    Probe.read,
+    Costs.read,
+    accuracy_file,
+    RunResult.read,
+    read_sweep,
+    manifest,
+    failure,
+    folder_in_use,
+]
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 10_000, '{"a":' * 10_000, "[" * 2000 + "]" * 2000], ids=["lists", "objects", "closed"]
+)
+@pytest.mark.parametrize("read", READERS)
+def test_a_file_of_nested_brackets_is_refused_in_words(
+    read: Callable[[Path], object], text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises((CommHooksError, ValueError), match="nested too deeply|expected|is in use|was saved in format"):
+        read(path)
+
+
+@pytest.mark.parametrize("text", ["a:b=(" * 10_000, "a(b=" * 10_000])
+def test_a_text_of_nested_brackets_is_refused_in_words(text: str) -> None:
+    with pytest.raises(SettingsError, match="does not parse: its brackets are nested too deeply"):
+        commhooks.make_compressor(text)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        RunSettings.from_dict({"task": "gpt", "hook": text})
 
 
 @on_ranks(2)
