@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import json
 import sys
 from collections.abc import Callable, Iterator
 from io import StringIO
@@ -15,7 +16,7 @@ from rich.console import Console
 import commhooks
 from commhooks import Adaptive, SettingsError, load_checkpoint, save_checkpoint
 from commhooks.checkpoints.contents import read_contents
-from commhooks.errors import CommHooksError
+from commhooks.errors import CommHooksError, ProfileError
 from commhooks.planning.accuracy import Accuracy
 from commhooks.planning.costs import Costs
 from commhooks.planning.estimate import estimate
@@ -30,7 +31,7 @@ from experiments.sweeps.store import read_failures
 from experiments.sweeps.sweep import report_again
 from experiments.sweeps.yaml_file import read_sweep
 from tests.commhooks.mirrored import given
-from tests.commhooks.test_plan import a_probe, a_profile, hook
+from tests.commhooks.test_plan import a_probe, a_profile, hook, parts
 from tests.commhooks.told import told_by
 from tests.experiments.synthetic import result
 from tests.world import on_ranks
@@ -193,6 +194,38 @@ def test_a_file_of_nested_brackets_is_refused_in_words(
     path.write_text(text)
     with pytest.raises((CommHooksError, ValueError), match="nested too deeply|expected|is in use|was saved in format"):
         read(path)
+
+
+NUMBERS = [1e308, 1e31, -1e308, float("inf"), float("nan"), 10**400, -(10**400)]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{str(number)[:6]}")
+@pytest.mark.parametrize("name", ["hop_seconds", "round_seconds", "copy_rate"])
+def test_a_number_that_nothing_has_is_refused_and_nothing_hangs(name: str, number: float, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    Costs.read().write(file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: number}))
+    with pytest.raises(ValueError, match=f"costs {file}: .*expected a number of at most 1e\\+30 in size"):
+        Costs.read(file)
+
+
+def test_a_step_that_would_never_end_raises() -> None:
+    costs = dataclasses.replace(Costs.read(), hop_seconds=1e308)
+    with pytest.raises(ValueError, match="the step would never end"):
+        estimate(10**6, compute=0.1, ranks=4, rate=1e9, copy_rate=1e10, costs=costs, hooks=["fp16"])
+
+
+def test_a_profile_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    slow = dataclasses.replace(hook("fp16", 0.12, 1), step=parts(-1.0))
+    a_profile(slow).write(tmp_path / "profile.json")
+    with pytest.raises(ProfileError, match="the profile contradicts itself: a step would take -.* s"):
+        commhooks.plan(Profile.read(tmp_path / "profile.json"), a_probe())
+
+
+def test_a_file_of_costs_without_the_hook_that_others_are_compared_with_is_refused() -> None:
+    costs = Costs.read()
+    with pytest.raises(ValueError, match="costs must have 'all-reduce', with which others are compared"):
+        dataclasses.replace(costs, hooks={"fp16": costs.hooks["fp16"]})
 
 
 @pytest.mark.parametrize("text", ["a:b=(" * 10_000, "a(b=" * 10_000])
