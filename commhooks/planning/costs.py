@@ -145,10 +145,6 @@ class Costs:
     level: str | None = None
     """The compiled passes that were in use, as named by `commhooks.compiled()`; None: everything ran eagerly."""
 
-    def __post_init__(self) -> None:
-        if "all-reduce" not in self.hooks:
-            raise ValueError("costs must have 'all-reduce', with which others are compared")
-
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""
         stored.write(self, path, form=FORMAT)

@@ -195,6 +195,8 @@ def estimate(
     check_backend(backend)
     costs = Costs.read() if costs is None else costs
     accuracy = Accuracy.read() if accuracy is None else accuracy
+    if DENSE not in costs.hooks:
+        raise SettingsError(f"estimate: the costs lack hook {DENSE!r}, with which others are compared.")
     asked = costs.hooks if hooks is None else [_label_of(hook, costs) for hook in hooks]
     compressors = {hook: compressor_in_file(costs.hooks[hook].compressor) for hook in dict.fromkeys([DENSE, *asked])}
     wanted = [hook for hook, own in compressors.items() if own.scatters or not sharded or hooks is not None]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 import commhooks
 from commhooks import Adaptive, SettingsError, load_checkpoint, save_checkpoint
@@ -24,6 +25,7 @@ from commhooks.planning.layers import per_layer
 from commhooks.planning.probe import Probe
 from commhooks.planning.profile import GradientProfile, Profile
 from commhooks.state.snapshot import LoadRules
+from experiments.commands.cli import app
 from experiments.runs import RunResult, RunSettings
 from experiments.sweeps.lock import LOCK, OWNER, claimed
 from experiments.sweeps.store import HEAD as FAILED
@@ -224,8 +226,10 @@ def test_a_profile_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_of_costs_without_the_hook_that_others_are_compared_with_is_refused() -> None:
     costs = Costs.read()
-    with pytest.raises(ValueError, match="costs must have 'all-reduce', with which others are compared"):
-        dataclasses.replace(costs, hooks={"fp16": costs.hooks["fp16"]})
+    with pytest.raises(ValueError, match="the costs lack hook 'all-reduce', with which others are compared"):
+        estimate(
+            10**6, compute=0.1, ranks=2, rate=1e9, costs=dataclasses.replace(costs, hooks={"fp16": costs.hooks["fp16"]})
+        )
 
 
 @pytest.mark.parametrize("text", ["a:b=(" * 10_000, "a(b=" * 10_000])
@@ -234,6 +238,52 @@ def test_a_text_of_nested_brackets_is_refused_in_words(text: str) -> None:
         commhooks.make_compressor(text)
     with pytest.raises(ValueError, match="nested too deeply"):
         RunSettings.from_dict({"task": "gpt", "hook": text})
+
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e[link=http://x]here[/link][/b]"
+
+
+def shown(*words: str) -> str:
+    """Return what a command prints, which is text and line breaks alone."""
+    printed = CliRunner().invoke(app, words)
+    assert not isinstance(printed.exception, Exception), printed.output
+    assert [one for one in printed.output if one != "\n" and (ord(one) < 32 or 127 <= ord(one) < 160)] == []
+    assert "\u202e" not in printed.output
+    return printed.output
+
+
+def test_a_terminal_shows_names_from_results_as_text(tmp_path: Path) -> None:
+    for seed, name in enumerate(("all-reduce", "fp16")):
+        run = result(name, task=f"{ESCAPES}.py:task", seed=0, steps=12)
+        (layer, *layers), *probes = run.probes[0].layers, *run.probes[1:]
+        first = dataclasses.replace(run.probes[0], layers=(dataclasses.replace(layer, name=ESCAPES), *layers))
+        dataclasses.replace(
+            run,
+            probes=(first, *probes),
+            description=ESCAPES,
+            machine={**run.machine, "processor": ESCAPES, "load": 9.0 * seed},
+        ).write(tmp_path)
+    assert "[link=http://x]here[/link]" in "".join(shown("report", str(tmp_path), "--out", str(tmp_path / "o")).split())
+
+
+def test_a_terminal_shows_names_from_plans_as_text(tmp_path: Path) -> None:
+    probe, profile = a_probe(), a_profile(hook("fp16", 0.113, 2))
+    dataclasses.replace(probe, link=ESCAPES).write(tmp_path / "probe.json")
+    hooks = {**profile.hooks, ESCAPES: profile.hooks["fp16"]}
+    dataclasses.replace(profile, hooks=hooks, model=ESCAPES, link=ESCAPES).write(tmp_path / "profile.json")
+    files = ("--probe", str(tmp_path / "probe.json"), "--profile", str(tmp_path / "profile.json"))
+    assert "[link=http://x]here[/link]" in shown("plan", *files)
+    dataclasses.replace(profile, link="another").write(tmp_path / "profile.json")
+    assert "error: plan: the profile is of link 'another'" in shown("plan", *files)
+
+
+def test_a_terminal_shows_names_from_costs_and_files_as_text(tmp_path: Path) -> None:
+    costs, file = Costs.read(), tmp_path / f"{ESCAPES.replace('/', '')}.json"
+    dataclasses.replace(costs, hooks={**costs.hooks, ESCAPES: costs.hooks["fp16"]}).write(file)
+    words = ("estimate", "--parameters", "1M", "--compute", "100ms", "--costs", str(file))
+    assert "here" in shown(*words)
+    file.write_text("{}")
+    assert "its format is None" in shown(*words)
 
 
 @on_ranks(2)
