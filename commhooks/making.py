@@ -7,6 +7,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -27,6 +28,8 @@ ENTRY_POINTS = "commhooks.compressors"
 """The entry-point group in which other packages register a class, a function that returns one, or a `Registered`."""
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _AROUND = ("start_after", "wire")
+Find = Callable[[str], Any]
+"""Returns what "module:Class" stands for."""
 
 
 def make_compressor(
@@ -55,10 +58,17 @@ def make_compressor(
     written = dict(spelling.settings)
     if written and (given.keys() - _AROUND or given.keys() & written):
         raise SettingsError(f"make_compressor({name!r}): write the settings inside, or give a name without any.")
-    made = _built(spelling.name, written | given)
-    if not isinstance(made, Compressor):
-        raise SettingsError(f"compressor {name!r}: expected a compressor (got {made!r}).")
-    return made
+    return _compressor(spelling.name, written | given, _imported)
+
+
+def compressor_in_file(text: str) -> Compressor:
+    """Make the compressor that a file names; unlike `make_compressor`, import no module for it.
+
+    Names of the registry are known, and compressors and codes of modules that this program has imported. Raises
+    `SettingsError` (a `ValueError`) for any other, and as `make_compressor` does.
+    """
+    spelling = parse(text)
+    return _compressor(spelling.name, dict(spelling.settings), _imported_before)
 
 
 def settings_of(name: str) -> list[str]:
@@ -66,15 +76,19 @@ def settings_of(name: str) -> list[str]:
     return sorted(_settings_of(kind_of(name)))
 
 
-def _built(name: str, settings: Mapping[str, Any], *, as_code: bool = False) -> Any:
-    """Return the object of a name and its settings: a compressor, or a setting of one, such as a codec.
+def _compressor(name: str, settings: Mapping[str, Any], find: Find) -> Compressor:
+    kind = kind_of(name, find)
+    if not isinstance(kind, Registered):
+        raise SettingsError(f"compressor {name!r}: expected a compressor (got {kind!r}).")
+    made: Compressor = _built(name, kind, settings, find)
+    return made
 
-    With `as_code`, "sign" is the codec, not the compressor that sends it in two hops.
-    """
-    kind = _classes()[name] if as_code and name in _classes() else kind_of(name)
+
+def _built(name: str, kind: Registered | type, settings: Mapping[str, Any], find: Find) -> Any:
+    """Return the object of a name and its settings: a compressor, or a setting of one, such as a codec."""
     known = _settings_of(kind)
     values = {
-        setting: _value_of(value, known.get(setting, Any), f"compressor {name!r}: {setting}")
+        setting: _value_of(value, known.get(setting, Any), f"compressor {name!r}: {setting}", find)
         for setting, value in settings.items()
     }
     _check_settings(name, known, values)
@@ -121,27 +135,6 @@ def _called(name: str, make: Callable[..., Any], settings: Mapping[str, Any]) ->
         raise SettingsError(f"compressor {name!r} does not take these settings, {settings}: {error}") from error
 
 
-def kind_of(name: str) -> Registered | type:
-    """Return the `Registered` compressor of this name, or the class of another setting, such as a codec.
-
-    Raises `SettingsError` (a `ValueError`), naming the nearest name, if there is none.
-    """
-    if name in COMPRESSORS:
-        return COMPRESSORS[name]
-    others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    if name in others:
-        found = others[name].load()
-    elif ":" in name:
-        found = _imported(name)
-    elif name in _classes():
-        found = _classes()[name]
-    else:
-        known = sorted({*COMPRESSORS, *others})
-        raise SettingsError(f"compressor {name!r} is not known; known are {', '.join(known)}.{_nearest(name, known)}")
-    is_setting = isinstance(found, Registered) or (isinstance(found, type) and not issubclass(found, Compressor))
-    return found if is_setting else Registered(found)
-
-
 def _imported(name: str) -> Any:
     """Return a class from another package, and nothing else: a text must not be able to call arbitrary functions."""
     module, _, attribute = name.partition(":")
@@ -155,6 +148,43 @@ def _imported(name: str) -> Any:
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)) and not isinstance(found, Registered):
         raise SettingsError(f"compressor {name!r}: {found!r} is not a dataclass, as compressors must be.")
     return found
+
+
+def _imported_before(name: str) -> Any:
+    """Return a compressor or a codec of a module that is imported already."""
+    module, _, attribute = name.partition(":")
+    if module not in sys.modules:
+        raise SettingsError(
+            f"compressor {name!r}: the name comes from a file, for which no module is imported, and {module} is not "
+            f"imported yet; if you know it, import {module} in your program first."
+        )
+    found = vars(sys.modules[module]).get(attribute)
+    if not (isinstance(found, type) and issubclass(found, Compressor | Codec)) and not isinstance(found, Registered):
+        raise SettingsError(f"compressor {name!r}: the name comes from a file, and {found!r} is no compressor.")
+    return found
+
+
+def kind_of(name: str, find: Find = _imported) -> Registered | type:
+    """Return the `Registered` compressor of this name, or the class of another setting, such as a codec.
+
+    `find` returns the class of another package that "module:Class" names; by default it imports the module.
+
+    Raises `SettingsError` (a `ValueError`), naming the nearest name, if there is none.
+    """
+    if name in COMPRESSORS:
+        return COMPRESSORS[name]
+    others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name in others:
+        found = others[name].load()
+    elif ":" in name:
+        found = find(name)
+    elif name in _classes():
+        found = _classes()[name]
+    else:
+        known = sorted({*COMPRESSORS, *others})
+        raise SettingsError(f"compressor {name!r} is not known; known are {', '.join(known)}.{_nearest(name, known)}")
+    is_setting = isinstance(found, Registered) or (isinstance(found, type) and not issubclass(found, Compressor))
+    return found if is_setting else Registered(found)
 
 
 def _nearest(name: str, known: list[str]) -> str:
@@ -213,19 +243,21 @@ def _is_of(value: object, kind: Any) -> bool:
     return isinstance(value, kind) if isinstance(kind, type) else True
 
 
-def _value_of(value: Any, kind: Any, where: str) -> Any:
+def _value_of(value: Any, kind: Any, where: str, find: Find) -> Any:
     """Convert the text of a setting to its type: compressors, codecs, dtypes, tuples; return other values unchanged."""
     kinds = _kinds_in(kind)
     classes = [one for one in kinds if isinstance(one, type)]
     if isinstance(value, str) and any(issubclass(one, Compressor | Codec) for one in classes):
         value = parse(value)
     if isinstance(value, Spelling):
-        as_code = any(issubclass(one, Codec) for one in classes)
-        return _built(value.name, dict(value.settings), as_code=as_code)
+        # In the place of a codec, "sign" is the codec, not the compressor that sends it in two hops.
+        is_code = value.name in _classes() and any(issubclass(one, Codec) for one in classes)
+        named = _classes()[value.name] if is_code else kind_of(value.name, find)
+        return _built(value.name, named, dict(value.settings), find)
     if isinstance(value, tuple):
-        return tuple(_value_of(one, Any, where) for one in value)
+        return tuple(_value_of(one, Any, where, find) for one in value)
     if isinstance(value, str) and torch.dtype in kinds:
-        dtype = DTYPES.get(value, getattr(torch, value.removeprefix("torch."), None))
+        dtype = DTYPES.get(value, vars(torch).get(value.removeprefix("torch.")))
         if not isinstance(dtype, torch.dtype):
             raise SettingsError(f"{where} must be one of {', '.join(DTYPES)}, or another torch.dtype (got {value!r}).")
         return dtype

@@ -10,10 +10,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from .launch import WorldError, torchrun_world
 from .links.text import DEFAULT_LINK
+from .screen import Screen
 from .sweeps.output import dated_folder
 from .sweeps.plan import plan
 from .sweeps.store import FAILURES, table_of
@@ -105,7 +104,7 @@ def compare(
         command=shlex.join(["python", *sys.argv]),
         quiet=quiet,
     )
-    made = make(sweep, Console(quiet=quiet))
+    made = make(sweep, Screen(quiet=quiet))
     if made.failures:
         raise WorldError(
             f"{len(made.failures)} of {len(runs)} runs failed; their tracebacks are in {folder / FAILURES}, and the "

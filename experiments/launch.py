@@ -130,7 +130,7 @@ def run_world(
     context = multiprocessing.get_context("spawn")
     resource_tracker.ensure_running()  # a process's start would start it, and let interrupts through again
     if cluster is None:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it listens at every address
+        store = _loopback_store()
         address, port = store.host, store.port
     else:  # rank 0 makes the store: PyTorch would warn here, where it cannot be told not to, that hosts have no names
         address, port = cluster.address(0), cluster.inside(0, _free_port)
@@ -208,6 +208,14 @@ def _call(rank: int, ranks: int, function: Callable[[Tell], object], send: Send)
 
 def silent(message: object) -> None:
     """Send nothing: only rank 0 reports."""
+
+
+def _loopback_store() -> TCPStore:
+    """Return a store's server that other machines cannot reach; by itself one listens on all interfaces."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        address, port = listening.getsockname()
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _free_port() -> int:

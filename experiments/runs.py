@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from commhooks.checkpoints.disk import named
+from commhooks.checkpoints.disk import named, read_json
 from commhooks.units import unknown
 
 from .links.link import LinkSettings
@@ -328,7 +328,7 @@ class RunResult:
 
         """
         try:
-            raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            raw: dict[str, Any] = read_json(path)
             if (number := raw.pop("format")) != FORMAT:
                 raise ValueError(f"it is of format {number}, which another version of commhooks wrote")
             raw["settings"] = RunSettings.from_dict(raw["settings"])

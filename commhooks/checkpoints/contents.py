@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.checkpoints.disk import crc32_of, read_tensors
+from commhooks.checkpoints.disk import crc32_of, read_json, read_tensors
 from commhooks.checkpoints.run import FORMAT_VERSION, Run, Saved, of_own_models, optimizer_class
 from commhooks.devices import set_generator_states
 from commhooks.errors import CheckpointError
@@ -109,7 +108,7 @@ class _Manifest:
 
 def _read_manifest(path: Path) -> _Manifest:
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
+        manifest = read_json(path / "manifest.json")
         version, files = manifest["format_version"], manifest["files"]
         save, crc32 = manifest.get("save"), manifest.get("crc32", {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import zipfile
 import zlib
@@ -20,6 +21,8 @@ import torch
 from commhooks.errors import CheckpointError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_MOST_NESTED = 100
+_TOO_DEEP = "its brackets are nested too deeply"
 
 
 def write_tensors(path: Path, content: dict[str, Any], *, flush: bool) -> tuple[int, str]:
@@ -55,6 +58,26 @@ def read_tensors(path: Path) -> Any:
     if damaged is not None:
         raise CheckpointError(f"{path} is damaged: the checksum of {damaged} is wrong.")
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds; raise `OSError`, or `ValueError` as `json_in` does."""
+    return json_in(path.read_text(encoding="utf-8"))
+
+
+def json_in(text: str) -> Any:
+    """Return what a JSON text holds; raise `ValueError` if it is none, or nested more deeply than any file of ours."""
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
+    level = [found]
+    for _ in range(_MOST_NESTED):  # what the parser can read may still be too deep for those who go through it
+        lists = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        if not lists:
+            return found
+        level = [value for one in lists for value in one]
+    raise ValueError(_TOO_DEEP)
 
 
 def write_text(path: Path, text: str, *, flush: bool) -> None:

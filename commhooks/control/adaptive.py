@@ -19,7 +19,6 @@ from commhooks.control.link_meter import Counting, LinkMeter
 from commhooks.control.rule import AdaptiveRule, FullRule
 from commhooks.errors import AttachError, CheckpointError, CommHooksError, SettingsError
 from commhooks.language.compressor import Compressor
-from commhooks.making import make_compressor
 
 Value = TypeVar("Value")
 
@@ -181,7 +180,9 @@ class Adaptive:
     def _read(self, state: dict[str, Any]) -> tuple[Decider, list[Decision]]:
         """Return what a state says; raise `CheckpointError` if it is another controller's, or damaged."""
         try:
-            ladder = [str(make_compressor(rung)) for rung in state["ladder"]]  # earlier versions wrote them as calls
+            ladder = state["ladder"]
+            if ladder == list(map(repr, self._ladder)):  # as earlier versions wrote it
+                ladder = list(map(str, self._ladder))
             rule = FullRule(**state["rule"])
             compared = {
                 "ladder": (ladder, list(map(str, self._ladder))),

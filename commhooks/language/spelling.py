@@ -69,7 +69,10 @@ def parse(text: str, what: str = "compressor", name: re.Pattern[str] = NAME) -> 
     It does not check that the name exists, or has these settings. `what` describes the object in errors, and `name`
     matches the outermost name.
     """
-    return _Reader(text, what).whole(name)
+    try:
+        return _Reader(text, what).whole(name)
+    except RecursionError as error:
+        raise SettingsError(f"{what} {text!r:.80} does not parse: its brackets are nested too deeply.") from error
 
 
 def spelled(value: object) -> Spelling:

@@ -7,12 +7,10 @@ trained for a few hundred steps. It shows which compressors cost nothing there, 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 
 from commhooks.language.compressor import Compressor
-from commhooks.making import make_compressor
 from commhooks.planning import stored
 
 FILE = Path(__file__).with_name("accuracy.json")
@@ -78,7 +76,7 @@ class Accuracy:
             Loss(task.task, task.unit, one, _is_safe(task, one))
             for task in self.tasks
             for one in task.differences
-            if _made(one.compressor) == compressor
+            if one.compressor == str(compressor)
         )
 
     def write(self, path: Path) -> None:
@@ -100,9 +98,6 @@ class Accuracy:
                 f"accuracy {path}: expected a file of format {FORMAT} that 'commhooks leaderboard --accuracy' wrote "
                 f"({type(error).__name__}: {error}); write it again"
             ) from error
-
-
-_made = functools.cache(make_compressor)
 
 
 def _is_safe(task: TaskAccuracy, one: Difference) -> bool:

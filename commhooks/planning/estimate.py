@@ -35,8 +35,7 @@ from torch import nn
 
 from commhooks.communicators.links import Link
 from commhooks.errors import SettingsError
-from commhooks.language.compressor import Compressor
-from commhooks.making import make_compressor
+from commhooks.making import compressor_in_file, make_compressor
 from commhooks.planning.accuracy import Accuracy, Loss
 from commhooks.planning.candidates import DENSE, NOOP, label_in_profile
 from commhooks.planning.costs import Backend, Costs, check_backend, copy_seconds
@@ -196,11 +195,11 @@ def estimate(
     check_backend(backend)
     costs = Costs.read() if costs is None else costs
     accuracy = Accuracy.read() if accuracy is None else accuracy
-    compressors = {hook: make_compressor(own.compressor) for hook, own in costs.hooks.items()}
-    if sharded and hooks is None:
-        hooks = [hook for hook, compressor in compressors.items() if compressor.scatters]
-    asked = compressors if hooks is None else [_label_of(hook, compressors) for hook in hooks]
-    wanted = list(dict.fromkeys([DENSE, *asked]))
+    if DENSE not in costs.hooks:
+        raise SettingsError(f"estimate: the costs lack hook {DENSE!r}, with which others are compared.")
+    asked = costs.hooks if hooks is None else [_label_of(hook, costs) for hook in hooks]
+    compressors = {hook: compressor_in_file(costs.hooks[hook].compressor) for hook in dict.fromkeys([DENSE, *asked])}
+    wanted = [hook for hook, own in compressors.items() if own.scatters or not sharded or hooks is not None]
     is_number = not isinstance(parameters, nn.Module)
     stated = Stated(
         shapes=_made_up(parameters, matrix) if not isinstance(parameters, nn.Module) else _shapes_of(parameters),
@@ -262,15 +261,15 @@ def _modules(parameters: float | nn.Module, stated: Stated) -> list[ShardedModul
     return [ShardedModule(tuple(stated.shapes[place] for place in bucket)) for bucket in in_buckets(stated.shapes)]
 
 
-def _label_of(hook: str, compressors: Mapping[str, Compressor]) -> str:
+def _label_of(hook: str, costs: Costs) -> str:
     """Return the label of the compressor that this text spells, in whichever way."""
-    wanted = make_compressor(hook) if hook not in compressors else compressors[hook]
-    for label, compressor in compressors.items():
-        if compressor == wanted:
+    wanted = str(make_compressor(hook)) if hook not in costs.hooks else costs.hooks[hook].compressor
+    for label, own in costs.hooks.items():
+        if own.compressor == wanted:
             return label
     raise SettingsError(
         f"estimate(hooks=[{hook!r}]): the costs of this hook were not measured; expected some of "
-        f"{', '.join(compressors)}"
+        f"{', '.join(costs.hooks)}"
     )
 
 

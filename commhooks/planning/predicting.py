@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 from commhooks.communicators.collective import ring_bytes
 from commhooks.communicators.links import Link, Network, Transfer, plain_kind
+from commhooks.errors import ProfileError
 from commhooks.language.compressor import Compressor
-from commhooks.making import make_compressor
+from commhooks.making import compressor_in_file
 from commhooks.planning.probe import Probe
 from commhooks.planning.profile import BucketProfile, GradientProfile, HookProfile, Profile, RoundProfile
 from commhooks.planning.sizes import MIB
@@ -115,9 +116,11 @@ class Unlinked:
         return cls(asked, profile.ranks, slower * unknown, hook.step.seconds.median)
 
     def over(self, network: Network) -> Prediction:
-        """Return the time of the step over a network."""
+        """Return the time of the step over a network; raise `ProfileError` if it would take none."""
         modelled = step_time(self.step, network, self.ranks)
         seconds = modelled.seconds + self.unknown
+        if not seconds > 0:
+            raise ProfileError(f"the profile contradicts itself: a step would take {seconds:g} s; profile again.")
         return Prediction(seconds, seconds - self.measured, modelled)
 
 
@@ -253,4 +256,4 @@ def rate_for(
 
 def compressor_of(hook: HookProfile) -> Compressor:
     """Return a fresh compressor of a profiled hook."""
-    return make_compressor(hook.hook)
+    return compressor_in_file(hook.hook)

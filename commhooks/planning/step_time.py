@@ -144,7 +144,7 @@ def step_time(step: Step, link: Network, ranks: int) -> StepTime:
     """Return the step's time for this number of ranks.
 
     Raises:
-        ValueError: The ranks do not fill their hosts.
+        ValueError: The ranks do not fill their hosts, or a transfer takes for ever.
 
     """
     rank = _Rank(step, link, ranks)
@@ -308,10 +308,11 @@ class _Rank:
         is_next = self._left and self._left[0].bucket.ready <= self._goal
         ready = self._when(self._left[0].bucket.ready - self.done) if is_next else math.inf
         arrival = math.inf if task is None else task.arrival
-        if min(ready, arrival) < math.inf:
-            self._advance(min(ready, arrival))
-            if ready <= arrival:
-                self.done = max(self.done, self._left[0].bucket.ready)
+        if not min(ready, arrival) < math.inf:
+            raise ValueError("the step would never end: a time of its compression or of the network is not finite")
+        self._advance(min(ready, arrival))
+        if ready <= arrival:
+            self.done = max(self.done, self._left[0].bucket.ready)
         return False
 
     def _advance(self, moment: float) -> None:

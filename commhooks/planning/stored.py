@@ -11,7 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from commhooks.checkpoints.disk import read_json
+
 T = TypeVar("T")
+_LARGEST = 1e30
+"""No time, size or rate is larger; products of three such numbers are still finite."""
 
 
 def write(value: Any, path: Path, *, form: int) -> None:
@@ -46,7 +50,7 @@ def read(kind: type[T], path: Path, *, form: int) -> T:
         TypeError, ValueError, LookupError: It holds something else; fields with defaults may be missing.
 
     """
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw = read_json(path)
     if not isinstance(raw, dict) or raw.get("format") != form:
         found = raw.get("format") if isinstance(raw, dict) else None
         raise ValueError(f"its format is {found}, not {form}")
@@ -77,4 +81,6 @@ def made_of(kind: Any, raw: Any) -> Any:
 def _checked(raw: Any, expected: Any, kind: Any) -> Any:
     if not isinstance(raw, expected) or (isinstance(raw, bool) and kind is not bool):
         raise TypeError(f"expected {kind} (got {raw!r:.80})")
+    if isinstance(raw, int | float) and not abs(raw) <= _LARGEST:  # NaN neither
+        raise ValueError(f"expected a number of at most {_LARGEST:g} in size (got {raw!r:.80})")
     return float(raw) if kind is float else raw

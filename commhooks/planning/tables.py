@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from commhooks.language.compressor import Compressor
-from commhooks.making import make_compressor
+from commhooks.making import compressor_in_file
 from commhooks.planning.candidates import NOOP, label_in_profile
 from commhooks.planning.costs import HookCosts
 from commhooks.planning.payloads import is_padded, rounds_of
@@ -85,7 +85,7 @@ class Stated:
         shapes = [tuple(self.shapes[place] for place in bucket) for bucket in places]
         found = {}
         for hook, own in costs.items():
-            sends = _sends_of(make_compressor(own.compressor), shapes, ranks, are_alike=self.are_alike)
+            sends = _sends_of(compressor_in_file(own.compressor), shapes, ranks, are_alike=self.are_alike)
             buckets = []
             for bucket, inside, rounds in zip(plain, shapes, sends, strict=True):
                 *before, after = own.seconds(inside, ranks, copy, len(rounds))

@@ -72,5 +72,5 @@ def _nodes(text: str) -> Iterable[ast.AST]:
     """Return the parts of an expression; none of a text that is no expression."""
     try:
         return ast.walk(ast.parse(text, mode="eval"))
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: it is nested too deeply
         return ()

@@ -88,7 +88,7 @@ def records() -> list[Record]:
             found.append(Record(fields["name"], fields["hosts"], None if owner is None else Owner(**owner)))
         except FileNotFoundError:  # removed meanwhile
             continue
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ClusterError(
                 f"{path} is not the record of a cluster ({error}): delete it, and the network namespaces "
                 f"commhooks-{path.stem}-* with `ip netns delete`"

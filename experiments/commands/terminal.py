@@ -83,10 +83,10 @@ class Command(EachOptionOnce):
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console as wide as the terminal; wide enough for whole tables if there is none."""
-    from rich.console import Console
+    from ..screen import Screen
 
     file = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr) if file.isatty() else Console(stderr=stderr, width=110)
+    return Screen(stderr=stderr) if file.isatty() else Screen(stderr=stderr, width=110)
 
 
 @contextmanager
@@ -97,20 +97,21 @@ def errors_in_words(json: Path | None = None) -> Iterator[Console]:
     """
     from ..cluster import ClusterError
     from ..launch import WorldError
+    from ..screen import visible
 
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         yield console(stderr=json == STDOUT)
     except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(visible(f"error: {error}"), err=True)
         raise typer.Exit(2) from error
     except WorldError as error:
-        typer.echo(f"\n{error}", err=True)
+        typer.echo(visible(f"\n{error}"), err=True)
         raise typer.Exit(1) from error
     except BrokenPipeError:  # `| head`: Typer ends the command without a word
         raise
     except (ClusterError, OSError) as error:  # OSError: a disk that is full, a folder that was deleted
-        typer.echo(f"\nerror: {error}", err=True)
+        typer.echo(visible(f"\nerror: {error}"), err=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         typer.echo("\nstopped; the ranks are ended", err=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
@@ -107,7 +108,7 @@ def overlap_table(result: OverlapResult) -> Table:
         f"{settings.task.label}, {settings.ranks} ranks at {format_rate(settings.link.bits_per_second)}, "
         f"{result.buckets} buckets, batch {result.batch_size}, {len(result.rounds)} turns"
     )
-    table = Table("", "median (quartiles)", title=title, title_justify="left", title_style="bold")
+    table = Table("", "median (quartiles)", title=escape(title), title_justify="left", title_style="bold")
     for name in ("compute", "communication", "step"):
         table.add_row(name, spread_in_words(Spread.of([getattr(each, name) for each in result.rounds])))
     ratio = result.ratio

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 import commhooks
@@ -163,7 +164,7 @@ def plan_table(found: Planned) -> Table:
     for choice in plan.choices:
         rate = rates[choice.label]
         table.add_row(
-            f"[bold]{choice.label}" if choice == plan.recommended else choice.label,
+            f"[bold]{escape(choice.label)}" if choice == plan.recommended else escape(choice.label),
             f"{1e3 * choice.seconds:.1f} ± {1e3 * choice.uncertainty:.1f}",
             f"{choice.speed_up:.2f}×",
             percent(choice.utilisation),
@@ -229,7 +230,7 @@ def validation_table(found: Planned) -> Table:
         spread = Spread.of(steps)
         error = predicted[label] / statistics.median(steps) - 1
         table.add_row(
-            label,
+            escape(label),
             f"{1e3 * predicted[label]:.1f}",
             f"{1e3 * spread.median:.1f} ({range_of_seconds(spread.median, spread.low, spread.high)})",
             f"{100 * error:+.1f} %",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rich.markup import escape
 from rich.table import Table
 
 from commhooks.communicators.collective import ring_bytes
@@ -110,7 +111,7 @@ def _table(title: str, level: Probe) -> Table:
     columns = ("latency", "rate", "largest sent", "took", "processor", "residual", "used")
     table = plain_table(title, columns, first="collective")
     for kind, cost in level.costs.items():
-        table.add_row(kind, *_row(kind, cost, level.ranks))
+        table.add_row(escape(kind), *_row(kind, cost, level.ranks))
     return table
 
 

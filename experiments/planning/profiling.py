@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from rich.markup import escape
 from rich.table import Table
 
 import commhooks
@@ -157,7 +158,7 @@ def profile_table(found: Profile) -> Table:
     table = plain_table(title, ("step", "forward", "backward", "exposed", "optimizer", "state"), first="hook")
     table.add_row("plain all-reduce", *_row(found.plain), "")
     for label, hook in found.hooks.items():
-        table.add_row(label, *_row(hook.step), bytes_in_words(hook.state_bytes) if hook.state_bytes else "")
+        table.add_row(escape(label), *_row(hook.step), bytes_in_words(hook.state_bytes) if hook.state_bytes else "")
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from rich.markup import escape
 from rich.table import Table
 
 from commhooks.planning import Plan, Profile
@@ -32,7 +33,7 @@ def seldom_table(plan: Plan) -> Table:
     for one in plan.seldom:
         streamed = f", {one.rounds.fragments} fragments, delay {one.rounds.delay}" if one.rounds.delay else ""
         table.add_row(
-            one.compressor + streamed,
+            escape(one.compressor + streamed),
             str(one.rounds.every) if one.is_enough else f"over {MOST_STEPS}",
             percent(one.utilisation),
             f"{one.bytes_per_step / 1e3:,.1f}",

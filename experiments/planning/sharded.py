@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.markup import escape
 from rich.table import Table
 
 from commhooks.planning import Plan
@@ -15,7 +16,9 @@ def sharded_table(plan: Plan) -> Table:
     """Return a table of the steps of plain FSDP2 and of compressors that can return shards, the fastest first."""
     table = plain_table("FSDP2: predicted steps", ("step, ms", "speed-up", "kB sent"))
     for one in plan.sharded:
-        table.add_row(one.compressor, f"{1e3 * one.seconds:.1f}", times(one.speed_up), f"{one.bytes_sent / 1e3:,.0f}")
+        table.add_row(
+            escape(one.compressor), f"{1e3 * one.seconds:.1f}", times(one.speed_up), f"{one.bytes_sent / 1e3:,.0f}"
+        )
     table.caption = f"speed-up: over plain FSDP2 ({PLAIN}). Parameters are gathered as they are."
     return table
 

@@ -63,8 +63,8 @@ def print_blocks(blocks: Iterable[Block], console: Console) -> None:
     for block in blocks:
         if isinstance(block, Table):
             console.print()
-            first, *others = map(escape, block.columns)
-            table = plain_table(escape(block.title), tuple(others), first=first)
+            first, *others = block.columns
+            table = plain_table(block.title, tuple(others), first=first)
             for row in block.rows:
                 table.add_row(*(escape(cell.replace("`", "")) for cell in row))
             console.print(table)

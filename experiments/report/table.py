@@ -61,12 +61,12 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> li
 
 
 def plain_table(title: str, headings: tuple[str, ...], first: str = "hook") -> Table:
-    """Return an empty table: names in its first column, numbers in the others."""
+    """Return an empty table: names, which the caller escapes, in its first column, numbers in the others."""
     style = {"title_justify": "left", "title_style": "bold", "caption_justify": "left"}
-    table = Table(title=title, box=SIMPLE_HEAD, **style)  # type: ignore[arg-type]  # the values are of the right kinds
-    table.add_column(first, overflow="fold")
+    table = Table(title=escape(title), box=SIMPLE_HEAD, **style)  # type: ignore[arg-type]  # the values are of the right kinds
+    table.add_column(escape(first), overflow="fold")
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(escape(heading), justify="right", no_wrap=True)
     return table
 
 
@@ -109,7 +109,7 @@ def _table(console: Console, grid: Grid, columns: Sequence[int], name_width: int
         heading = grid.headings[place]
         text = " / ".join(grid.headings[part].text for part in parts) if place in parts else heading.text
         headings.append(f"{folded(text, 12 if place not in parts else 23)}\n{heading.small}".rstrip())
-    table = plain_table("", tuple(map(escape, headings[1:])), escape(headings[0]))
+    table = plain_table("", tuple(headings[1:]), headings[0])
     table.pad_edge, table.collapse_padding = False, True
     for row in grid.rows:
         first = dataclasses.replace(row[0], main=folded(row[0].main, name_width))

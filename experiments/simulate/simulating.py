@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from rich.console import Console
-from rich.markup import escape
 
 from commhooks.communicators.links import Link
 from commhooks.planning.candidates import DENSE, NOOP, label_in_profile
@@ -305,7 +304,7 @@ def _print(found: Simulation, console: Console) -> None:
         own = [point for point in found.points if point.link == link]
         hooks = list(dict.fromkeys(point.hook for point in own))
         console.print()
-        table = plain_table(f"{title_of(link)}: step time and utilisation", tuple(map(escape, hooks)), first="ranks")
+        table = plain_table(f"{title_of(link)}: step time and utilisation", tuple(hooks), first="ranks")
         for ranks in dict.fromkeys(point.ranks for point in own):
             times = [next(p.time for p in own if (p.hook, p.ranks) == (hook, ranks)) for hook in hooks]
             table.add_row(

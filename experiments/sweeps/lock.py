@@ -76,5 +76,5 @@ def _owner(text: str) -> str:
     try:
         owner = json.loads(text)
         return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
-    except (ValueError, KeyError, TypeError):  # it is being written
+    except (ValueError, KeyError, TypeError, RecursionError):  # it is being written, or damaged
         return "another process"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+
+from commhooks.checkpoints.disk import read_json
 
 from ..report.page import HEAD as TITLE
 from ..report.page import PICTURES
@@ -195,7 +196,7 @@ def _is_result(path: Path) -> bool:
 
 def _is_first_format(path: Path) -> bool:
     """Return whether this is a result of commhooks 0.1, whose name is made of the task and the hook."""
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw = read_json(path)
     if raw.get("format") != 1:
         return False
     hook = Spec(raw["settings"]["hook"]["name"], tuple(map(tuple, raw["settings"]["hook"]["settings"])))

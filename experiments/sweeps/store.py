@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commhooks.checkpoints.disk import named
+from commhooks.checkpoints.disk import json_in, named
 
 from ..results.summary import Typical, smoothed_losses, total_bytes, total_seconds, typical_steps
 from ..runs import PARTIAL, RunResult, RunSettings
@@ -84,7 +84,7 @@ def read_failures(folders: Sequence[Path]) -> dict[RunSettings, str]:
         try:
             if f"{head}\n" != HEAD:
                 raise ValueError(f"it must begin with {HEAD!r}")
-            found[RunSettings.from_dict(json.loads(settings))] = traceback
+            found[RunSettings.from_dict(json_in(settings))] = traceback
         except ValueError as error:
             raise ValueError(f"{path} is not the record of a failed run ({error}); move it away") from error
     return found

@@ -89,6 +89,13 @@ def read_sweep(path: Path) -> SweepFile:
 
     """
     try:
+        return _read(path)
+    except RecursionError as error:
+        raise ValueError(f"{path}: its brackets are nested too deeply") from error
+
+
+def _read(path: Path) -> SweepFile:
+    try:
         text = path.read_text(encoding="utf-8")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:

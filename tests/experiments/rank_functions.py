@@ -6,9 +6,12 @@ import os
 import signal
 import time
 
+import psutil
 import torch
 import torch.distributed as dist
 
+import commhooks
+from ddp_core import DistributedDataParallel
 from experiments.cluster import INTERFACE, interface_bytes
 from experiments.launch import Send
 
@@ -29,6 +32,20 @@ def add_up(rank: int, ranks: int, argument: int, send: Send) -> None:
             signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         )
     )
+
+
+def listen(rank: int, ranks: int, argument: int, send: Send) -> None:
+    """Exchange gradients, as a run does, and send the addresses at which this rank waits for connections."""
+    model = DistributedDataParallel(torch.nn.Linear(argument, argument))
+    commhooks.attach(model, "int8")
+    model(torch.ones(1, argument)).sum().backward()
+    send(listening())
+
+
+def listening() -> list[str]:
+    """Return the addresses at which this process waits for connections."""
+    sockets = psutil.Process().net_connections("inet")
+    return [one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN]
 
 
 def fail_on_one(rank: int, ranks: int, argument: int, send: Send) -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from experiments.launch import RankFunction, WorldError, reason_of, run_world
-from tests.experiments.rank_functions import add_up, die_on_one, fail_on_one, say_nothing
+from tests.experiments.rank_functions import add_up, die_on_one, fail_on_one, listen, listening, say_nothing
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,6 +33,17 @@ def test_ranks_work_together_on_one_thread_each_and_are_gone() -> None:
     assert all(message[4] for message in messages)  # from the start of their interpreters on
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert dict(os.environ) == environment
+
+
+def test_ranks_of_this_machine_and_their_store_listen_on_the_loopback_alone() -> None:
+    addresses: list[str] = []
+
+    def collect(message: object) -> None:
+        assert isinstance(message, list)
+        addresses.extend([*message, *listening()])
+
+    run_world(listen, 2, 32, collect, timeout=60)
+    assert len(addresses) >= 4 and set(addresses) == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(

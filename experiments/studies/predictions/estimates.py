@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from commhooks.checkpoints.disk import read_json
 from commhooks.planning import stored
 from commhooks.planning.candidates import DENSE
 from commhooks.planning.costs import copy_seconds
@@ -208,13 +209,13 @@ def estimates(
         if not measure and not path.exists():
             raise ValueError(f"{path} does not exist: measure the steps with --measure, or name another folder")
         check_place(path)
-        about = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"steps": {}}
+        about = read_json(path) if path.exists() else {"steps": {}}
         if measure:
             about |= {"machine": machine(), "versions": versions(), "copy_rate": 4 / copy_seconds()}
             for number in world or range(len(WORLDS)):
                 about["steps"][str(number)] = [dataclasses.asdict(one) for one in measured(WORLDS[number])]
                 stored.write_text(path, json.dumps(about, indent=1) + "\n")
-            about = json.loads(path.read_text(encoding="utf-8"))  # lists, as after a measurement of another day
+            about = read_json(path)  # lists, as after a measurement of another day
         steps = stored.made_of(Mapping[str, tuple[StepsAt, ...]], about["steps"])
         text = page(check([one for number in sorted(steps) for one in steps[number]], about["copy_rate"]), about)
         (folder / TABLE).write_text(text, encoding="utf-8")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from commhooks.checkpoints.disk import json_in
 from commhooks.units import counted
 
 PARTS = "parts.jsonl"
@@ -43,7 +44,7 @@ class Notes:
         before = 0.0
         for number, line in enumerate(lines[1:], 2):
             try:
-                key, value, seconds = json.loads(line)
+                key, value, seconds = json_in(line)
                 self._parts[key], before = value, float(seconds)
             except (ValueError, TypeError) as error:
                 raise ValueError(

@@ -1,0 +1,306 @@
+"""Files that somebody else made: what they name is not imported, nothing hangs, and a terminal shows text alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import sys
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import commhooks
+from commhooks import Adaptive, SettingsError, load_checkpoint, save_checkpoint
+from commhooks.checkpoints.contents import read_contents
+from commhooks.errors import CommHooksError, ProfileError
+from commhooks.planning.accuracy import Accuracy
+from commhooks.planning.costs import Costs
+from commhooks.planning.estimate import estimate
+from commhooks.planning.layers import per_layer
+from commhooks.planning.probe import Probe
+from commhooks.planning.profile import GradientProfile, Profile
+from commhooks.state.snapshot import LoadRules
+from experiments.commands.cli import app
+from experiments.runs import RunResult, RunSettings
+from experiments.sweeps.lock import LOCK, OWNER, claimed
+from experiments.sweeps.store import HEAD as FAILED
+from experiments.sweeps.store import read_failures
+from experiments.sweeps.sweep import report_again
+from experiments.sweeps.yaml_file import read_sweep
+from tests.commhooks.mirrored import given
+from tests.commhooks.test_plan import a_probe, a_profile, hook, parts
+from tests.commhooks.told import told_by
+from tests.experiments.synthetic import result
+from tests.world import on_ranks
+
+MODULE = "planted_by_a_file"
+TRAP = """
+import dataclasses
+from pathlib import Path
+from commhooks import TopK
+
+Path(__file__).with_name("imported").touch()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trap(TopK):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    def __post_init__(self):
+        Path(__file__).with_name("made").touch()
+"""
+NAMES = [f"{MODULE}:Trap", f"error-feedback:inner=({MODULE}:Trap)", f"error-feedback:inner='{MODULE}:Trap'"]
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Put a module on the path that writes a file when it is imported, and return its folder."""
+    (tmp_path / f"{MODULE}.py").write_text(TRAP)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop(MODULE, None)
+
+
+def written(name: str, folder: Path) -> tuple[Profile, Probe]:
+    """Return what is read back of the profile of a hook, and of a probe."""
+    gradients = tuple(GradientProfile(one, (64, 64), 4 * 64 * 64, 0.1) for one in "abcd")
+    a_profile(hook(name, 0.112, 0.1), gradients=gradients).write(folder / "profile.json")
+    a_probe().write(folder / "probe.json")
+    return Profile.read(folder / "profile.json"), Probe.read(folder / "probe.json")
+
+
+def plan_of(name: str, folder: Path) -> object:
+    return commhooks.plan(*written(name, folder), sharded=True)
+
+
+def choice_for_each_parameter(name: str, folder: Path) -> object:
+    return per_layer(*written(name, folder), 0.5)
+
+
+def costs_of(name: str, folder: Path) -> object:
+    costs = Costs.read()
+    own = dataclasses.replace(costs.hooks["fp16"], compressor=name)
+    dataclasses.replace(costs, hooks={**costs.hooks, "fp16": own}).write(folder / "costs.json")
+    read = Costs.read(folder / "costs.json")
+    return estimate(10**6, compute=0.1, ranks=2, rate=1e9, copy_rate=1e10, costs=read, hooks=["fp16"])
+
+
+USES: list[Callable[[str, Path], object]] = [plan_of, choice_for_each_parameter, costs_of]
+
+
+@pytest.mark.parametrize("name", [*NAMES, f"{MODULE}:Made"])
+@pytest.mark.parametrize("use", USES)
+def test_a_class_that_a_file_names_is_not_imported(
+    use: Callable[[str, Path], object], name: str, planted: Path
+) -> None:
+    with pytest.raises(SettingsError, match=rf"'{MODULE}:\w+'.*from a file.*not imported.*import {MODULE}"):
+        use(name, planted)
+    assert not (planted / "imported").exists()
+
+
+@pytest.mark.parametrize("use", USES[:2])
+def test_a_class_that_the_program_has_imported_is_taken_and_only_a_compressor_is_made(
+    use: Callable[[str, Path], object], planted: Path
+) -> None:
+    __import__(MODULE)
+    for name in NAMES:
+        use(name, planted)
+    with pytest.raises(SettingsError, match=f"'{MODULE}:Made'.*is no compressor"):
+        use(f"{MODULE}:Made", planted)
+    assert not (planted / "made").exists()
+
+
+def test_of_an_accuracy_file_texts_are_compared(planted: Path) -> None:
+    found = Accuracy.read()
+    task = found.tasks[0]
+    named = tuple(dataclasses.replace(task.differences[0], compressor=name) for name in NAMES)
+    more = dataclasses.replace(task, differences=(*named, *task.differences))
+    dataclasses.replace(found, tasks=(more,)).write(planted / "accuracy.json")
+    read = Accuracy.read(planted / "accuracy.json")
+    asked = commhooks.make_compressor("fp16")
+    assert read.losses_of(asked) == tuple(one for one in found.losses_of(asked) if one.task == task.task) != ()
+    assert not (planted / "imported").exists()
+
+
+def test_a_probe_and_results_are_read_and_reported_without_an_import(planted: Path) -> None:
+    probe = a_probe()
+    costs = {**probe.costs, NAMES[0]: probe.costs["all-reduce"]}
+    dataclasses.replace(probe, costs=costs, link=NAMES[0]).write(planted / "probe.json")
+    commhooks.plan(a_profile(hook("fp16", 0.12, 1)), Probe.read(planted / "probe.json"))
+    results = planted / "results"
+    results.mkdir()
+    for name in ("all-reduce", *NAMES):
+        result(name, task=f"{MODULE}.py:task").write(results)
+        result(name, task=f"{MODULE}:task", ddp="sharded").write(results)
+    report_again([results], planted / "report", Console(file=StringIO()))
+    assert (planted / "report" / "report.html").exists()
+    assert not (planted / "imported").exists()
+
+
+def accuracy_file(path: Path) -> object:
+    return Accuracy.read(path)
+
+
+def manifest(path: Path) -> object:
+    checkpoint = path.parent / "checkpoint-00001-step-1"
+    checkpoint.mkdir(exist_ok=True)
+    path.rename(checkpoint / "manifest.json")
+    return read_contents(checkpoint, 0, 1, LoadRules())
+
+
+def failure(path: Path) -> object:
+    (path.parent / "failures").mkdir(exist_ok=True)
+    (path.parent / "failures" / "run.txt").write_text(f"{FAILED}{path.read_text()}\n")
+    return read_failures([path.parent])
+
+
+def folder_in_use(path: Path) -> object:
+    """Take a folder while another process, whose lock is damaged, has it."""
+    lock = path.with_name(LOCK)
+    lock.write_text(OWNER + path.read_text()[:985])
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with claimed(path.parent):
+            raise AssertionError("it was free")
+
+
+READERS: list[Callable[[Path], object]] = [
+    Profile.read,
+    Probe.read,
+    Costs.read,
+    accuracy_file,
+    RunResult.read,
+    read_sweep,
+    manifest,
+    failure,
+    folder_in_use,
+]
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 10_000, '{"a":' * 10_000, "[" * 2000 + "]" * 2000], ids=["lists", "objects", "closed"]
+)
+@pytest.mark.parametrize("read", READERS)
+def test_a_file_of_nested_brackets_is_refused_in_words(
+    read: Callable[[Path], object], text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises((CommHooksError, ValueError), match="nested too deeply|expected|is in use|was saved in format"):
+        read(path)
+
+
+NUMBERS = [1e308, 1e31, -1e308, float("inf"), float("nan"), 10**400, -(10**400)]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{str(number)[:6]}")
+@pytest.mark.parametrize("name", ["hop_seconds", "round_seconds", "copy_rate"])
+def test_a_number_that_nothing_has_is_refused_and_nothing_hangs(name: str, number: float, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    Costs.read().write(file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: number}))
+    with pytest.raises(ValueError, match=f"costs {file}: .*expected a number of at most 1e\\+30 in size"):
+        Costs.read(file)
+
+
+def test_a_step_that_would_never_end_raises() -> None:
+    costs = dataclasses.replace(Costs.read(), hop_seconds=1e308)
+    with pytest.raises(ValueError, match="the step would never end"):
+        estimate(10**6, compute=0.1, ranks=4, rate=1e9, copy_rate=1e10, costs=costs, hooks=["fp16"])
+
+
+def test_a_profile_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    slow = dataclasses.replace(hook("fp16", 0.12, 1), step=parts(-1.0))
+    a_profile(slow).write(tmp_path / "profile.json")
+    with pytest.raises(ProfileError, match="the profile contradicts itself: a step would take -.* s"):
+        commhooks.plan(Profile.read(tmp_path / "profile.json"), a_probe())
+
+
+def test_a_file_of_costs_without_the_hook_that_others_are_compared_with_is_refused() -> None:
+    costs = Costs.read()
+    with pytest.raises(ValueError, match="the costs lack hook 'all-reduce', with which others are compared"):
+        estimate(
+            10**6, compute=0.1, ranks=2, rate=1e9, costs=dataclasses.replace(costs, hooks={"fp16": costs.hooks["fp16"]})
+        )
+
+
+@pytest.mark.parametrize("text", ["a:b=(" * 10_000, "a(b=" * 10_000])
+def test_a_text_of_nested_brackets_is_refused_in_words(text: str) -> None:
+    with pytest.raises(SettingsError, match="does not parse: its brackets are nested too deeply"):
+        commhooks.make_compressor(text)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        RunSettings.from_dict({"task": "gpt", "hook": text})
+
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e[link=http://x]here[/link][/b]"
+
+
+def shown(*words: str) -> str:
+    """Return what a command prints, which is text and line breaks alone."""
+    printed = CliRunner().invoke(app, words)
+    assert not isinstance(printed.exception, Exception), printed.output
+    assert [one for one in printed.output if one != "\n" and (ord(one) < 32 or 127 <= ord(one) < 160)] == []
+    assert "\u202e" not in printed.output
+    return printed.output
+
+
+def test_a_terminal_shows_names_from_results_as_text(tmp_path: Path) -> None:
+    for seed, name in enumerate(("all-reduce", "fp16")):
+        run = result(name, task=f"{ESCAPES}.py:task", seed=0, steps=12)
+        (layer, *layers), *probes = run.probes[0].layers, *run.probes[1:]
+        first = dataclasses.replace(run.probes[0], layers=(dataclasses.replace(layer, name=ESCAPES), *layers))
+        dataclasses.replace(
+            run,
+            probes=(first, *probes),
+            description=ESCAPES,
+            machine={**run.machine, "processor": ESCAPES, "load": 9.0 * seed},
+        ).write(tmp_path)
+    assert "[link=http://x]here[/link]" in "".join(shown("report", str(tmp_path), "--out", str(tmp_path / "o")).split())
+
+
+def test_a_terminal_shows_names_from_plans_as_text(tmp_path: Path) -> None:
+    probe, profile = a_probe(), a_profile(hook("fp16", 0.113, 2))
+    dataclasses.replace(probe, link=ESCAPES).write(tmp_path / "probe.json")
+    hooks = {**profile.hooks, ESCAPES: profile.hooks["fp16"]}
+    dataclasses.replace(profile, hooks=hooks, model=ESCAPES, link=ESCAPES).write(tmp_path / "profile.json")
+    files = ("--probe", str(tmp_path / "probe.json"), "--profile", str(tmp_path / "profile.json"))
+    assert "[link=http://x]here[/link]" in shown("plan", *files)
+    dataclasses.replace(profile, link="another").write(tmp_path / "profile.json")
+    assert "error: plan: the profile is of link 'another'" in shown("plan", *files)
+
+
+def test_a_terminal_shows_names_from_costs_and_files_as_text(tmp_path: Path) -> None:
+    costs, file = Costs.read(), tmp_path / f"{ESCAPES.replace('/', '')}.json"
+    dataclasses.replace(costs, hooks={**costs.hooks, ESCAPES: costs.hooks["fp16"]}).write(file)
+    words = ("estimate", "--parameters", "1M", "--compute", "100ms", "--costs", str(file))
+    assert "here" in shown(*words)
+    file.write_text("{}")
+    assert "its format is None" in shown(*words)
+
+
+@on_ranks(2)
+def test_a_checkpoint_imports_nothing_that_it_names(rank: int, tmp_path: Path) -> None:
+    (tmp_path / f"{MODULE}.py").write_text(TRAP)
+    sys.path.insert(0, str(tmp_path))
+    model = given("core")
+    hooks = commhooks.attach(model, "all-reduce")
+    controller = Adaptive(hooks, ["all-reduce", "fp16"])
+    named = {**controller.state_dict(), "ladder": [NAMES[0], NAMES[2]]}
+    state = hooks.state_dict()
+    state["settings"] = dict.fromkeys(state["settings"], NAMES[0])
+    extra = {"adaptive": named, "hooks": state}
+    save_checkpoint(tmp_path / "run", step=1, model=model, hooks=hooks, extra=extra)
+    read = load_checkpoint(tmp_path / "run", model=model, hooks=hooks)
+    assert read is not None
+    for load, part in ((controller.load_state_dict, "adaptive"), (hooks.load_state_dict, "hooks")):
+        told = told_by(lambda load=load, part=part: load(read.extra[part]))  # type: ignore[misc]
+        assert told.error == "CheckpointError" and f"{MODULE}:Trap" in told.text
+    assert not (tmp_path / "imported").exists()
