@@ -24,12 +24,10 @@ from commhooks.checkpoints.disk import flush_to_disk, write_text
 from commhooks.checkpoints.writer import Writer
 
 _NAME = re.compile(r"checkpoint-(\d+)-step-(\d+)")
-_WRITING = re.compile(r"\.writing-(step-\d+-by-(\d+)-on-(.+)-([0-9a-f]{8})-[0-9a-f]{32})")
+_WRITING = re.compile(r"\.writing-step-\d+-by-.*")
 _REMOVING = re.compile(r"\.removing-(checkpoint-\d+-)?step-\d+.*")
 _NAME_IS_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 _OTHERS_REMOVE_OR_READ_IT = (*_NAME_IS_TAKEN, errno.ENOENT, errno.EBUSY, errno.ESTALE)
-ABANDONED_SECONDS = 3600.0
-"""A folder in which nothing was written for this long is not being written: the ranks' collectives time out sooner."""
 
 
 def newest(directory: Path) -> Path | None:
@@ -52,8 +50,8 @@ def checkpoints_in(root: Path) -> list[Path]:
 def prepare(root: Path, step: int) -> tuple[str, str]:
     """Make the folder in which to write a checkpoint; return its name, which no other save has, and the save's."""
     root.mkdir(parents=True, exist_ok=True)
-    here, save = Writer.here(), uuid.uuid4().hex
-    writing = f".writing-step-{step}-by-{here.pid}-on-{here.host}-{here.machine}-{save}"
+    save = uuid.uuid4().hex
+    writing = f".writing-step-{step}-{Writer.here().mark(save)}"
     (root / writing).mkdir()
     return writing, save
 
@@ -64,9 +62,7 @@ def remove_abandoned(root: Path, writing: str) -> None:
     for left in root.iterdir():
         writer = _writer_of(left.name)
         with contextlib.suppress(FileNotFoundError):  # renamed meanwhile, so not abandoned
-            if _REMOVING.fullmatch(left.name) or (
-                writer is not None and (writer.has_ended or now - _last_written(left) > ABANDONED_SECONDS)
-            ):
+            if _REMOVING.fullmatch(left.name) or (writer is not None and writer.abandoned(left, now)):
                 _remove(left)
 
 
@@ -137,9 +133,4 @@ def _remove(path: Path) -> None:
 
 def _writer_of(name: str) -> Writer | None:
     """Return who writes under this name; None if it is not the name of a checkpoint that is being written."""
-    match = _WRITING.fullmatch(name)
-    return match and Writer(int(match[2]), match[3], match[4])
-
-
-def _last_written(folder: Path) -> float:
-    return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    return Writer.of(name) if _WRITING.fullmatch(name) else None

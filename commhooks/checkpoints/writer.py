@@ -1,4 +1,7 @@
-"""The process that saves a checkpoint, by which other processes that save into the same directory know it."""
+"""The process that writes a checkpoint: its name is part of what it writes, until that is complete.
+
+So other processes that save in the same place know whose it is, and whether it was left behind.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ import socket
 import zlib
 from pathlib import Path
 
+ABANDONED_SECONDS = 3600.0
+"""If nothing was written for this long, nobody is writing: the ranks' collectives time out sooner."""
+_MARK = re.compile(r"by-(\d+)-on-(.+)-([0-9a-f]{8})-[0-9a-f]{32}")
 _UNKNOWN = "00000000"
 
 
@@ -26,6 +32,23 @@ class Writer:
         """Return this process."""
         return cls(os.getpid(), re.sub(r"[^\w.-]", "-", socket.gethostname())[:64] or "localhost", _machine())
 
+    @classmethod
+    def of(cls, name: str) -> Writer | None:
+        """Return the process that a name with a mark names; None if it has none."""
+        match = _MARK.search(name)
+        return match and cls(int(match[1]), match[2], match[3])
+
+    def mark(self, save: str) -> str:
+        """Return the part of a name that says who writes; `save` is the save's own name, 32 hexadecimal digits."""
+        return f"by-{self.pid}-on-{self.host}-{self.machine}-{save}"
+
+    def abandoned(self, path: Path, now: float) -> bool:
+        """Return whether this process no longer writes a file or folder; `now` is the time by the file system's clock.
+
+        Raises `FileNotFoundError` if it is not there any more.
+        """
+        return self.has_ended or now - _last_written(path) > ABANDONED_SECONDS
+
     @property
     def has_ended(self) -> bool:
         """True if the process is known to have ended; False if it runs, or may run on another machine."""
@@ -42,6 +65,10 @@ class Writer:
     def __str__(self) -> str:
         """Name it in an error."""
         return f"process {self.pid} on {self.host}"
+
+
+def _last_written(path: Path) -> float:
+    return max(one.stat().st_mtime for one in (path, *(path.iterdir() if path.is_dir() else ())))
 
 
 def _machine() -> str:

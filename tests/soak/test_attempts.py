@@ -5,6 +5,9 @@ What one has saved loads, whatever the other writes, removes and leaves behind.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import errno
 import os
 import random
 import shutil
@@ -19,11 +22,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import commhooks
 import ddp_core
-from commhooks import CheckpointError, load_checkpoint, save_checkpoint
-from commhooks.checkpoints.folder import ABANDONED_SECONDS, checkpoints_in
+from commhooks import Attachment, CheckpointError, LoadRules, load_checkpoint, save_checkpoint
+from commhooks.checkpoints.folder import checkpoints_in
+from commhooks.checkpoints.writer import ABANDONED_SECONDS, Writer
+from commhooks.integrations.rank_files import load_rank_files, save_rank_files
 from tests.world import on_ranks, run_world
 from tests.world.launcher import context, ensure_server
 
@@ -34,7 +41,7 @@ PLAIN = nn.Linear(4, 4)
 # --- saving and loading at once ---------------------------------------------------------------------------------------
 
 
-def save_and_load(_: int, root: Path, attempt: int, saves: int, keep: int | None, same_steps: bool) -> Counter[str]:
+def save_and_load(_: int, attempt: int, root: Path, saves: int, keep: int | None, same_steps: bool) -> Counter[str]:
     """Save in a loop, and load each time, by the path and by the directory; return what happened how often."""
     model = ddp_core.DistributedDataParallel(nn.Linear(16, 16))
     happened: Counter[str] = Counter()
@@ -52,11 +59,12 @@ def save_and_load(_: int, root: Path, attempt: int, saves: int, keep: int | None
     return happened
 
 
-def check_two_attempts(root: Path, saves: int, keep: int | None, same_steps: bool) -> Counter[str]:
-    happened: list[Counter[str]] = []
+def in_two_attempts(act: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call a function on all ranks of two worlds at once, as `act(rank, attempt, ...)`; return what each returned."""
+    happened: list[Any] = []
 
     def attempt(number: int) -> None:
-        first, *others = run_world(save_and_load, RANKS, root, number, saves, keep, same_steps, timeout=600)
+        first, *others = run_world(act, RANKS, number, *arguments, timeout=600)
         assert others == [first] * len(others)
         happened.append(first)
 
@@ -66,6 +74,11 @@ def check_two_attempts(root: Path, saves: int, keep: int | None, same_steps: boo
     for one in attempts:
         one.join()
     assert len(happened) == 2, "an attempt failed"
+    return happened
+
+
+def check_two_attempts(root: Path, saves: int, keep: int | None, same_steps: bool) -> Counter[str]:
+    happened = in_two_attempts(save_and_load, root, saves, keep, same_steps)
     total = sum(happened, Counter[str]())
     assert total["loaded by its path"] + total["made room for newer ones"] == 2 * saves, total
     assert total["loaded by the directory"] == 2 * saves
@@ -126,6 +139,75 @@ def test_a_load_whose_checkpoints_are_removed_faster_than_it_reads_gives_up(tmp_
         pytest.raises(CheckpointError, match=rf"checkpoints in {tmp_path} were removed while they were read, 10 of"),
     ):
         load_checkpoint(tmp_path, model=PLAIN)
+
+
+# --- in the folder of a framework -------------------------------------------------------------------------------------
+
+
+def compressed(rank: int) -> Attachment:
+    """Return the hook of a model that has taken a step, with a residual that differs between ranks."""
+    torch.manual_seed(0)
+    model = ddp_core.DistributedDataParallel(nn.Linear(16, 16))
+    attachment = commhooks.attach(model, "top-k")
+    model(torch.full((4, 16), 1.0 + rank)).square().mean().backward()
+    return attachment
+
+
+def save_beside_the_model(rank: int, _: int, folder: Path, saves: int) -> int:
+    attachment = compressed(rank)
+    for _ in range(saves):
+        save_rank_files(folder, "hook", attachment)
+    return attachment.steps
+
+
+def load_beside_the_model(rank: int, folder: Path) -> None:
+    attachment = compressed(rank)
+    load_rank_files(folder, "hook", attachment, LoadRules())
+
+
+@pytest.mark.parametrize("saves", [12, pytest.param(450, marks=pytest.mark.soak)])
+def test_what_two_attempts_save_beside_a_framework_s_model_is_of_one_save(saves: int, tmp_path: Path) -> None:
+    assert in_two_attempts(save_beside_the_model, tmp_path, saves) == [1, 1]
+    run_world(load_beside_the_model, RANKS, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hook-rank0.pt", "hook-rank1.pt"]
+
+
+@on_ranks(RANKS)
+def test_a_save_beside_a_framework_s_model_that_is_mixed_again_and_again_names_the_other(
+    rank: int, tmp_path: Path
+) -> None:
+    attachment = compressed(rank)
+    save_rank_files(tmp_path / "other", "hook", attachment)
+    original = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        path = original(self, target)
+        if rank == 0:
+            shutil.copy(tmp_path / "other" / target.name, target)
+        return path
+
+    with (
+        mock.patch.object(Path, "replace", replace),
+        pytest.raises(CheckpointError, match=r"were replaced 10 times while they were saved, the last time by process"),
+    ):
+        save_rank_files(tmp_path / "one", "hook", attachment)
+
+
+@on_ranks(RANKS)
+def test_a_save_beside_a_framework_s_model_that_fails_leaves_the_one_before(rank: int, tmp_path: Path) -> None:
+    """And one that was killed leaves a part that the next one removes."""
+    attachment = compressed(rank)
+    save_rank_files(tmp_path, "hook", attachment)
+    before = (tmp_path / f"hook-rank{rank}.pt").read_bytes()
+    full = mock.patch.object(torch, "save", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with full if rank == 1 else contextlib.nullcontext(), pytest.raises(CheckpointError, match="rank 1: OSError"):
+        save_rank_files(tmp_path, "hook", attachment)
+    assert (tmp_path / f"hook-rank{rank}.pt").read_bytes() == before
+    left = tmp_path / f"hook-rank{rank}.{dataclasses.replace(Writer.here(), pid=2**22 + 1).mark('0' * 32)}.part"
+    left.touch()
+    save_rank_files(tmp_path, "hook", attachment)
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hook-rank0.pt", "hook-rank1.pt"]
 
 
 # --- what a killed attempt leaves -------------------------------------------------------------------------------------
@@ -253,6 +335,10 @@ def save_in_a_loop(root: Path, told: Path) -> None:
             file.flush()
 
 
+def number_of(name: str) -> int:
+    return int(name.split("-")[1])
+
+
 def check_kills(folder: Path, kills: int, seed: int) -> Counter[str]:
     """Kill a process that saves, again and again; another one saves in the same directory in half of its lives."""
     root, told, chance = folder / "run", folder / "told", random.Random(seed)
@@ -270,8 +356,8 @@ def check_kills(folder: Path, kills: int, seed: int) -> Counter[str]:
         model = nn.Linear(100, 100)
         loaded = load_checkpoint(root, model=model)
         assert loaded is None or loaded.extra == {"step": loaded.step}
-        last = max(told.read_text().split(), default="")  # names in the order of their numbers
-        assert last == "" or (loaded is not None and loaded.path.name >= last), (loaded, last)
+        last = max(told.read_text().split(), key=number_of, default="")
+        assert last == "" or (loaded is not None and number_of(loaded.path.name) >= number_of(last)), (loaded, last)
         if (root / last / "manifest.json").exists():  # no newer ones have taken its room
             assert load_checkpoint(root / last, model=model) is not None
             happened["loaded the last save that returned"] += 1
