@@ -68,7 +68,8 @@ class Writer:
 
 
 def _last_written(path: Path) -> float:
-    return max(one.stat().st_mtime for one in (path, *(path.iterdir() if path.is_dir() else ())))
+    latest: float = max(one.stat().st_mtime for one in (path, *(path.iterdir() if path.is_dir() else ())))
+    return latest
 
 
 def _machine() -> str:
