@@ -75,6 +75,9 @@ def save_checkpoint(
     Raises `CheckpointError` on every rank if any rank cannot write, naming the file and the cause; this checkpoint's
     files are removed, and the other checkpoints stay intact. If only an older checkpoint cannot be removed ("could not
     remove older checkpoints"), the new one is complete and stays.
+
+    Other runs may save into the same directory at the same time, such as an earlier attempt of a job that has not ended
+    yet. `keep` counts their checkpoints too, and an error names them.
     """
     if keep is not None and keep < 1:
         raise CheckpointError(f"save_checkpoint(keep={keep!r}): keep must be at least 1, or None.")
@@ -119,6 +122,8 @@ def load_checkpoint(
 ) -> Checkpoint | None:
     """Restore the newest checkpoint in a directory, or the one at this path; return None if there is none.
 
+    If another run that saves into this directory removes the checkpoint meanwhile, the next newest is restored.
+
     Call it on every rank, after attaching the hook, before or between steps. `world_size`, `settings` and `missing`
     allow differences in the hook's state: see `LoadRules`. If the number of ranks is unchanged, every rank also gets
     back its own buffers, and the state of torch's random number generators.
@@ -144,11 +149,12 @@ def _removed_if_it_fails(root: Path, writing: str, ranks: Ranks) -> Iterator[Non
     """Remove the files of a checkpoint that cannot be finished: the disk may be full because of them."""
     try:
         yield
-    except CheckpointError as error:  # all ranks raise it, so none of them is still writing
+    except CheckpointError as error:  # on all ranks
         others = ranks.first("find other writers", lambda: others_in(root, writing))
-        if ranks.rank == 0:
-            shutil.rmtree(root / writing, ignore_errors=True)  # a later save removes what is left
         raise CheckpointError(f"{error} {others}".rstrip()) from error.__cause__
+    finally:
+        if ranks.rank == 0 and (root / writing).exists():
+            shutil.rmtree(root / writing, ignore_errors=True)  # a later save removes what is left
 
 
 def _write(

@@ -276,6 +276,12 @@ def test_a_killed_save_is_cleared_away_and_a_living_one_is_not(tmp_path: Path) -
     assert not any(root.glob(".*"))
 
 
+def test_a_save_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    with mock.patch.object(os, "fsync", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, step=1, model=PLAIN)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_another_machine_left_is_cleared_away_once_it_is_old(tmp_path: Path) -> None:
     killed = start(save_slowly, tmp_path / "run", tmp_path / "never")
     left = wait_for(tmp_path / "run", killed)
