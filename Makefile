@@ -39,7 +39,8 @@ help:
 	@echo "make soak-hooks   the hooks' part of that: 300 steps, 20 times, over 1 to 40 buckets on 2 to 4 ranks"
 	@echo "                  (hours; SOAK_REPETITIONS=1 make soak-hooks repeats less)"
 	@echo "make soak-nestings  another: a thousand random nestings of wrappers and compressors, against the laws that hold for all"
-	@echo "make soak-kills   another part: ranks are killed 60 times, in runs that must end as if they had not been"
+	@echo "make soak-kills   another part: ranks are killed 60 times, in runs that must end as if they had not been,"
+	@echo "                  and processes that save 200 times; two attempts of one job save into one directory"
 	@echo "make many-ranks   another: 16 ranks, PowerSGD and int8, both DDPs; prints seconds, keys and bytes in the store (two minutes)"
 	@echo "make soak-network  another: stores that stop answering, cables that are pulled, links and their counters (needs root and iproute2)"
 	@echo "make soak-cluster  another: what compression saves between hosts at 100 Mbit/s, and how true the emulated link is"
@@ -130,7 +131,7 @@ soak-nestings: $(STAMP)
 	$(BIN)/python -m pytest -m "" tests/commhooks/test_nestings.py
 
 soak-kills: $(STAMP)
-	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_kills.py
+	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_kills.py tests/soak/test_attempts.py
 
 many-ranks: $(STAMP)
 	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_many_ranks.py

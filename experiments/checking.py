@@ -11,6 +11,7 @@ import commhooks
 from commhooks.language.compressor import Compressor
 from commhooks.laws import Finding, as_used
 from commhooks.making import kind_of, make_compressor
+from commhooks.planning.stored import write_text
 
 from .tasks.importing import failures_in_words, import_module
 
@@ -49,4 +50,4 @@ def write_findings(compressor: Compressor, findings: Sequence[Finding], file: Pa
     """Write the findings as JSON: a list of laws, each with verdict, reason and seconds."""
     laws = [dataclasses.asdict(one) for one in findings]
     content = {"compressor": str(compressor), "commhooks": commhooks.__version__, "laws": laws}
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

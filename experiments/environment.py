@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import commhooks
+from commhooks.planning.stored import write_text
 from commhooks.units import bytes_in_words, counted
 
 from .commit import commit_of_code
@@ -78,7 +79,7 @@ def print_environment(place: Path | None) -> None:
     if place == Path("-"):
         print(text, end="")
     else:
-        place.write_text(text, encoding="utf-8")
+        write_text(place, text)
 
 
 def _version(name: str) -> str | None:

@@ -3,15 +3,15 @@
 A checkpoint is a folder, which all ranks must see under the same path:
 
     <directory>/checkpoint-00007-step-30/
-        manifest.json    step, world size, the save's name, and the bytes and the CRC-32 of each file
+        manifest.json    step, world size, the save's name and writer, and the bytes and the CRC-32 of each file
         shared.pt        the state that is the same on every rank, written by rank 0
         rank0.pt ...     each rank's own: residuals, buffers, random number generators, and with DiLoCo its model,
                          optimizer and scaler; written in parallel
 
 It is written under another name, flushed to the disk, and renamed once complete: a run that is killed at any moment
-leaves earlier checkpoints intact. Every file loads with `torch.load(path)` and its default arguments, which executes
-nothing, and its checksums are compared first. It carries the random name of its save, so files of two saves cannot be
-mixed unnoticed.
+leaves earlier checkpoints intact, and so does another run that saves into the same directory. Every file loads with
+`torch.load(path)` and its default arguments, which executes nothing, and its checksums are compared first. It carries
+the random name of its save, so files of two saves cannot be mixed unnoticed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Unpack
@@ -29,11 +28,14 @@ from torch.nn import Module
 
 from commhooks.checkpoints.contents import Contents, read_contents
 from commhooks.checkpoints.disk import write_tensors
-from commhooks.checkpoints.folder import newest, prepare, put_in_place, remove_all_but
+from commhooks.checkpoints.folder import newest, others_in, prepare, put_in_place, remove_abandoned, remove_all_but
 from commhooks.checkpoints.run import FORMAT_VERSION, HookState, Run, Saved
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import CheckpointError
 from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
+
+MOST_REMOVED = 10
+"""A load gives up when this many checkpoints were removed while it read them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,9 @@ def save_checkpoint(
     Raises `CheckpointError` on every rank if any rank cannot write, naming the file and the cause; this checkpoint's
     files are removed, and the other checkpoints stay intact. If only an older checkpoint cannot be removed ("could not
     remove older checkpoints"), the new one is complete and stays.
+
+    Other runs may save into the same directory at the same time, such as an earlier attempt of a job that has not ended
+    yet. `keep` counts their checkpoints too, and an error names them.
     """
     if keep is not None and keep < 1:
         raise CheckpointError(f"save_checkpoint(keep={keep!r}): keep must be at least 1, or None.")
@@ -84,9 +89,9 @@ def save_checkpoint(
     if len(set(steps)) > 1:
         raise CheckpointError(f"save_checkpoint: ranks disagree about the step: by rank {', '.join(map(str, steps))}.")
     ranks.each("consolidate the optimizer's state", run.consolidate_optimizer)
-    name: str
-    (name, writing), save = ranks.first("prepare the checkpoint", lambda: (prepare(root, step), uuid.uuid4().hex))
-    with _removed_if_it_fails(root / writing, ranks):
+    writing, save = ranks.first("prepare the checkpoint", lambda: prepare(root, step))
+    with _removed_if_it_fails(root, writing, ranks):
+        ranks.first("remove what killed runs left", lambda: remove_abandoned(root, writing))
         parts = ranks.gather(
             "write the checkpoint", lambda: _write(root / writing, run, step, save, ranks, extra or {}, flush)
         )
@@ -99,8 +104,10 @@ def save_checkpoint(
             "files": {name: size for name, (size, _) in written.items()},
             "crc32": {name: crc32 for name, (_, crc32) in written.items()},
         }
-        ranks.first("put the checkpoint in place", lambda: put_in_place(root, writing, name, manifest, flush=flush))
-    ranks.first("remove older checkpoints", lambda: remove_all_but(keep, root))
+        name: str = ranks.first(
+            "put the checkpoint in place", lambda: put_in_place(root, writing, step, manifest, flush=flush)
+        )
+    ranks.first("remove older checkpoints", lambda: remove_all_but(keep, root, name))
     return root / name
 
 
@@ -115,6 +122,8 @@ def load_checkpoint(
 ) -> Checkpoint | None:
     """Restore the newest checkpoint in a directory, or the one at this path; return None if there is none.
 
+    If another run that saves into this directory removes the checkpoint meanwhile, the next newest is restored.
+
     Call it on every rank, after attaching the hook, before or between steps. `world_size`, `settings` and `missing`
     allow differences in the hook's state: see `LoadRules`. If the number of ranks is unchanged, every rank also gets
     back its own buffers, and the state of torch's random number generators.
@@ -124,16 +133,10 @@ def load_checkpoint(
     allowed = LoadRules(**rules)
     run = Run(model, optimizer, scaler, hooks)
     ranks = run.ranks()
-    path: Path | None = ranks.first("find the checkpoint", lambda: newest(Path(directory)))
-    if path is None:
+    found = _read_newest(Path(directory), run, ranks, allowed)
+    if found is None:
         return None
-    contents = ranks.each("load the checkpoint", lambda: _read_what_fits(path, run, ranks, allowed))
-    saves = ranks.gather("compare the checkpoint's save", lambda: contents.shared.get("save"))
-    if len(set(saves)) > 1:
-        raise CheckpointError(
-            f"ranks see different checkpoints under {path}: by rank, the save {', '.join(map(str, saves))}; nothing "
-            "was loaded. Every rank must see the folder that rank 0 sees."
-        )
+    path, contents = found
     if hooks is not None and contents.hooks is not None:
         state = contents.hooks.as_dict()
         hooks.load_state_dict(state, **rules)
@@ -142,14 +145,16 @@ def load_checkpoint(
 
 
 @contextlib.contextmanager
-def _removed_if_it_fails(writing: Path, ranks: Ranks) -> Iterator[None]:
+def _removed_if_it_fails(root: Path, writing: str, ranks: Ranks) -> Iterator[None]:
     """Remove the files of a checkpoint that cannot be finished: the disk may be full because of them."""
     try:
         yield
-    except CheckpointError:  # all ranks raise it, so none of them is still writing
-        if ranks.rank == 0:
-            shutil.rmtree(writing, ignore_errors=True)  # the next save removes what is left
-        raise
+    except CheckpointError as error:  # on all ranks
+        others = ranks.first("find other writers", lambda: others_in(root, writing))
+        raise CheckpointError(f"{error} {others}".rstrip()) from error.__cause__
+    finally:
+        if ranks.rank == 0 and (root / writing).exists():
+            shutil.rmtree(root / writing, ignore_errors=True)  # a later save removes what is left
 
 
 def _write(
@@ -163,8 +168,48 @@ def _write(
     return {name: write_tensors(folder / name, content, flush=flush) for name, content in files.items()}
 
 
-def _read_what_fits(path: Path, run: Run, ranks: Ranks, rules: LoadRules) -> Contents:
-    contents = read_contents(path, ranks.rank, ranks.world_size, rules)
+def _read_newest(directory: Path, run: Run, ranks: Ranks, rules: LoadRules) -> tuple[Path, Contents] | None:
+    """Read the newest checkpoint, or the next one if a process that saves there removes it meanwhile."""
+    removed: list[Path] = []
+    while len(removed) < MOST_REMOVED:
+        path: Path | None = ranks.first("find the checkpoint", lambda: newest(directory))
+        if path is None:
+            break
+        contents = _read_on_all_ranks(path, run, ranks, rules, must_be_there=path in removed)
+        if contents is not None:
+            return path, contents
+        removed.append(path)
+    if not removed:
+        return None
+    raise CheckpointError(
+        f"checkpoints in {directory} were removed while they were read, {len(removed)} of them, and none was left or "
+        "time to read it. Another process removes them: end it, or let it keep more (save_checkpoint(keep=...))."
+    )
+
+
+def _read_on_all_ranks(path: Path, run: Run, ranks: Ranks, rules: LoadRules, *, must_be_there: bool) -> Contents | None:
+    """Return what this rank needs of a checkpoint; None on every rank if it was removed before one had read it."""
+    contents = ranks.each("load the checkpoint", lambda: _read_what_fits(path, run, ranks, rules, must_be_there))
+    saves = ranks.gather("compare the checkpoint's save", lambda: contents and (contents.shared.get("save"),))
+    if None in saves:
+        return None
+    if len(set(saves)) > 1:
+        by_rank = ", ".join(str(save) for (save,) in saves)
+        raise CheckpointError(
+            f"ranks see different checkpoints under {path}: by rank, the save {by_rank}; nothing was loaded. Every "
+            "rank must see the folder that rank 0 sees."
+        )
+    return contents
+
+
+def _read_what_fits(path: Path, run: Run, ranks: Ranks, rules: LoadRules, must_be_there: bool) -> Contents | None:
+    """Return what this rank needs of a checkpoint; None if it has been removed, unless it must be there."""
+    try:
+        contents = read_contents(path, ranks.rank, ranks.world_size, rules)
+    except CheckpointError:
+        if must_be_there or path.exists():
+            raise
+        return None
     faults = contents.faults(run, rules)
     if faults:
         raise refuse(f"{path} does not fit", faults)

@@ -8,6 +8,7 @@ have its own disk.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import uuid
 from collections.abc import Iterable, Mapping
@@ -15,20 +16,31 @@ from pathlib import Path
 from typing import Any
 
 from commhooks.checkpoints.disk import read_tensors, write_tensors
+from commhooks.checkpoints.writer import Writer
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import CheckpointError
 from commhooks.hooks.attach import Attachment
 from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
 
+_MOST_TIMES = 10
+
 
 def save_rank_files(folder: Path, name: str, attachment: Attachment) -> None:
     """Write this rank's file; call it on every rank, between two steps.
 
-    A file appears complete or not at all. Raises `CheckpointError` on every rank if any of them cannot write.
+    Each file appears complete or not at all, and none before all ranks have written theirs. If another process saves
+    into the same folder at once, all files are of one of the two saves in the end. Raises `CheckpointError` on every
+    rank if any of them cannot write; the files that were there before then stay.
     """
     ranks = Ranks(attachment.process_group)
-    save = ranks.first("name the save", lambda: uuid.uuid4().hex)
-    ranks.each("save the hook's state", lambda: _write(folder, name, attachment, ranks, save))
+    for _ in range(_MOST_TIMES):
+        if _save(folder, name, attachment, ranks):
+            return
+    writer = ranks.first("name the other writer", lambda: _load(_file(folder, name, 0)).get("writer"))
+    raise CheckpointError(
+        f"the files {name}-rank<r>.pt in {folder} were replaced {_MOST_TIMES} times while they were saved, the last "
+        f"time by {writer}. End one of the two runs, or let it save into another folder."
+    )
 
 
 def load_rank_files(folder: Path, name: str, attachment: Attachment, rules: LoadRules) -> None:
@@ -59,19 +71,48 @@ def load_rank_files(folder: Path, name: str, attachment: Attachment, rules: Load
     attachment.load_state_dict(state, world_size=rules.world_size, settings=rules.settings, missing=rules.missing)
 
 
-def _write(folder: Path, name: str, attachment: Attachment, ranks: Ranks, save: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not have created it yet, or may have its own disk
-    part = folder / f"{name}-rank{ranks.rank}.part"
+def _save(folder: Path, name: str, attachment: Attachment, ranks: Ranks) -> bool:
+    """Write all ranks' files; return False on every rank if another process has replaced some of them meanwhile."""
+    save = ranks.first("name the save", lambda: uuid.uuid4().hex)
+    part = folder / f"{name}-rank{ranks.rank}.{Writer.here().mark(save)}.part"
     try:
-        write_tensors(part, attachment.state_dict() | {"save": save}, flush=False)
-    except OSError:  # a full disk, for one
-        part.unlink(missing_ok=True)
-        raise
+        ranks.each("save the hook's state", lambda: _write(part, attachment, save))
+        written = ranks.each("put the hook's state in place", lambda: _put_in_place(part, folder, name, ranks))
+    finally:
+        with contextlib.suppress(OSError):  # after a failure that is raised
+            part.unlink()
+    in_place = ranks.gather("look for other saves", lambda: _identity(_file(folder, name, ranks.rank)) == written)
+    return len(set(in_place)) == 1  # if all are replaced, that save is newer, and will see to it that it is complete
+
+
+def _write(part: Path, attachment: Attachment, save: str) -> None:
+    part.parent.mkdir(parents=True, exist_ok=True)  # rank 0 may not have created it yet, or may have its own disk
+    write_tensors(part, attachment.state_dict() | {"save": save, "writer": str(Writer.here())}, flush=False)
+
+
+def _put_in_place(part: Path, folder: Path, name: str, ranks: Ranks) -> tuple[int, int] | None:
+    """Give this rank's file its name, remove what other runs left in this folder, and return the file's identity."""
+    written, now = _identity(part), part.stat().st_mtime
     part.replace(_file(folder, name, ranks.rank))
-    if ranks.rank == 0:  # remove what a run with more ranks left in this folder
+    if ranks.rank == 0:
         for number in _numbers(folder, name):
             if number >= ranks.world_size:
-                _file(folder, name, number).unlink()
+                _file(folder, name, number).unlink(missing_ok=True)
+    for left in folder.glob(f"{name}-rank*.part"):
+        writer = Writer.of(left.name)
+        with contextlib.suppress(FileNotFoundError):  # put in place, or removed by another rank
+            if writer is not None and writer.abandoned(left, now):
+                left.unlink()
+    return written
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from others that had or will have its name; None if it is not there."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _read(folder: Path, name: str, ranks: Ranks, rules: LoadRules) -> tuple[dict[str, Any], dict[str, str]]:

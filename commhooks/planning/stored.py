@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import types
 import typing
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         path.write_bytes(content)
         return
     path = path.resolve()  # what a link points to is replaced, not the link
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # another process may write the same file at once
     try:
         beside.write_bytes(content)
         beside.replace(path)

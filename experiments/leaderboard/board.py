@@ -18,6 +18,7 @@ from ..report.page import data_uri, head, template
 from ..report.plots import THEMES
 from ..report.table import plain_table
 from ..specs import Spec
+from ..sweeps.lock import LOCK, OWNER
 from ..sweeps.output import Contents, prepare_folder
 from ..tasks import load_task
 from ..training.lockstep import SCORES, Trained
@@ -56,6 +57,7 @@ _CONTENTS = Contents(
         RUNS: ",".join(_RUN_FIELDS),
         STANDINGS: ",".join(_STANDING_FIELDS),
         GRACE: ",".join(_GRACE_FIELDS),
+        LOCK: OWNER,
     },
     folders=("plots",),
     pictures=PICTURES,

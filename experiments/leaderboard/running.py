@@ -16,6 +16,7 @@ from ..machine import cores
 from ..report.heartbeat import Heartbeat
 from ..results.summary import Spread
 from ..specs import Spec
+from ..sweeps.lock import claimed
 from ..tasks import LoadedTask, load_task
 from ..training.lockstep import SCORES, time_in_lockstep, train_in_lockstep
 from .accuracy import accuracy_of
@@ -122,10 +123,15 @@ def run_leaderboard(board: Leaderboard, console: Console) -> list[Standing]:
     """Make all runs, write the results, and return the standings.
 
     Raises:
-        ValueError: A name is not known, or the folder cannot be used; see `prepare_folder`.
+        ValueError: A name is not known, or the folder cannot be used, or another process uses it; see `prepare_folder`.
 
     """
     jobs, left_out = _plan(board)
+    with claimed(board.out):
+        return _run(board, jobs, left_out, console)
+
+
+def _run(board: Leaderboard, jobs: list[TrainingJob], left_out: list[LeftOut], console: Console) -> list[Standing]:
     timed = list(dict.fromkeys(job.contender for job in jobs))
     prepare_board(board.out, overwrite=board.overwrite)
     listener = _Listener(board.out, jobs, timed, left_out)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import commhooks
+from commhooks.planning import stored
 
 from ..launch import reason_of
 from ..results.intervals import Estimate
@@ -72,7 +73,7 @@ def as_text(found: Mapping[str, Any]) -> str:
 
 def write_text(found: Mapping[str, Any], path: Path) -> None:
     """Write a summary into a file as strict JSON text."""
-    path.write_text(as_text(found), encoding="utf-8")
+    stored.write_text(path, as_text(found))
 
 
 def _time(seconds: float) -> str:

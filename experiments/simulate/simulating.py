@@ -14,6 +14,7 @@ from functools import partial
 from rich.console import Console
 
 from commhooks.communicators.links import Link
+from commhooks.planning import stored
 from commhooks.planning.candidates import DENSE, NOOP, label_in_profile
 from commhooks.planning.costs import Backend, Costs, HookCosts, copy_seconds
 from commhooks.planning.estimate import MATRIX
@@ -328,8 +329,8 @@ def _write(found: Simulation, measured: Series | None, request: Request) -> None
     writer.writerows(
         {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()} for row in rows
     )
-    (folder / TABLE).write_text(text.getvalue(), encoding="utf-8")
-    (folder / PICTURE).write_bytes(utilisation_picture(found.points, found.caption, LIGHT))
+    stored.write_text(folder / TABLE, text.getvalue())
+    stored.write_bytes(folder / PICTURE, utilisation_picture(found.points, found.caption, LIGHT))
     data = {
         "command": request.command,
         "assumptions": found.assumptions,
@@ -337,7 +338,7 @@ def _write(found: Simulation, measured: Series | None, request: Request) -> None
         "versions": versions(),
         "machine": machine(),
     }
-    (folder / DATA).write_text(json.dumps(data) + "\n", encoding="utf-8")
+    stored.write_text(folder / DATA, json.dumps(data) + "\n")
 
 
 def rows_of(points: Sequence[Point]) -> list[dict[str, object]]:

@@ -46,7 +46,7 @@ def test_when_one_rank_cannot_write_every_rank_raises_and_older_checkpoints_stay
     for name, text in told.items():
         assert CANNOT_BE_WRITTEN[name] in text, (name, text)
         if name.startswith("disk full"):
-            assert f"bytes free): '{tmp_path}/run/.writing-{new.replace('9', '4')}/" in text
+            assert f"bytes free): '{tmp_path}/run/.writing-step-4-by-" in text
     run.load()
     assert run.digest() == saved
     run.save(step=9)
@@ -73,9 +73,9 @@ def _obstacles(rank: int) -> dict[str, Any]:
 
 
 def _prepare_with_a_folder(root: Path, step: int) -> tuple[str, str]:
-    name, writing = prepare(root, step)
+    writing, save = prepare(root, step)
     (root / writing / "rank1.pt").mkdir()
-    return name, writing
+    return writing, save
 
 
 @on_ranks(2)

@@ -51,7 +51,7 @@ def largest_file(size: int) -> Iterator[None]:
 def check_nothing_lost(root: Path, error: CheckpointError, name: str, cause: int) -> None:
     text = str(error)
     assert f"OSError: [Errno {cause}] {os.strerror(cause)}" in text
-    assert f": '{root}/.writing-checkpoint-00002-step-2/{name}'" in text
+    assert re.search(rf": '{root}/\.writing-step-2-by-{os.getpid()}-on-[^/]+/{name}'", text)
     assert [path.name for path in root.iterdir()] == ["checkpoint-00001-step-1"]
     loaded = load_checkpoint(root, model=MODEL)
     assert loaded is not None and loaded.extra == {"first": True}
@@ -117,7 +117,7 @@ def test_where_only_an_old_checkpoint_cannot_be_removed_the_new_one_stays(
 
 
 def test_only_what_a_save_left_is_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / ".writing-checkpoint-00001-step-1").mkdir()
+    (tmp_path / ".removing-checkpoint-00001-step-1").mkdir()
     for name in (".writing-notes.txt", ".removing-"):
         (tmp_path / name).write_text("years of work")
     save_checkpoint(tmp_path, step=1, model=MODEL)

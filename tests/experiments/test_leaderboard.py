@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 from collections.abc import Sequence
 from io import StringIO
@@ -20,6 +21,7 @@ from experiments.leaderboard.board import SORTED, Results, RunsFile, prepare_boa
 from experiments.leaderboard.contenders import LeftOut
 from experiments.leaderboard.grace import compare_with_grace
 from experiments.report import heartbeat
+from experiments.sweeps.lock import claimed
 from tests.experiments.standing_samples import rows, runs
 from tests.experiments.test_report import Links
 
@@ -90,6 +92,15 @@ def test_it_trains_times_and_writes_what_it_found(tmp_path: Path, monkeypatch: p
     again = run(*ONLY, "--out", str(out))
     assert again.exit_code == 2
     assert "holds results already" in again.output
+
+
+def test_another_leaderboard_in_the_same_folder_is_refused_and_loses_the_first_nothing(folder: Path) -> None:
+    before = (folder / "board" / "runs.csv").read_bytes()
+    with claimed(folder / "board"):
+        ended = run(*ONLY, "--out", str(folder / "board"), "--overwrite")
+    assert ended.exit_code == 2
+    assert f"is in use by process {os.getpid()} on" in " ".join(ended.output.split())
+    assert (folder / "board" / "runs.csv").read_bytes() == before
 
 
 @pytest.mark.parametrize(

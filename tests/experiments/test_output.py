@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -10,12 +11,15 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from commhooks.planning import stored
 from experiments.commands.cli import app
 from experiments.report import writing
 from experiments.report.page import HEAD, PICTURES, Picture
@@ -25,6 +29,7 @@ from experiments.sweeps.execute import Listener, Made
 from experiments.sweeps.lock import LOCK, claimed
 from experiments.sweeps.output import prepare_folder
 from experiments.sweeps.store import write_failure
+from tests.commhooks.test_full_disk import largest_file
 from tests.experiments.synthetic import result, results
 
 ROOT = Path(__file__).parents[2]
@@ -294,3 +299,27 @@ def test_a_file_for_which_the_disk_has_no_room_is_named(
     assert caught.value.filename == str(path)
     if written == "results":
         assert list(path.parent.iterdir()) == []  # what was begun takes no room
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> None:
+    """So another process that reads it meanwhile finds it whole."""
+    path = tmp_path / "found.json"
+    path.write_text("found before")
+    with largest_file(50):
+        ended = CliRunner().invoke(app, ["check", "fp16", "--law", "wire", "--json", str(path)])
+    assert ended.exit_code == 1 and os.strerror(errno.EFBIG) in ended.output, ended.output
+    assert path.read_text() == "found before"
+
+
+def test_a_file_that_is_written_twice_at_once_is_that_of_one_of_the_two(tmp_path: Path) -> None:
+    path, together = tmp_path / "found.json", threading.Barrier(2)
+
+    def write(digit: str) -> None:
+        together.wait()
+        for _ in range(200):
+            stored.write_text(path, digit * 1000)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, "12"))
+    assert set(path.read_text()) in ({"1"}, {"2"})
+    assert [one.name for one in tmp_path.iterdir()] == ["found.json"]

@@ -168,7 +168,7 @@ PLACES: dict[str, Callable[[Countdown], None]] = {
     "before rename": functools.partial(_at_rename, ".writing-", False),
     "after rename": functools.partial(_at_rename, ".writing-", True),
     "old renamed": functools.partial(_at_rename, "checkpoint-", True),
-    "removing": functools.partial(_in_removal, ".removing-"),
-    "clearing": functools.partial(_in_removal, ".writing-"),
+    "removing": functools.partial(_in_removal, ".removing-checkpoint-"),
+    "clearing": functools.partial(_in_removal, ".removing-step-"),
     "loading": _in_loading,
 }
