@@ -297,7 +297,8 @@ class Agreements:
         store = PrefixStore(f"fingerprint {self._asked}", self._address.store)
         self._asked += 1
         wait(self._carrier.start_to_meet())
-        digest = torch.tensor(list(hashlib.blake2b(fingerprint.encode(), digest_size=32).digest()), dtype=torch.uint8)
+        bits = list(hashlib.blake2b(fingerprint.encode(), digest_size=32).digest())
+        digest = torch.tensor(bits, dtype=torch.uint8, device="cpu")
         pending = self._carrier.start(Collective("all-gather", digest.to(self._device)))
         wait(pending)
         if bool((pending.result.cpu() == digest).all()):
