@@ -153,7 +153,7 @@ def copied_to(device: torch.device, tensor: Tensor) -> Tensor:
     """Return a CPU tensor on another device, or itself on the CPU; the host does not wait for the copy."""
     if device.type != ACCELERATOR.type:
         return tensor.to(device)
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(tensor).to(device, non_blocking=True)
 
 

@@ -70,7 +70,11 @@ def views_of(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
     """Split a 1-D tensor into views with the shapes and, where possible, the strides of ``members``."""
     views, offset = [], flat.storage_offset()
     for member in members:
-        strides = member.stride() if is_dense(member) else torch.empty(member.shape, device="meta").stride()
+        strides = (
+            member.stride()
+            if is_dense(member)
+            else torch.empty(member.shape, dtype=member.dtype, device="meta").stride()
+        )
         views.append(flat.as_strided(member.shape, strides, offset))
         offset += member.numel()
     return views

@@ -41,7 +41,8 @@ def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
 def all_gather_object(group: dist.ProcessGroup, value: Any, device: torch.device) -> list[Any]:
     """Return every rank's ``value``, in rank order; values are pickled and padded to the longest."""
     pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    sizes = [int(size.item()) for size in all_gather(group, torch.tensor([len(pickled)], device=device))]
+    length = torch.tensor([len(pickled)], dtype=torch.int64, device=device)
+    sizes = [int(size.item()) for size in all_gather(group, length)]
     padded = torch.nn.functional.pad(pickled, (0, max(sizes) - len(pickled)))
     texts = all_gather(group, padded)
     return [pickle.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes, strict=True)]

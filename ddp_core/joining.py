@@ -142,7 +142,8 @@ class ShadowHook(JoinHook):
 
 def elect(ddp: MayRunOut, candidate: bool) -> int:
     """Agree on the highest rank among the candidates, and return it."""
-    rank = torch.tensor([ddp.join_process_group.rank() if candidate else -1], device=ddp.join_device)
+    own = ddp.join_process_group.rank() if candidate else -1
+    rank = torch.tensor([own], dtype=torch.int64, device=ddp.join_device)
     finish(all_reduce(ddp.join_process_group, rank, dist.ReduceOp.MAX))
     assert rank.item() >= 0, "some rank has not joined, and it is a candidate"
     return int(rank.item())
@@ -150,6 +151,7 @@ def elect(ddp: MayRunOut, candidate: bool) -> int:
 
 def exchange_sync_flag(ddp: MayRunOut, joined: bool) -> bool:
     """Tell joined ranks, or learn as one of them, whether this iteration's backward pass synchronises."""
-    flag = torch.full((1,), float(not joined and ddp.require_backward_grad_sync), device=ddp.join_device)
+    synchronises = not joined and ddp.require_backward_grad_sync
+    flag = torch.tensor([float(synchronises)], dtype=torch.float32, device=ddp.join_device)
     finish(all_reduce(ddp.join_process_group, flag))
     return bool(flag.item())

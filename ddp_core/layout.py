@@ -53,7 +53,7 @@ class Layout:
     def rebuild_in_order(self, group: dist.ProcessGroup) -> None:
         """Lay out the buckets on every rank of ``group`` in the order in which rank 0's gradients became ready."""
         plan = assign_buckets(self.specs, self.settings.rebuilt_limits, self.ready_order)
-        numbers = torch.tensor(plan_to_numbers(plan), device=self.parameters[0].device)
+        numbers = torch.tensor(plan_to_numbers(plan), dtype=torch.int64, device=self.parameters[0].device)
         finish(broadcast(group, numbers, source=0))
         self.rebuild(plan_from_numbers(numbers.tolist()))
 

@@ -43,7 +43,8 @@ def verify_same_model(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGr
     """
     mine = [(name, Signature.of(tensor)) for name, tensor in named]
     text = repr([signature for _, signature in mine])
-    digest = torch.tensor([int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")], device=device)
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    digest = torch.tensor([number], dtype=torch.int64, device=device)
     if len({int(other.item()) for other in all_gather(group, digest)}) > 1:
         everyone: list[list[tuple[str, Signature]]] = all_gather_object(group, mine, device)
         raise RuntimeError(

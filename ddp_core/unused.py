@@ -25,7 +25,7 @@ class Usage:
     """The number of ranks that used each parameter, counted by an all-reduce."""
 
     def __init__(self, used: Sequence[int], group: dist.ProcessGroup, device: torch.device):
-        counts = torch.tensor(used, dtype=torch.int32, pin_memory=device.type == "cuda")
+        counts = torch.tensor(used, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         self.counts = counts.to(device, non_blocking=True)  # in the backward pass, where the host should not wait
         self.work = all_reduce(group, self.counts)
 

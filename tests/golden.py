@@ -63,21 +63,21 @@ def _train(rank: int, compressor: Any, policy: Any) -> dict[str, Any]:
         model(*(torch.randn(shape, generator=generator) for shape in SHAPES)).backward()
         means.append(digest_of(p.grad for p in module.parameters() if p.grad is not None))
     counted = handle.statistics()
-    state = sorted(digest_of([tensor]) for tensor in _tensors(handle.state_dict()))
+    state = sorted(digest_of([tensor]) for tensor in tensors_in(handle.state_dict()))
     handle.detach()
     traffic = [counted.collectives, counted.payload_elements, counted.payload_bytes, counted.moved_bytes]
     return {"means": means, "state": state, "traffic": traffic}
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for one in value.values():
-            yield from _tensors(one)
+            yield from tensors_in(one)
     elif isinstance(value, (list, tuple)):
         for one in value:
-            yield from _tensors(one)
+            yield from tensors_in(one)
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

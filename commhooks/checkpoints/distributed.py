@@ -155,7 +155,7 @@ def _read(reader: StorageReader, metadata: Metadata, paths: Mapping[str, KeyPath
         if isinstance(entry, BytesStorageMetadata):
             flat[name] = None  # a number, a string, or a list of them
         else:
-            flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(flat, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)

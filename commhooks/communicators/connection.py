@@ -306,7 +306,7 @@ class Agreements:
         self._asked += 1
         wait(self._carrier.start_to_meet())
         digest = hashlib.blake2b(fingerprint.encode(), digest_size=_DIGEST_BYTES).digest()
-        row = torch.tensor(list(digest + kernels.digest), dtype=torch.uint8)
+        row = torch.tensor(list(digest + kernels.digest), dtype=torch.uint8, device="cpu")
         pending = self._carrier.start(Collective("all-gather", row.to(self._device)))
         wait(pending)
         rows = [bytes(of_rank) for of_rank in pending.result.cpu().tolist()]

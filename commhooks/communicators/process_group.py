@@ -77,7 +77,7 @@ class ProcessGroupCommunicator:
 
         It cannot be mistaken for a request's collective: Gloo ends the process if two of unequal sizes meet.
         """
-        pending = WorkPending([self.group.barrier()], "barrier", torch.empty(0))
+        pending = WorkPending([self.group.barrier()], "barrier", torch.empty(0, dtype=torch.uint8, device="cpu"))
         self._under_way.append(pending)
         return pending
 
@@ -159,7 +159,7 @@ class ProcessGroupCommunicator:
         meet in the store, where its absence would go unnoticed.
         """
         wait = self._wait or WorkPending.wait
-        wait(self.start(Collective("all-reduce", torch.zeros(1))))
+        wait(self.start(Collective("all-reduce", torch.zeros(1, dtype=torch.float32, device="cpu"))))
 
     def _group_for_sparse(self) -> Any:
         if self._open_for_sparse is None:

@@ -156,7 +156,7 @@ class Columns(NamedTuple):
 
     def places(self, rank: int, first: int, blocks: int) -> Places:
         """Return the places of consecutive rows of one rank."""
-        rows = torch.arange(first, first + blocks, device=self.keys[0].rows.device)
+        rows = torch.arange(first, first + blocks, dtype=torch.int64, device=self.keys[0].rows.device)
         return Places(torch.full_like(rows, rank), rows, rows + rank * self.blocks)
 
     def pieces(self, memory: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -182,7 +182,7 @@ class _Place(NamedTuple):
         a, b, T = self.tiling.a, self.tiling.b, self.tiling.count
         C = values.new_zeros(T, a * b + 1)  # the last column takes zeros
         runs = runs_of([places.shape[2]] * T)
-        starts = torch.arange(0, C.numel(), a * b + 1, device=C.device).unsqueeze(1)
+        starts = torch.arange(0, C.numel(), a * b + 1, dtype=torch.int64, device=C.device).unsqueeze(1)
         values, places = values.flatten(1), (places + starts).flatten(1)
         values = values / (len(values) if over == "ranks" else senders(values, places, C.numel()))
         add_in_rank_order(C.view(-1), places, values, runs)

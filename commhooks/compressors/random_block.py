@@ -32,4 +32,6 @@ class RandomBlock(SharedPlaces):
         """Draw the start of the range, and return its indices."""
         elements = gradient.numel()
         start = stable_seed("random-block", self.seed, name, step) % elements
-        return torch.arange(start, start + self.k(elements), device=gradient.device).remainder_(elements)
+        return torch.arange(start, start + self.k(elements), dtype=torch.int64, device=gradient.device).remainder_(
+            elements
+        )

@@ -277,7 +277,7 @@ def _encoded(member: _Member, memory: Tensor) -> _Encoded:
     shrunk = torch.where(values.abs().amax() > 2**60, 2.0**-60, 1.0)  # no sum of values overflows
     values = values * shrunk
     bins = 2 * (values < 0).int() + (values.abs() > values.abs().mean())
-    members = bins == torch.arange(4, device=bins.device).unsqueeze(1)  # 4×Tk
+    members = bins == torch.arange(4, dtype=torch.int64, device=bins.device).unsqueeze(1)  # 4×Tk
     means = torch.where(members, values, 0.0).sum(1) / members.sum(1).clamp_(min=1)
     return _Encoded(means / shrunk, places, bins, indices)
 

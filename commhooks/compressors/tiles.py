@@ -80,14 +80,14 @@ class Tiling:
         """Return the index of each tile's first element in 1-D memory, [Y·X, 1]."""
         down, right = self._strides
         (Y, X) = self.grid
-        rows, columns = torch.arange(Y, dtype=dtype), torch.arange(X, dtype=dtype)
+        rows, columns = (torch.arange(count, dtype=dtype, device="cpu") for count in (Y, X))
         return (rows.unsqueeze(1) * (self.a * down) + columns * (self.b * right)).view(-1, 1)
 
     def sides(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers of rows and columns of each tile that are no padding of the matrix, [2, Y·X, 1]."""
         (n, m, _), (Y, X) = self.form, self.grid
-        rows = (n - torch.arange(0, Y * self.a, self.a, dtype=dtype)).repeat_interleave(X)
-        columns = (m - torch.arange(0, X * self.b, self.b, dtype=dtype)).repeat(Y)
+        rows = (n - torch.arange(0, Y * self.a, self.a, dtype=dtype, device="cpu")).repeat_interleave(X)
+        columns = (m - torch.arange(0, X * self.b, self.b, dtype=dtype, device="cpu")).repeat(Y)
         return torch.stack([rows, columns]).unsqueeze(2)
 
     def indices(self, places: Tensor, starts: Tensor, sides: Tensor) -> Tensor:

@@ -106,8 +106,8 @@ class LinkMeter:
         return texts
 
     def _probe(self, payload: int) -> Link:
-        small = torch.zeros(1, device=self._device)
-        large = torch.zeros(payload // small.element_size(), device=self._device)
+        small = torch.zeros(1, dtype=torch.float32, device=self._device)
+        large = torch.zeros(payload // small.element_size(), dtype=small.dtype, device=self._device)
         self._timed(small)  # the ranks meet here, so that what follows is the link's alone
         of_small, of_large = self._largest([self._timed(small), self._timed(large)])
         return link_of(of_small, of_large, payload, self.ranks)

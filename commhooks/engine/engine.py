@@ -92,6 +92,9 @@ class Engine:
 
     def run(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         """Start averaging a bucket, and return the future of its mean; call it in the same order on every rank."""
+        if torch.is_inference_mode_enabled():  # what is made in it, nobody may write on another thread, or later
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return self.run(bucket)
         self._begin_step_if(bucket)
         if self.resumed.plan:
             self.buckets.learn_names(bucket, bucket.parameters())
@@ -235,6 +238,8 @@ class Engine:
         """Expect that these compressors may take over, so that saved state may also hold theirs."""
         self.state.successors = tuple(successors)
 
+    @torch.inference_mode(False)  # as run
+    @torch.no_grad()
     def replace(self, compressor: Compressor, device: torch.device, refusal: Exception | None = None) -> None:
         """Switch to another compressor from the next step on; every rank must do so between the same two steps.
 

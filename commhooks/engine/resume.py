@@ -129,6 +129,8 @@ def _as_compressed(parameter: Tensor) -> Tensor:
     return torch.view_as_real(parameter.detach()).reshape(-1) if parameter.is_complex() else parameter
 
 
+@torch.inference_mode(False)  # as Engine.run
+@torch.no_grad()
 def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, uncut_steps: int) -> None:
     """Continue from a snapshot; call it between two steps, on every rank.
 
@@ -230,6 +232,8 @@ def agreed(engine: Engine, loaded: Snapshot | Snapshots | CheckpointError) -> st
     return fingerprint
 
 
+@torch.inference_mode(False)  # as Engine.run
+@torch.no_grad()
 def lay_out(engine: Engine, sparse: Set[Tensor]) -> None:
     """Lay out all state that the compressor will ever keep; none for `sparse` parameters.
 

@@ -203,6 +203,7 @@ class Exchanger(Handle):
         self.begin(tensors).write(tensors)
 
     @property
+    @torch.inference_mode(False)  # as begin
     def room(self) -> Mapping[str, Tensor]:
         """The memory of the next round, by name: `begin()` averages the values written here, without a copy.
 
@@ -215,6 +216,7 @@ class Exchanger(Handle):
                 self._next = self._free_buckets()
             return places_of(self._next)
 
+    @torch.inference_mode(False)  # as Engine.run; rounds also share memory
     @torch.no_grad()
     def begin(self, tensors: Mapping[str, Tensor] | None = None, *, weight: float | None = None) -> Averaging:
         """Copy the tensors and start averaging; the tensors may change as soon as this returns.

@@ -278,7 +278,7 @@ def message_formats(compressor: Compressor) -> dict[str, int]:
 
 def loss_of_a_matrix(compressor: Compressor) -> Loss:
     """Return a compressor's loss for a large matrix, if no parameter is known yet; an error of 0 if nothing is lost."""
-    return compressor.loss("", torch.empty(4096, 4096, device="meta")) or Loss(0.0)
+    return compressor.loss("", torch.empty(4096, 4096, dtype=torch.float32, device="meta")) or Loss(0.0)
 
 
 def compressors_in(value: object) -> list[Compressor]:

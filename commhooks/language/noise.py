@@ -39,17 +39,13 @@ class Keys(NamedTuple):
     def of(cls, name: str, blocks: int, width: int) -> Self:
         """Return the keys of a parameter's first blocks, `width` elements in each."""
         seed = stable_seed("block", name)
-        numbers = torch.arange(blocks, device="cpu")
+        numbers = torch.arange(blocks, dtype=torch.int64, device="cpu")
         return cls((numbers + seed) & 0xFFFFFFFF, ((numbers + (seed >> 32)) % _rows(width)).int())
 
     @classmethod
     def together(cls, keys: Sequence[Keys]) -> Self:
         """Return the keys of several parameters' blocks, one after another."""
-        return (
-            cls(*map(torch.cat, zip(*keys, strict=True)))
-            if keys
-            else cls(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int32))
-        )
+        return cls(*map(torch.cat, zip(*keys, strict=True)))
 
     def at(self, numbers: Tensor) -> Keys:
         """Return the keys of some blocks."""

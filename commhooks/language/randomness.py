@@ -38,5 +38,5 @@ def seeded_normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
     wait.
     """
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float32, pin_memory=runs_later(like))
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu", pin_memory=runs_later(like))
     return drawn.to(like, non_blocking=True)

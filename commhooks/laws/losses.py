@@ -65,27 +65,29 @@ def inputs(shape: tuple[int, ...]) -> dict[str, Tensor]:
     """Return gradients of a shape, each hard for some code, by name; fp32."""
     n = math.prod(shape)
     drawn = torch.Generator().manual_seed(11)
-    normals, uniform = torch.randn(n, generator=drawn), torch.rand(n, generator=drawn)
-    alternating = 1.0 - 2.0 * (torch.arange(n) % 2)
+    normals = torch.randn(n, generator=drawn, dtype=torch.float32, device="cpu")
+    uniform = torch.rand(n, generator=drawn, dtype=torch.float32, device="cpu")
+    numbers = torch.arange(n, dtype=torch.float32, device="cpu")
+    alternating = 1.0 - 2.0 * (numbers % 2)
     sparse = torch.where(uniform < 0.05, normals, 0.0)
-    spike = torch.zeros(n)
+    spike = torch.zeros_like(normals)
     spike[n // 3] = -2.0
-    peak = torch.full((n,), 0.5)
+    peak = torch.full_like(normals, 0.5)
     peak[0] = 1.0
     found = {
         "normal": normals,
-        "equal": torch.ones(n),
+        "equal": torch.ones_like(normals),
         "alternating": alternating,
         "sparse": sparse,
         "a spike": spike,
         "a spike among small ones": spike + 1e-3 * normals,
         "heavy tails": normals / uniform.clamp(min=1e-3),
-        "powers of two": alternating * 2.0 ** -(torch.arange(n) % 12),
+        "powers of two": alternating * 2.0 ** -(numbers % 12),
         "tiny": 1e-30 * normals,
         "between levels": peak * alternating,
-        "a ramp": torch.linspace(0, 1, n),
+        "a ramp": torch.linspace(0, 1, n, dtype=torch.float32, device="cpu"),
     }
-    peaks = torch.arange(n) % 32 == 0
+    peaks = numbers % 32 == 0
     for size in (0.17, 0.03, 0.004):  # half a level of 2, 16 and 127
         found[f"peaks among {size:g}"] = torch.where(peaks, 1.0, size * alternating)
     return {name: values.view(shape) for name, values in found.items()}
@@ -164,16 +166,16 @@ class Bench:
 
 def _changed(gradient: Tensor, number: int, drawn: torch.Generator) -> Tensor:
     """Return a gradient with some elements replaced: by zeros, by multiples of others, by noise, or by one value."""
-    flat, n = gradient.flatten().clone(), gradient.numel()
-    some = torch.rand(n, generator=drawn) < (0.5, 0.1, 0.02)[number % 3]
+    flat = gradient.flatten().clone()
+    some = torch.empty_like(flat).uniform_(generator=drawn) < (0.5, 0.1, 0.02)[number % 3]
     if number % 4 == 0:
         flat[some] = 0.0
     elif number % 4 == 1:
-        flat[some] *= 2.0 ** float(torch.randint(-4, 5, (1,), generator=drawn))
+        flat[some] *= 2.0 ** float(torch.empty_like(flat[:1]).random_(-4, 5, generator=drawn))
     elif number % 4 == 2:
-        flat += flat.abs().amax() * 0.3 * torch.randn(n, generator=drawn) * some
+        flat += flat.abs().amax() * 0.3 * torch.empty_like(flat).normal_(generator=drawn) * some
     else:
-        flat[some] = flat.abs().amax() * float(torch.rand(1, generator=drawn))
+        flat[some] = flat.abs().amax() * float(torch.empty_like(flat[:1]).uniform_(generator=drawn))
     return flat.view_as(gradient) if flat.any() else gradient
 
 

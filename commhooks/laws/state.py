@@ -21,7 +21,9 @@ SIZES = ((4, 2), (2, 4), (3, 2), (2, 5), (4, 1))
 
 def odd_parameters(claims: Claims) -> list[Tensor]:
     """Return parameters of which one has its dimensions in another order in memory."""
-    channels_last = torch.zeros(12, 8, 3, 3).contiguous(memory_format=torch.channels_last)
+    channels_last = torch.zeros(12, 8, 3, 3, dtype=torch.float32, device="cpu").contiguous(
+        memory_format=torch.channels_last
+    )
     return [*zeros(*claims.shapes(*SHAPES)), channels_last]
 
 

@@ -203,7 +203,7 @@ class Workers:
         sizes = [sum(self.parameters[i].numel() for i in members) for members in dealt]
         dtypes = [self.parameters[members[0]].dtype for members in dealt]
         self._memories = [
-            [torch.zeros(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+            [torch.zeros(size, dtype=dtype, device="cpu") for size, dtype in zip(sizes, dtypes, strict=True)]
             for _ in range(self.world_size)
         ]
         self._outputs = self._memories
@@ -240,9 +240,9 @@ class Workers:
     def _whole(self, index: int, served: Tensor, server: int, servers: int) -> Tensor:
         """Return one server's blocks in the shape of their parameter, with zeros elsewhere."""
         parameter, block = self.parameters[index], served.shape[1]
-        whole = torch.zeros(parameter.numel() // block, block, dtype=torch.float64)
+        whole = torch.zeros(parameter.numel() // block, block, dtype=torch.float64, device="cpu")
         whole[list(blocks_served(self.names[index], len(whole), server, servers))] = served.double()
-        memory = torch.zeros(parameter.numel(), dtype=torch.float64)
+        memory = torch.zeros(parameter.numel(), dtype=torch.float64, device="cpu")
         memory[: whole.numel()] = whole.view(-1)
         return memory.as_strided(parameter.shape, parameter.stride())
 
@@ -258,7 +258,7 @@ class Workers:
 
 def flat(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Return the gradient's elements in the parameter's order in memory."""
-    laid_out = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+    laid_out = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
     laid_out.copy_(gradient)
     return laid_out.as_strided((parameter.numel(),), (1,))
 
@@ -270,14 +270,17 @@ def shape_of(parameter: Tensor) -> str:
 
 def zeros(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Return a parameter of zeros for each shape."""
-    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
+    return [torch.zeros(shape, dtype=dtype, device="cpu") for shape in shapes]
 
 
 def normal(parameters: Sequence[Tensor], world_size: int, seed: int, scale: float = 1.0) -> list[list[Tensor]]:
     """Return one standard normal gradient for each rank and parameter."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        [torch.randn(p.shape, generator=generator).mul_(scale).to(p.dtype) for p in parameters]
+        [
+            torch.randn(p.shape, generator=generator, dtype=torch.float32, device="cpu").mul_(scale).to(p.dtype)
+            for p in parameters
+        ]
         for _ in range(world_size)
     ]
 

@@ -60,7 +60,7 @@ def _options(
     gradient: GradientProfile, profile: Profile, probe: Probe, compressors: Mapping[str, Compressor]
 ) -> list[Option]:
     """Return what each compressor costs for a parameter."""
-    parameter = torch.zeros(gradient.shape)
+    parameter = torch.zeros(gradient.shape, dtype=torch.float32, device="cpu")
     elements = sum(math.prod(one.shape) for one in profile.gradients)
     share = gradient.bytes / sum(one.bytes for one in profile.gradients)
     found = []

@@ -209,6 +209,6 @@ class Meter:
 
 def sum_of(communicator: Communicator, number: float, device: torch.device | None) -> float:
     """Return the sum of the ranks' numbers, once all of them have come."""
-    pending = communicator.start(Collective("all-reduce", torch.tensor([number], device=device)))
+    pending = communicator.start(Collective("all-reduce", torch.tensor([number], dtype=torch.float32, device=device)))
     pending.wait()
     return float(pending.result.item())

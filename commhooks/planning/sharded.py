@@ -217,7 +217,9 @@ def _rounds(module: ShardedModule, compressor: Compressor | None, ranks: int) ->
     if compressor is None:
         return (((f"reduce-scatter{OF_PYTORCH}", ranks * _row_bytes(module, ranks)),),)
     dtype = torch.float32 if module.item == 4 else torch.bfloat16
-    gradients = {str(number): torch.zeros(shape, dtype=dtype) for number, shape in enumerate(module.trained)}
+    gradients = {
+        str(number): torch.zeros(shape, dtype=dtype, device="cpu") for number, shape in enumerate(module.trained)
+    }
     return rounds_of_shards(compressor, gradients, ranks) if gradients else ()
 
 

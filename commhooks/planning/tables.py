@@ -109,7 +109,10 @@ def _sends_of(
 
     def count(shapes: Sequence[Shape]) -> tuple[Sends, ...]:
         generator.manual_seed(0)
-        gradients = {str(place): torch.randn(shape, generator=generator) for place, shape in enumerate(shapes)}
+        gradients = {
+            str(place): torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+            for place, shape in enumerate(shapes)
+        }
         return rounds_of(compressor, gradients, ranks)
 
     are_multiples = are_alike and not is_padded(count(buckets[0][:1]))

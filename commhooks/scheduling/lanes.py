@@ -117,7 +117,7 @@ class Lanes:
             if self._check is not None or (issuing is not None and issuing.is_issuing):
                 return False
             self._issuing = lane
-            header = torch.tensor([_MAGIC, lane.number, task.step, task.bucket.index])
+            header = torch.tensor([_MAGIC, lane.number, task.step, task.bucket.index], dtype=torch.int64, device="cpu")
             pending = policy.communicator.start(Collective("all-gather", header.to(task.bucket.memory.device)))
             self._check = _Check(lane, task, header, pending)
         else:

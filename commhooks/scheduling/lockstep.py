@@ -88,6 +88,7 @@ def lockstep_lines(world_size: int, policy: PolicyName = "fifo") -> list[Lockste
     return [LockstepLine(communicator, policy) for communicator in LockstepGroup(world_size).communicators()]
 
 
+@torch.inference_mode(False)  # messages and state are used again
 def run_in_turns(lines: Sequence[LockstepLine]) -> None:
     """Run all workers in turn until none has anything to do; raise the first error."""
     while any([line.turn() for line in lines]):  # noqa: C419 - every worker takes its turn

@@ -250,6 +250,7 @@ class DiLoCo:
                 first.stop(f"rank {rank}, step {self.steps}: {type(error).__name__}: {error}")
             raise
 
+    @torch.inference_mode(False)  # the outer optimizer's state, for example, is changed in later steps
     @torch.no_grad()
     def _begin_step(self) -> None:
         self.steps += 1
@@ -263,6 +264,7 @@ class DiLoCo:
             if part.is_turn(due, self.schedule.every):
                 part.begin(due, self.weight if self._is_weighted and isinstance(part, Fragment) else None)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _end_step(self) -> None:
         self._shards.reshard()
@@ -470,6 +472,7 @@ class DiLoCo:
         found = misfits(snapshot.shared, self.schedule, self._parts, self._outer_optimizer, rules)
         return found or self.exchangers.differences(snapshot, rules)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
         """Restore a `state_dict`; call it on every rank, which must also load its own model and optimizer.

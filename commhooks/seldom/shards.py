@@ -42,7 +42,7 @@ class Shards:
 
     def all_agree(self, yes: bool) -> bool:
         """Return whether `yes` is true on all ranks that keep a part of this model; each of them must call it."""
-        told = torch.tensor(float(yes))
+        told = torch.tensor(float(yes), dtype=torch.float32, device="cpu")
         for mesh in self._meshes:
             for dimension in range(mesh.ndim):
                 told = told.to(mesh.device_type)

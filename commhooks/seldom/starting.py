@@ -149,7 +149,8 @@ def average_over(parameters: Sequence[Tensor], group: dist.ProcessGroup, shards:
     shards.reshard()
     owned = list(map(local, parameters))
     is_finite = shards.all_agree(bool(all_finite(owned)))
-    dist.all_reduce(counting := torch.tensor(float(is_finite), device=owned[0].device), group=group)
+    counting = torch.tensor(float(is_finite), dtype=torch.float32, device=owned[0].device)
+    dist.all_reduce(counting, group=group)
     counted = round(float(counting))
     for parameter in owned if counted else ():
         sent = parameter.to(computing_dtype(parameter.dtype)).contiguous() / counted

@@ -132,7 +132,7 @@ class Cut:
         for run in self.coded:
             begin, end = run.sent // self.block, (run.sent + run.elements) // self.block
             for block in range(begin, end, at_once):
-                rows = torch.arange(block, min(block + at_once, end), device=device)
+                rows = torch.arange(block, min(block + at_once, end), dtype=torch.int64, device=device)
                 first = run.first + (block - begin) * self.block
                 places = Places(torch.full_like(rows, rank), rows, rows + rank * self.blocks)
                 yield slice(first, first + len(rows) * self.block), places

@@ -73,7 +73,7 @@ class LossScale:
         """
         scale: float | Tensor = self._of_residuals if self._announced is None else self._announced
         if self._scaler is not None:  # a tensor if it is on a GPU, for which the host does not wait
-            one = torch.ones((), device=device)
+            one = torch.ones((), dtype=torch.float32, device=device)
             scale = self._scaler.scale(one) if runs_later(one) else self._scaler.get_scale()
         if not isinstance(scale, Tensor) and not self._changes_to(scale):
             return

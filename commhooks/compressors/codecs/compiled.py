@@ -51,7 +51,9 @@ class CompiledPasses(Passes):
         largest = self._native.send(
             self._form, blocks, checked, rows=rows, noise=drawn, keeps=keeps, damping=self._damping
         )
-        return None if self.codec.shows_non_finite else torch.tensor(0.0 if largest < _INF else torch.nan)
+        if self.codec.shows_non_finite:
+            return None
+        return torch.tensor(0.0 if largest < _INF else torch.nan, dtype=torch.float32, device="cpu")
 
     def serve(
         self, received: Sequence[Tensor], noise: Noise | None, coded: Sequence[Tensor], left: Tensor | None
@@ -95,16 +97,17 @@ def _agree(codec: Codec, native: NativePasses) -> bool:
     eager, compiled = Passes(codec, None), CompiledPasses(codec, None, native)
     ranks, b = 3, 4
     generator = torch.Generator().manual_seed(0)
-    blocks = torch.randn(ranks * b, codec.block, generator=generator) * torch.logspace(-6, 6, ranks * b).unsqueeze(1)
+    blocks = torch.randn(ranks * b, codec.block, generator=generator, dtype=torch.float32, device="cpu")
+    blocks *= torch.logspace(-6, 6, ranks * b, dtype=torch.float32, device="cpu").unsqueeze(1)
     noise = Noise.of(Keys.of("", ranks * b, codec.block), codec.block, 0, 0) if codec.draws else None
-    rows = torch.randperm(ranks * b, generator=generator)
+    rows = torch.randperm(ranks * b, generator=generator, dtype=torch.int64, device="cpu")
     places = Places(rows // b, rows % b, rows)
     shapes = [(payload.shape[1:], payload.dtype) for payload in codec.encode(blocks, _uniform(noise, blocks))]
     own = noise and noise.at(slice(0, b))
     answers: list[tuple[Tensor, list[Tensor], list[Tensor], Tensor]] = []
     for passes in (eager, compiled):
-        message = [torch.zeros(ranks, b, *shape, dtype=dtype) for shape, dtype in shapes]
-        coded = [torch.zeros(b, *shape, dtype=dtype) for shape, dtype in shapes]
+        message = [torch.zeros(ranks, b, *shape, dtype=dtype, device="cpu") for shape, dtype in shapes]
+        coded = [torch.zeros(b, *shape, dtype=dtype, device="cpu") for shape, dtype in shapes]
         unsent, left = blocks.clone(), blocks[:b].clone()
         passes.send(unsent, noise, message, places, keeps=True)
         passes.serve(answers[0][1] if answers else message, own, coded, left)  # of the same bytes

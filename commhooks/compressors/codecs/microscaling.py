@@ -68,7 +68,7 @@ class Microscaled(Codec):
 
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return the elements times their groups' powers of two."""
-        return self.decode_into(code, torch.empty(len(code[0]), self.block, device=code[0].device))
+        return self.decode_into(code, torch.empty(len(code[0]), self.block, dtype=torch.float32, device=code[0].device))
 
     def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
         """Write the elements times their groups' powers of two."""

@@ -46,7 +46,7 @@ def pack_signs(values: Tensor) -> Tensor:
 def unpack_signs(packed: Tensor, magnitudes: Tensor, values: Tensor) -> Tensor:
     """Write magnitudes, broadcast to values [B, n], with the signs that were packed, and return the values."""
     if values.dtype != torch.float32:
-        ones = torch.ones(1, 1, device=packed.device)
+        ones = torch.ones(1, 1, dtype=torch.float32, device=packed.device)
         return values.copy_(unpack_signs(packed, ones, torch.empty_like(values, dtype=torch.float32))).mul_(magnitudes)
     bits = values.view(torch.int32).unflatten(1, (8, -1))
     shifts = torch.arange(31, 23, -1, dtype=torch.int32, device=packed.device).unsqueeze(1)

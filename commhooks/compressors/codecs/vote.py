@@ -52,11 +52,11 @@ class Vote(Codec):
     def decode(self, code: Sequence[Tensor]) -> Tensor:
         """Return -1 and 1."""
         packed = code[0]
-        return self.decode_into(code, torch.empty(len(packed), self.block, device=packed.device))
+        return self.decode_into(code, torch.empty(len(packed), self.block, dtype=torch.float32, device=packed.device))
 
     def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
         """Write -1 and 1."""
-        return unpack_signs(code[0], torch.ones(1, 1, device=blocks.device), blocks)
+        return unpack_signs(code[0], torch.ones(1, 1, dtype=torch.float32, device=blocks.device), blocks)
 
     def relative_error(self) -> float:
         """Return inf: ±1 may be arbitrarily larger than the element that it represents."""

@@ -84,7 +84,7 @@ def _replace(groups: Sequence[Probed], r: int) -> None:
     is_blind = least < LEAST**2 * outside
     if surely(~is_blind):  # as usual
         return
-    is_replaced = is_blind.unsqueeze(1) & (torch.arange(r, device=row.device) == row.unsqueeze(1))
+    is_replaced = is_blind.unsqueeze(1) & (torch.arange(r, dtype=torch.int64, device=row.device) == row.unsqueeze(1))
     for one, length, mask in zip(groups, lengths, is_replaced.split([len(one.P) for one in groups]), strict=True):
         instead = one.probe.shown.unsqueeze(1) * length.unsqueeze(2)  # k×r×n
         torch.where(mask.unsqueeze(2), instead, one.P, out=one.P)

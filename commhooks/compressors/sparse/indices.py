@@ -179,23 +179,25 @@ class Bitmap(Coding):
             for code, in_order in zip(codes.numpy(), found, strict=True):
                 in_order[:] = np.flatnonzero(np.unpackbits(code, bitorder="little").view(bool))
             return torch.from_numpy(found)
-        bits = torch.arange(256, device=codes.device).unsqueeze(1) >> _shifts(codes) & 1  # 256×8: of every number
+        bits = (
+            torch.arange(256, dtype=torch.int64, device=codes.device).unsqueeze(1) >> _shifts(codes) & 1
+        )  # 256×8: of every number
         counts = bits.sum(1, dtype=torch.int32)
         # The bits of each number, with the set bits first.
         set_first = bits.argsort(dim=1, descending=True, stable=True).flatten()
-        numbers = torch.arange(self.code_bytes, device=codes.device)
+        numbers = torch.arange(self.code_bytes, dtype=torch.int64, device=codes.device)
         decoded = []
         for code in codes:
             set_in = counts[code.int()]
             at = numbers.repeat_interleave(set_in, output_size=self.k)  # the number that holds each index
-            nth = torch.arange(self.k, device=codes.device) - (set_in.cumsum(0) - set_in)[at]
+            nth = torch.arange(self.k, dtype=torch.int64, device=codes.device) - (set_in.cumsum(0) - set_in)[at]
             decoded.append(at * 8 + set_first[code[at].int() * 8 + nth])
         return torch.stack(decoded)
 
     def _numbers(self, in_blocks: Tensor, number: int, first: int) -> Tensor:
         """Return the numbers, in ascending order."""
         first += sum(self.sizes[:number])
-        starts = torch.arange(len(in_blocks), device=in_blocks.device).mul_(1 << 16).add_(first)
+        starts = torch.arange(len(in_blocks), dtype=torch.int64, device=in_blocks.device).mul_(1 << 16).add_(first)
         in_order = (
             torch.from_numpy(np.sort(in_blocks.numpy())) if has_numpy(in_blocks) else in_blocks.sort(dim=1).values
         )

@@ -49,9 +49,9 @@ def largest(rows: Tensor, k: int) -> Tensor:
     for line in lines[1:]:
         torch.maximum(maxima, _magnitudes(line, as_integers), out=maxima)
     columns = _search(maxima, k)  # B×k
-    starts = torch.arange(0, end, width, device=rows.device)
+    starts = torch.arange(0, end, width, dtype=torch.int64, device=rows.device)
     candidates = (columns.unsqueeze(1) + starts.unsqueeze(1)).flatten(1)  # B×8k
-    rest = torch.arange(end, rows.shape[1], device=rows.device).expand(len(rows), -1)
+    rest = torch.arange(end, rows.shape[1], dtype=torch.int64, device=rows.device).expand(len(rows), -1)
     candidates = torch.cat([candidates, rest], dim=1)
     found = _search(_magnitudes(rows.gather(1, candidates), as_integers), k)
     return candidates.gather(1, found)

@@ -1,0 +1,62 @@
+"""Defaults that a process may set concern the user's own tensors: what travels, and what is kept, has the same bits."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.cases import EVERY_FORM_OR_ALL, FORMS
+from tests.commhooks.defaults import DEFAULTS, digests_of_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+MAKERS = {
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
+    "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+"""The functions of torch that follow the process's default dtype or device."""
+
+
+@functools.cache
+def without(names: Sequence[str]) -> list[dict[str, str]]:
+    found = digests_of_ranks("none", names)
+    assert not [what for of_rank in found for what in of_rank.values() if " " in what]  # errors
+    return found
+
+
+@EVERY_FORM_OR_ALL
+@pytest.mark.parametrize("default", list(DEFAULTS)[1:])
+def test_a_default_of_the_process_changes_no_bit(default: str, names: list[str]) -> None:
+    expected = without(tuple(names))
+    for found, plain in zip(digests_of_ranks(default, names), expected, strict=True):
+        assert found == {way: plain[way] for way in found}
+
+
+@pytest.mark.parametrize("package", ["commhooks", "ddp_core"])
+def test_every_tensor_is_made_with_a_dtype_and_a_device(package: str) -> None:
+    found = []
+    for file in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Call(ast.Attribute(ast.Name("torch"), maker), _, keywords) if maker in MAKERS:
+                    missing = {"dtype", "device"} - {keyword.arg for keyword in keywords}
+                    found += [f"{file.relative_to(ROOT)}:{node.lineno}: no {what}" for what in sorted(missing)]
+    assert not found
+
+
+@pytest.mark.soak  # Python compiles all that is imported once more
+@pytest.mark.timeout(300)
+def test_processes_without_assertions_compute_the_same(tmp_path: Path) -> None:
+    script = [sys.executable, "-O", "-m", "tests.commhooks.defaults"]
+    ranks = [
+        subprocess.Popen([*script, str(rank), str(tmp_path / "store")], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    told = [rank.communicate()[0] for rank in ranks]
+    assert [json.loads(text.splitlines()[-1]) for text in told] == without(tuple(FORMS))
