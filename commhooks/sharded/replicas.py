@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commhooks.communicators.beginning import agree, share_from_rank_0
 from commhooks.communicators.connection import WrapCommunicator
+from commhooks.devices import keep_until_read
 from commhooks.errors import AttachError, SettingsError
 from commhooks.hooks.exchanger import Exchanger
 from commhooks.hooks.exchangers import memory_of
@@ -57,6 +58,7 @@ class PerModule:
     @torch.no_grad()
     def __call__(self, reduced: Tensor) -> None:
         """Overwrite the gradients with their mean over the replicas."""
+        keep_until_read([reduced])  # as _note
         if reduced.numel() != sum(chunk for *_, chunk in self._parts) or self._unit.trained() != self._trained:
             self._exchanger.fail(f"{self._unit.name}: {_CHANGED}.")
         if not self._unit.wants_replicas:
@@ -136,6 +138,9 @@ class AtTheEnd:
     @_disable_dynamo  # as PerModule
     def _note(self, unit: Unit, reduced: Tensor) -> None:
         """Record that a module's gradients were reduced; FSDP2 adds them to `.grad` next."""
+        # It does so on this stream, and frees them for the next module's reduce-scatter, which is on another one; only
+        # for its own all-reduce it keeps them. Without this, replicas_apart in tests/virtual_device is a race.
+        keep_until_read([reduced])
         if acting := next((name for name, shard in self._named(unit) if has_hooks(shard)), None):
             self._exchanger.fail(f"{acting!r} {_ACTS_EARLY}")
         used = next((name for name, shard in self._named(unit) if shard.grad is not None), "")
