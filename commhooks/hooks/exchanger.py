@@ -44,7 +44,9 @@ class Averaging:
         buckets: Sequence[FlatBucket],
         futures: Sequence[torch.futures.Future[Tensor]],
         line: Line,
+        in_turns: InTurns | None,
     ) -> None:
+        self._in_turns = in_turns
         self._like = like
         self._buckets = buckets
         self._futures = futures
@@ -97,6 +99,8 @@ class Averaging:
         self.wait()
         for bucket in self._buckets:
             torch._foreach_copy_([into[name] for name in bucket.names()], bucket.places)
+        if self._in_turns is not None:
+            self._in_turns.read()
         self._is_written = True
 
 
@@ -241,7 +245,7 @@ class Exchanger(Handle):
                 if tensors is not None:
                     torch._foreach_copy_(bucket.places, [tensors[name] for name in bucket.names()])
             self._last = [self._engine.run(bucket) for bucket in buckets]
-            begun = Averaging(self._like, buckets, self._last, self._engine.line)
+            begun = Averaging(self._like, buckets, self._last, self._engine.line, self._in_turns)
             self._memories.append((buckets, weakref.ref(begun)))
             return begun
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from commhooks.devices import Mark, mark_of
 from commhooks.errors import CompressorError
 from commhooks.tensors import is_dense
 
@@ -33,6 +34,7 @@ class InTurns:
     def __init__(self) -> None:
         self._memories: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._user: weakref.ref[User] | None = None
+        self._read: list[Mark] = []
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
         """Provide memory for an exchanger of these tensors; call it for all exchangers before any of them begins."""
@@ -45,7 +47,10 @@ class InTurns:
                 self._memories[key] = allocated(alike[0], elements)
 
     def take(self, user: User) -> None:
-        """Give the memory to an exchanger for its next round; raise `CompressorError` if a round still uses it."""
+        """Give the memory to an exchanger for its next round; raise `CompressorError` if a round still uses it.
+
+        The current stream waits until the last round's means are `read`, perhaps on another one.
+        """
         before = self._user() if self._user is not None else None
         if before is not None and before.is_in_use:
             raise CompressorError(
@@ -53,6 +58,13 @@ class InTurns:
                 "begin a round before the last one's means are written, or no longer needed."
             )
         self._user = weakref.ref(user)
+        while self._read:
+            self._read.pop().wait()
+
+    def read(self) -> None:
+        """Record that means are no longer needed after the work queued so far in the current stream."""
+        marks = map(mark_of, {device for _, device in self._memories})
+        self._read = [mark for mark in marks if mark is not None]
 
     def part(self, like: Tensor, elements: int) -> Tensor:
         """Return the beginning of the memory of a tensor's dtype and device, 1-D."""

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commhooks.communicators.beginning import agree, share_from_rank_0
 from commhooks.communicators.connection import WrapCommunicator
+from commhooks.devices import keep_until_read
 from commhooks.errors import AttachError, SettingsError
 from commhooks.hooks.exchanger import Exchanger
 from commhooks.hooks.exchangers import memory_of
@@ -75,6 +76,10 @@ class Passes:
 
     def keeps(self, unit: Unit, reduced: Tensor) -> bool:
         """Keep a module's gradients if it wants no average, and leave zeros; else add to them what was kept before."""
+        # FSDP2 adds them to `.grad` on this stream, and frees them for the next module's reduce-scatter, which is on
+        # another one; only for its own all-reduce it keeps them. Without this, replicas_apart in tests/virtual_device
+        # is a race.
+        keep_until_read([reduced])
         if unit.wants_replicas:
             if (kept := self._kept.pop(unit, None)) is not None:
                 reduced.add_(kept)

@@ -69,12 +69,15 @@ class LossScale:
     def apply_to(self, find: Callable[[], Mapping[int, Sequence[Tensor]]], device: torch.device) -> None:
         """Rescale local state to the scale of the next gradients; `find` returns it by the power that it follows.
 
-        If everything is on a GPU, the host does not wait for it.
+        If everything is on a GPU, the host does not wait for it: it does not know whether the scale has changed, so all
+        is multiplied in every step, mostly by 1.
         """
         scale: float | Tensor = self._of_residuals if self._announced is None else self._announced
         if self._scaler is not None:  # a tensor if it is on a GPU, for which the host does not wait
             one = torch.ones((), dtype=torch.float32, device=device)
             scale = self._scaler.scale(one) if runs_later(one) else self._scaler.get_scale()
+            if scale is one:  # the scaler is disabled
+                scale = 1.0
         if not isinstance(scale, Tensor) and not self._changes_to(scale):
             return
         local = find()

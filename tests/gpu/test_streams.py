@@ -108,6 +108,19 @@ def test_the_loss_scale_multiplies_what_was_committed(storage: str) -> None:
     assert torch.equal(run.residual(), 8 * expected.residual())
 
 
+def test_a_scaler_that_is_disabled_multiplies_nothing() -> None:
+    """A training script passes GradScaler(enabled=False) for bf16."""
+    run, scale = Run("fp32"), LossScale()
+    scale.follow(torch.amp.GradScaler(DEVICE, enabled=False))
+    run.step(1.0)
+    torch.cuda.current_stream().wait_stream(run.stream)  # as after a backward pass
+    before = run.kept._version
+    for _ in range(2):
+        scale.apply_to(lambda: {1: [run.kept]}, torch.device(DEVICE))
+    assert run.kept._version == before, "nothing was written"
+    assert scale.of_gradients == 1.0
+
+
 def test_what_was_loaded_is_not_reused_before_it_was_read() -> None:
     elements = 1_000_003  # nobody else asks for so many
     gradient, table = torch.zeros(elements, device=DEVICE), StateTable()

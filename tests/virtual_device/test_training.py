@@ -31,6 +31,7 @@ SCENARIOS = [
     training.hooks_of_pytorch,
     training.sharded,
     training.sharded_apart,
+    training.replicas_apart,
     pytest.param(
         training.powersgd_of_pytorch,
         marks=pytest.mark.xfail(

@@ -256,6 +256,33 @@ def sharded_apart(rank: int) -> list[Tensor]:
     return train_sharded(rank, "all-reduce", None, apart=True) + train_sharded(rank, "int4", None, apart=True)
 
 
+def replicas_apart(rank: int) -> list[Tensor]:
+    """Replicas of such modules."""
+    return train_replicas(rank, "fifo") + train_replicas(rank, "fused")
+
+
+def train_replicas(rank: int, policy: Any) -> list[Tensor]:
+    """Return what the whole model makes of the same batch after every step; see `train_sharded`."""
+    mesh = init_device_mesh("cuda", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
+    model = Net().cuda()
+    for root in model.children():
+        fully_shard(root, mesh=mesh["shards"])
+        root.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]  # FSDPModule's
+    attachment = commhooks.attach_replicas(model, "all-reduce", mesh.get_group("replicas"), policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outputs = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        batch = torch.randn(16, 20, generator=generator).pin_memory().cuda(non_blocking=True)
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=policy == "fused")
+        with torch.no_grad():
+            outputs.append(model(torch.linspace(-1, 1, 40).view(2, 20).cuda()).cpu())
+    attachment.detach()
+    return outputs
+
+
 def train_sharded(rank: int, compressor: str | None, gather: str | None, *, apart: bool = False) -> list[Tensor]:
     """Return what the whole model makes of the same batch after every step.
 
