@@ -62,7 +62,7 @@ class Seldom:
     delay: int = 0
     """The number of steps after which a mean is used. Higher: more time for the exchange, and older means."""
     mixing: float = 0.0
-    """The weight of a rank's own parameters when they are mixed with the outer copy; 0: they become the outer copy."""
+    """The weight of a rank's own parameters when mixed with the outer copy; 0: they become that, 1: they stay."""
     outer_rate: float | None = None
     """The outer optimizer's learning rate; none: the recipe's for this compressor."""
     outer_momentum: float | None = None
