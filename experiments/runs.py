@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from commhooks.checkpoints.disk import named, read_json
 from commhooks.units import unknown
@@ -19,6 +19,7 @@ from commhooks.units import unknown
 from .links.link import LinkSettings
 from .specs import Spec, steps_under_way
 
+T = TypeVar("T")
 FORMAT = 2  # of the result files; increased when readers must change
 PARTIAL = ".json.part"  # suffix of a result's name while it is being written
 HEAD = '{\n "format": '  # how its text begins
@@ -333,13 +334,12 @@ class RunResult:
                 raise ValueError(f"it is of format {number}, which another version of commhooks wrote")
             raw["settings"] = RunSettings.from_dict(raw["settings"])
             raw["steps"] = _records(StepRecord, raw["steps"])
-            raw["evaluations"] = tuple(EvaluationRecord(**_with_nan(one)) for one in raw["evaluations"])
+            raw["evaluations"] = tuple(_record(EvaluationRecord, one) for one in raw["evaluations"])
             raw["probes"] = tuple(
-                ProbeRecord(**_with_nan({**one, "layers": _records(LayerRecord, one["layers"])}))
-                for one in raw["probes"]
+                _record(ProbeRecord, {**one, "layers": _records(LayerRecord, one["layers"])}) for one in raw["probes"]
             )
             raw["goal"] = Goal(**raw["goal"]) if raw.get("goal") else None  # files of earlier versions have none
-            result = cls(**raw)
+            result = _typed(cls(**raw))
             asked, evaluated = result.settings.steps, [one.step for one in result.evaluations]
             made = len(result.steps)
             if made < asked or (made > asked and result.goal is None) or not {asked, made} <= {*evaluated}:
@@ -362,7 +362,23 @@ def _columns(kind: type, records: tuple[Any, ...]) -> dict[str, list[Any]]:
 
 def _records(kind: type, columns: Mapping[str, list[Any]]) -> tuple[Any, ...]:
     rows = zip(*columns.values(), strict=True)
-    return tuple(kind(**_with_nan(dict(zip(columns, row, strict=True)))) for row in rows)
+    return tuple(_record(kind, dict(zip(columns, row, strict=True))) for row in rows)
+
+
+def _record(kind: type[T], raw: dict[str, Any]) -> T:
+    return _typed(kind(**_with_nan(raw)))
+
+
+_PLAIN = {"int": (int, float), "float": (int, float), "bool": (bool,), "str": (str,)}
+
+
+def _typed(record: T) -> T:
+    """Return a record that was read; raise TypeError if a plain field has another type than its own."""
+    for each in dataclasses.fields(record):  # type: ignore[arg-type]  # every record is a dataclass
+        value, kind = getattr(record, each.name), str(each.type).removesuffix(" | None")
+        if not (kind not in _PLAIN or isinstance(value, _PLAIN[kind]) or (value is None and kind != each.type)):
+            raise TypeError(f"{each.name} must be of type {kind} (got {value!r:.80})")
+    return record
 
 
 def strict(value: Any) -> Any:

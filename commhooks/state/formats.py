@@ -104,6 +104,10 @@ def _faults_of_fields(state: Mapping[str, Any]) -> list[str]:
     ]
     if not _is_plan(state["bucket_plan"].get("handed_in", [])):
         faults.append("bucket_plan['handed_in']: expected lists of names")
+    if unknown := state["bucket_plan"].keys() - {"handed_in", "ddp_core"}:
+        faults.append(
+            f"bucket_plan: expected handed_in and ddp_core alone, found {', '.join(sorted(map(repr, unknown)))}"
+        )
     if "ddp_core" in state["bucket_plan"] and not _is_ddp_core_plan(state["bucket_plan"]["ddp_core"]):
         faults.append("bucket_plan['ddp_core']: expected what ddp_core's bucket_plan() returns")
     for where, described in _descriptions(state):
@@ -199,8 +203,10 @@ def _is_plan(plan: object) -> bool:
 def _is_ddp_core_plan(plan: object) -> bool:
     return (
         isinstance(plan, Mapping)
-        and isinstance(plan.get("rebuilt"), bool)
-        and isinstance(plan.get("limits"), list)
+        and plan.keys() == {"rebuilt", "limits", "buckets"}
+        and isinstance(plan["rebuilt"], bool)
+        and isinstance(plan["limits"], list)
+        and all(type(limit) is int for limit in plan["limits"])
         and _is_plan(plan.get("buckets"))
     )
 

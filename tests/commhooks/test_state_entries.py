@@ -67,6 +67,18 @@ def test_an_entry_with_one_element_more_is_refused_by_name_with_what_is_expected
     assert str(loading.state_dict()) == before
 
 
+@pytest.mark.parametrize("place", ["more", "handed_in", "ddp_core"])
+def test_a_plan_of_buckets_that_is_something_else_is_refused(place: str) -> None:
+    nested: list[Any] = []
+    for _ in range(10_000):
+        nested = [nested]
+    plan = {"rebuilt": False, "buckets": [["weight"]], "limits": nested}
+    state = alone("top-k").state_dict()
+    state["bucket_plan"][place] = plan if place == "ddp_core" else nested
+    with pytest.raises(commhooks.CheckpointError, match=r"the hook's state is damaged. bucket_plan\b.*: expected"):
+        alone("top-k").load_state_dict(state)
+
+
 def test_a_state_without_the_compressors_name_is_refused_even_if_settings_may_change() -> None:
     state = alone("top-k").state_dict() | {"inventory": {}}
     del state["settings"]["compressor"]

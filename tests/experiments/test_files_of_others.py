@@ -7,11 +7,9 @@ import fcntl
 import json
 import sys
 from collections.abc import Callable, Iterator
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 import commhooks
@@ -30,7 +28,6 @@ from experiments.runs import RunResult, RunSettings
 from experiments.sweeps.lock import LOCK, OWNER, claimed
 from experiments.sweeps.store import HEAD as FAILED
 from experiments.sweeps.store import read_failures
-from experiments.sweeps.sweep import report_again
 from experiments.sweeps.yaml_file import read_sweep
 from tests.commhooks.mirrored import given
 from tests.commhooks.test_plan import a_probe, a_profile, hook, parts
@@ -130,18 +127,11 @@ def test_of_an_accuracy_file_texts_are_compared(planted: Path) -> None:
     assert not (planted / "imported").exists()
 
 
-def test_a_probe_and_results_are_read_and_reported_without_an_import(planted: Path) -> None:
+def test_a_probe_is_read_without_an_import(planted: Path) -> None:
     probe = a_probe()
     costs = {**probe.costs, NAMES[0]: probe.costs["all-reduce"]}
     dataclasses.replace(probe, costs=costs, link=NAMES[0]).write(planted / "probe.json")
     commhooks.plan(a_profile(hook("fp16", 0.12, 1)), Probe.read(planted / "probe.json"))
-    results = planted / "results"
-    results.mkdir()
-    for name in ("all-reduce", *NAMES):
-        result(name, task=f"{MODULE}.py:task").write(results)
-        result(name, task=f"{MODULE}:task", ddp="sharded").write(results)
-    report_again([results], planted / "report", Console(file=StringIO()))
-    assert (planted / "report" / "report.html").exists()
     assert not (planted / "imported").exists()
 
 
@@ -252,18 +242,17 @@ def shown(*words: str) -> str:
     return printed.output
 
 
-def test_a_terminal_shows_names_from_results_as_text(tmp_path: Path) -> None:
-    for seed, name in enumerate(("all-reduce", "fp16")):
-        run = result(name, task=f"{ESCAPES}.py:task", seed=0, steps=12)
+def test_results_are_reported_as_text_and_without_an_import(planted: Path) -> None:
+    own = f"{planted / MODULE}.py:task"
+    for name, task in (("all-reduce", f"{ESCAPES}.py:task"), ("all-reduce", own), (NAMES[0], own), (NAMES[1], own)):
+        run = result(name, task=task, steps=12)
         (layer, *layers), *probes = run.probes[0].layers, *run.probes[1:]
         first = dataclasses.replace(run.probes[0], layers=(dataclasses.replace(layer, name=ESCAPES), *layers))
-        dataclasses.replace(
-            run,
-            probes=(first, *probes),
-            description=ESCAPES,
-            machine={**run.machine, "processor": ESCAPES, "load": 9.0 * seed},
-        ).write(tmp_path)
-    assert "[link=http://x]here[/link]" in "".join(shown("report", str(tmp_path), "--out", str(tmp_path / "o")).split())
+        machine = {**run.machine, "processor": ESCAPES, "load": 9.0}
+        dataclasses.replace(run, probes=(first, *probes), description=ESCAPES, machine=machine).write(planted)
+    printed = shown("report", str(planted), "--out", str(planted / "out"))
+    assert "[link=http://x]here[/link]" in "".join(printed.split())
+    assert (planted / "out" / "report.html").exists() and not (planted / "imported").exists()
 
 
 def test_a_terminal_shows_names_from_plans_as_text(tmp_path: Path) -> None:

@@ -178,6 +178,27 @@ def test_a_result_that_lacks_something_is_refused(tmp_path: Path, change: dict[s
         RunResult.read(path)
 
 
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (("steps", "moved_bytes", 2), "moved_bytes must be of type int"),
+        (("steps", "loss", 0), "loss must be of type float"),
+        (("evaluations", 0, "loss"), "loss must be of type float"),
+        (("probes", 0, "layers", "name", 0), "name must be of type str"),
+        (("parameters",), "parameters must be of type int"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(tmp_path: Path, place: tuple[str | int, ...], words: str) -> None:
+    path = result().write(tmp_path)
+    inside = raw = json.loads(path.read_text())
+    for key in place[:-1]:
+        inside = inside[key]
+    inside[place[-1]] = [1.5]
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=rf"{words} \(got .*\); move it away"):
+        RunResult.read(path)
+
+
 def test_a_result_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
     path.write_text('{"format": 0}')
