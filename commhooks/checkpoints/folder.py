@@ -91,7 +91,7 @@ def remove_all_but(keep: int | None, root: Path, name: str) -> None:
 
 
 def others_in(root: Path, writing: str) -> str:
-    """Return a sentence that names the other processes that save checkpoints here; empty if none is known."""
+    """Return a sentence that names the other processes that save, or saved, here; empty if none is known."""
     own, others = _writer_of(writing), set[str]()
     with contextlib.suppress(OSError, ValueError, AttributeError):  # this is for an error: it must not hide that one
         names = [path.name for path in root.iterdir()]
@@ -100,7 +100,7 @@ def others_in(root: Path, writing: str) -> str:
         if writing not in names and last is not None:  # removed by one that may have saved since
             others.add(str(json.loads((last / "manifest.json").read_text()).get("writer", own)))
     others.discard(str(own))
-    return f"Also saving into {root}: {', '.join(sorted(others))}." if others else ""
+    return f"Others that have been saving into {root}: {', '.join(sorted(others))}." if others else ""
 
 
 def _rename(root: Path, writing: str, step: int) -> str:

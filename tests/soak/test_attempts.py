@@ -317,7 +317,7 @@ def test_a_save_that_another_process_breaks_names_it(still_saves: bool, tmp_path
 
     with mock.patch.object(os, "fsync", lose), pytest.raises(CheckpointError) as caught:
         save_checkpoint(root, step=3, model=PLAIN)
-    assert f"Also saving into {root}: process {others[0].pid} on " in str(caught.value)
+    assert f"Others that have been saving into {root}: process {others[0].pid} on " in str(caught.value)
     loaded = load_checkpoint(root, model=PLAIN)
     assert loaded is not None and loaded.step == (1 if still_saves else 2)
     save_checkpoint(root, step=4, model=PLAIN)
