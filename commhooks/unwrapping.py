@@ -6,11 +6,12 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 from commhooks.errors import AttachError
-from commhooks.tensors import local
+from commhooks.tensors import has_own_bytes, local, shard_of
 
 PRIVATE_NAMES = (
     "torch._C._distributed_c10d:Reducer._get_zeros_like_grad_buckets",
@@ -145,9 +146,16 @@ def described(model: object) -> str:
 
 
 def kept_buffers(module: Module) -> dict[str, Tensor]:
-    """Return the buffers that are in the module's state_dict; others may be caches, of any shape."""
+    """Return the buffers that are in the module's state_dict; others may be caches, of any shape.
+
+    Those that cannot be sent are left out: see `has_own_bytes`.
+    """
     kept = module.state_dict().keys()
-    return {plain_name(name): buffer for name, buffer in module.named_buffers() if name in kept and buffer.numel()}
+    return {
+        plain_name(name): buffer
+        for name, buffer in module.named_buffers()
+        if name in kept and buffer.numel() and has_own_bytes(buffer)
+    }
 
 
 def reshard(model: Module) -> None:
@@ -158,10 +166,15 @@ def reshard(model: Module) -> None:
             module.reshard()
 
 
+@torch.no_grad()
 def everything_kept(model: Module) -> list[Tensor]:
-    """Return the parameters, frozen ones included, and the saved buffers; of sharded ones, this rank's shards."""
+    """Return the parameters, frozen ones included, and the saved buffers; of sharded ones, this rank's shards.
+
+    Frozen parameters that cannot be sent are left out: see `has_own_bytes`.
+    """
     reshard(model)
-    return [local(one) for one in (*model.parameters(), *kept_buffers(model).values())]
+    kept = [p for p in model.parameters() if p.requires_grad or has_own_bytes(shard_of(p))]
+    return [local(one) for one in (*kept, *kept_buffers(model).values())]
 
 
 def is_sharded(model: Module) -> bool:

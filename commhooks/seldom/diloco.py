@@ -56,8 +56,9 @@ class DiLoCo:
 
     - `model` is a plain module or, inside a site, a DistributedDataParallel or FSDP2's shards; DiLoCo then averages
       over the sites' ranks with the same shard. All ranks begin with rank 0's parameters and buffers. Frozen parameters
-      are left out. At the last fragment's turn, floating-point buffers are averaged uncompressed, others copied from
-      rank 0.
+      are left out of the rounds. At the last fragment's turn, floating-point buffers are averaged uncompressed, others
+      copied from rank 0. Frozen parameters and buffers without bytes of their own, such as weights quantised to codes
+      (a subclass with a `__torch_dispatch__`), sparse and expanded ones, are left as each rank has them.
     - `optimizer` trains all parameters of the model that require a gradient, and no others. Learning-rate schedules,
       including that of `outer_optimizer`, are left to the caller.
     - `fragments` is the number of parts sent one after another in each round, or shell patterns for each part's

@@ -288,7 +288,9 @@ def attach_replicas(
     passed to `make_compressor`; every compressor is possible. It can be combined with `attach_sharded`, which
     compresses the reduction within a site.
 
-    All parameters and buffers are overwritten with those of the group's rank 0, as in a DistributedDataParallel.
+    All parameters and buffers are overwritten with those of the group's rank 0, as in a DistributedDataParallel. Frozen
+    ones without bytes of their own are left as each rank has them: weights quantised to codes (a subclass with a
+    `__torch_dispatch__`), sparse and expanded tensors.
 
     - `policy`: "fused" averages all gradients at once, at the end of each backward pass that synchronises: few
       collectives, whatever the number of modules. `.grad` must be None before that pass, and parameters that it does

@@ -26,6 +26,7 @@ from ddp_core import DistributedDataParallel
 from tests.commhooks.ranks import of_every_rank, survived
 from tests.commhooks.resuming import distance
 from tests.commhooks.told import Told, told_by
+from tests.quantised import OnCodes
 from tests.sharded.models import (
     FP32,
     MIXED,
@@ -734,6 +735,23 @@ def test_what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
     frozen = sharded(mesh=whole["shards"])
     frozen.requires_grad_(False)
     assert "all parameters are frozen" in told(frozen).text
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> None:
+    mesh = alone()
+    model = OnCodes(rank)
+    fully_shard(model.head, mesh=mesh["shards"])
+    optimizer, attachment = sgd(model.head), attached(model, mesh, "int8", policy)
+    assert model.marks() == [rank, 0]
+    for step in range(3):
+        model(torch.full((2, 4), rank + step + 1.0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    of_ranks = of_every_rank(shards(model.head))
+    assert furthest(*of_ranks) == 0 and model.marks() == [rank, 0]
+    attachment.detach()
 
 
 @on_ranks(2)
