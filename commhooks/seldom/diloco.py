@@ -41,7 +41,7 @@ from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 from commhooks.state.table import ResidualStorage
 from commhooks.tensors import all_finite, cloned, local
 from commhooks.units import counted
-from commhooks.unwrapping import bare, difference_of, everything_kept
+from commhooks.unwrapping import bare, difference_of, everything_kept, kept_buffers
 from ddp_core.guard import steps_locally
 
 _INSIDE = "within outer_parameters(): the parameters are the outer copies, and this rank's own would be lost"
@@ -56,9 +56,11 @@ class DiLoCo:
 
     - `model` is a plain module or, inside a site, a DistributedDataParallel or FSDP2's shards; DiLoCo then averages
       over the sites' ranks with the same shard. All ranks begin with rank 0's parameters and buffers. Frozen parameters
-      are left out of the rounds. At the last fragment's turn, floating-point buffers are averaged uncompressed, others
-      copied from rank 0. Frozen parameters and buffers without bytes of their own, such as weights quantised to codes
-      (a subclass with a `__torch_dispatch__`), sparse and expanded ones, are left as each rank has them.
+      are left out of the rounds. At the last fragment's turn, floating-point buffers that are saved (persistent) are
+      averaged uncompressed, others copied from rank 0. Left as each rank has them are frozen parameters and buffers
+      without bytes of their own (weights quantised to codes, in a subclass with a `__torch_dispatch__`; sparse and
+      expanded tensors), buffers that are not saved and whose shapes differ between ranks, and frozen parameters and
+      buffers named in the model's `_ddp_params_and_buffers_to_ignore`, or in `fully_shard`'s `ignored_params`.
     - `optimizer` trains all parameters of the model that require a gradient, and no others. Learning-rate schedules,
       including that of `outer_optimizer`, are left to the caller.
     - `fragments` is the number of parts sent one after another in each round, or shell patterns for each part's
@@ -129,7 +131,8 @@ class DiLoCo:
         """The number of calls of `step`, including those before a resume."""
         self._calls = 0
         self._model = bare(model)
-        share_from_rank_0(everything_kept(self._model), group)
+        kept = everything_kept(self._model, beginning.named.values())
+        share_from_rank_0(kept, kept_buffers(self._model, saved=False), group)
         self._make_parts(beginning, on_host=on_host)
         self._outer_optimizer = made_of(outer, [held for one in self._fragments for held in one.outer.values()], group)
         if group is not None:

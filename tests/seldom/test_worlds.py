@@ -98,6 +98,47 @@ def test_ranks_take_rank_0s_model_whatever_its_dtypes(rank: int) -> None:
     diloco.close()
 
 
+class Unsaved(nn.Module):
+    """Has, beside a trained layer, what no state_dict has and what a DistributedDataParallel is told to ignore."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("table", torch.full((2, 3), float(rank)), persistent=False)
+        self.register_buffer("cache", torch.full((rank + 1,), float(rank)), persistent=False)
+        self.register_buffer(f"of_rank_{rank}", torch.full((2,), float(rank)), persistent=False)
+        self.own = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
+        self.register_buffer("private", torch.full((2,), float(rank)))
+        self.frozen = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
+        self._ddp_params_and_buffers_to_ignore = ["own", "private"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y
+
+    def marks(self) -> dict[str, float]:
+        """Return the number of the rank from which each of these comes."""
+        return {name: float(one.view(-1)[0]) for name, one in self.named_buffers()} | {
+            name: float(getattr(self, name)[0]) for name in ("own", "frozen")
+        }
+
+
+@on_ranks(2)
+def test_ranks_take_rank_0s_unsaved_buffers_and_nothing_that_is_to_be_ignored(rank: int) -> None:
+    """As in a DistributedDataParallel, but for caches whose size differs between ranks: those stay as they are."""
+    expected = {"table": 0.0, "cache": rank, f"of_rank_{rank}": rank, "private": rank, "own": rank, "frozen": 0.0}
+    for make in (DiLoCo, ModelAverager):
+        model = Unsaved(rank)
+        made = make(model, torch.optim.SGD(model.layer.parameters(), lr=0.1), every=1)
+        for _ in range(2):
+            assert model.marks() == expected
+            if isinstance(made, DiLoCo):
+                made.step()
+            else:
+                made.average_parameters(model.layer.parameters())
+        made.close()
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["diloco", "averager"])
 def test_frozen_codes_are_left_as_each_rank_has_them(rank: int, kind: str) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from commhooks import ReplicasAttachment, attach_replicas, attach_sharded, load_distributed
+from commhooks import DiLoCo, ReplicasAttachment, attach_replicas, attach_sharded, load_distributed
 from ddp_core import DistributedDataParallel
 from tests.commhooks.ranks import of_every_rank, survived
 from tests.commhooks.resuming import distance
@@ -735,6 +736,31 @@ def test_what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
     frozen = sharded(mesh=whole["shards"])
     frozen.requires_grad_(False)
     assert "all parameters are frozen" in told(frozen).text
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["replicas", "diloco"])
+def test_replicas_take_rank_0s_unsaved_buffers_and_nothing_that_is_to_be_ignored(rank: int, how: str) -> None:
+    """A trained parameter that fully_shard ignores is exchanged by DiLoCo, which averages all that is trained."""
+    mesh, model = alone(), Network()
+    model.register_buffer("table", torch.full((2, 3), float(rank)), persistent=False)
+    model.register_buffer("cache", torch.full((rank + 1,), float(rank)), persistent=False)
+    model.own = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
+    model.trained = nn.Parameter(torch.full((2,), float(rank)))
+    model.first.bias = nn.Parameter(torch.full((65,), float(rank)), requires_grad=False)
+    sharded(model=model, mesh=mesh["shards"], ignored_params={model.own, model.trained})
+    group = mesh["replicas"].get_group()
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of the trained parameter
+        made: Any = (
+            attach_replicas(model, "all-reduce", group)
+            if how == "replicas"
+            else DiLoCo(model, sgd(model), every=1, process_group=group)
+        )
+    found = {name: float(one.view(-1)[0]) for name, one in model.named_buffers()}
+    assert found == {"table": 0.0, "cache": rank}
+    assert (float(model.own[0]), float(model.trained[0])) == (rank, rank if how == "replicas" else 0.0)
+    assert not shards(model.first)["bias"].any(), "frozen, and rank 0's"
+    made.detach() if how == "replicas" else made.close()
 
 
 @on_ranks(2)
