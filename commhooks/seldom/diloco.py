@@ -69,7 +69,8 @@ class DiLoCo:
     - `mixing`: parameters become mixing·(their value then) + (1 - mixing)·(outer copy). 0: they become the outer copy.
     - `on_host`: outer copies, messages and residuals are kept in the host's memory.
     - `weighted`: ranks count by `weight`, which is 1 until you set it, for example to the tokens that a rank has
-      trained on since its last exchange; weight 0 leaves a rank out of the mean.
+      trained on since its last exchange. Weight 0 leaves a rank's progress and floating-point buffers out of the means,
+      but not what the compressor still owes of its earlier rounds.
     - `process_group`, `hook_timeout`, `wrap_communicator` and `residuals`: see `attach`. With a `line` of
       `lockstep_lines`, workers of one process, whose models must begin equal, exchange in `step_in_lockstep`.
 
@@ -245,7 +246,7 @@ class DiLoCo:
         due = self.steps + self.schedule.delay
         for part in self._parts:
             if part.is_turn(due, self.schedule.every):
-                part.begin(due, self.weight if self._is_weighted and isinstance(part, Fragment) else None)
+                part.begin(due, self.weight if self._is_weighted else None)
 
     @torch.no_grad()
     def _end_step(self) -> None:
@@ -304,7 +305,9 @@ class DiLoCo:
             Fragment({name: self._named[name] for name in own}, turn, on_host=on_host)
             for own, turn in zip(names, turns, strict=True)
         ]
-        self._buffers = Buffers(beginning.buffers, self.schedule.every) if beginning.buffers else None
+        self._buffers = (
+            Buffers(beginning.buffers, self.schedule.every, weighted=beginning.weighted) if beginning.buffers else None
+        )
         self._parts = [*self._fragments, *([self._buffers] if self._buffers is not None else [])]
 
     def _make_exchangers(self, compressor: Compressor, line: Line | None, residuals: ResidualStorage) -> None:

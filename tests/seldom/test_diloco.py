@@ -185,16 +185,20 @@ def with_buffers(rank: int) -> nn.Module:
     return model
 
 
+def team_of(models: Sequence[nn.Module], **settings: Any) -> list[DiLoCo]:
+    """Return workers of one process that train these models."""
+    return [
+        DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), line=line, **settings)
+        for model, line in zip(models, lockstep_lines(len(models)), strict=True)
+    ]
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 def test_floating_buffers_are_averaged_and_others_are_rank_0s(delay: int) -> None:
     """Those of a rank on which one is not finite do not count."""
     models = [with_buffers(rank) for rank in range(3)]
     buffers = [dict(model.named_buffers()) for model in models]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    team = [
-        DiLoCo(model, optimizer, every=2, delay=delay, line=line)
-        for model, optimizer, line in zip(models, optimizers, lockstep_lines(3), strict=True)
-    ]
+    team = team_of(models, every=2, delay=delay)
     for rank, own in enumerate(buffers):
         own["mean"].fill_(4.0 * rank)
         own["narrow"].fill_(2.0 * rank)
@@ -220,6 +224,46 @@ def test_floating_buffers_are_averaged_and_others_are_rank_0s(delay: int) -> Non
         step_in_lockstep(team)
     for own in buffers:
         torch.testing.assert_close(own["mean"], torch.full((4,), 3.0))
+
+
+def test_complex_buffers_are_averaged_behind_an_odd_number_of_elements() -> None:
+    """Complex numbers cannot be views of a message at an odd place."""
+    first = nn.Linear(3, 3)
+    models = [first, copy.deepcopy(first)]
+    for rank, model in enumerate(models):
+        model.register_buffer("odd", torch.full((3,), 2.0 * rank))
+        for dtype in (torch.complex64, torch.complex128):
+            model.register_buffer(str(dtype)[6:], torch.full((2,), 4.0 * rank - 2j, dtype=dtype))
+    team = team_of(models, every=1)
+    step_in_lockstep(team)
+    for model in models:
+        odd, *others = (buffer for _, buffer in model.named_buffers())
+        assert odd.tolist() == [1.0] * 3
+        assert all(torch.equal(other.to(torch.complex128), torch.full((2,), 2 - 2j)) for other in others)
+
+
+@pytest.mark.parametrize("heaviest", [3.0, 1e30])
+def test_buffers_are_weighed_as_fragments_are(heaviest: float) -> None:
+    """A rank of weight 0 is left out, whatever its buffers are; if all have weight 0, each keeps its own."""
+    models = [with_buffers(rank) for rank in range(3)]
+    team = team_of(models, every=1, weighted=True)
+    buffers = [dict(model.named_buffers()) for model in models]
+    for rank, own in enumerate(buffers):
+        team[rank].weight = (0.0, heaviest, heaviest / 3)[rank]
+        own["mean"].fill_((math.inf, 4.0, 8.0)[rank])
+        own["narrow"].fill_((2.0, 4.0, 8.0)[rank])
+        own["turns"].fill_((2.0, 4j, 8j)[rank])
+        own["count"].fill_(rank + 1)
+    step_in_lockstep(team)
+    for own in buffers:
+        torch.testing.assert_close(own["mean"], torch.full((4,), 5.0))
+        assert own["narrow"].tolist() == [5.0, 5.0] and own["count"] == 1
+        torch.testing.assert_close(own["turns"], torch.full((3, 2), 5j))
+    for rank, own in enumerate(buffers):
+        team[rank].weight = 0.0
+        own["mean"].fill_(rank)
+    step_in_lockstep(team)
+    assert [own["mean"].tolist() for own in buffers] == [[rank] * 4 for rank in range(3)]
 
 
 def test_tied_parameters_count_once_and_frozen_ones_are_left_out() -> None:
