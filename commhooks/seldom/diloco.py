@@ -35,15 +35,19 @@ from commhooks.seldom.loading import misfits
 from commhooks.seldom.outer import Outer, made_of, nesterov
 from commhooks.seldom.parts import Buffers, Fragment
 from commhooks.seldom.shards import shaped_like
-from commhooks.seldom.starting import Beginning, average_over, group_of_ranks, trained
+from commhooks.seldom.starting import Beginning, average_over, group_of_ranks, mismatch, trained
 from commhooks.state.groups import Snapshots
 from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 from commhooks.state.table import ResidualStorage
 from commhooks.tensors import all_finite, cloned, local
 from commhooks.units import counted
-from commhooks.unwrapping import bare, difference_of, everything_kept, kept_buffers
+from commhooks.unwrapping import bare, difference_of, everything_kept, kept_buffers, plain_name
 from ddp_core.guard import steps_locally
 
+_EXCHANGED = (
+    "DiLoCo exchanges the parameters that required a gradient when it was made; make it again after freezing, adding "
+    "or replacing any."
+)
 _INSIDE = "within outer_parameters(): the parameters are the outer copies, and this rank's own would be lost"
 
 
@@ -61,8 +65,9 @@ class DiLoCo:
       without bytes of their own (weights quantised to codes, in a subclass with a `__torch_dispatch__`; sparse and
       expanded tensors), buffers that are not saved and whose shapes differ between ranks, and frozen parameters and
       buffers named in the model's `_ddp_params_and_buffers_to_ignore`, or in `fully_shard`'s `ignored_params`.
-    - `optimizer` trains all parameters of the model that require a gradient, and no others. Learning-rate schedules,
-      including that of `outer_optimizer`, are left to the caller.
+    - `optimizer` trains all parameters of the model that require a gradient, and no others. It is none with `train()`
+      and `eval()`, as schedule-free ones have: their point of evaluation would differ between ranks. Learning-rate
+      schedules, including that of `outer_optimizer`, are left to the caller.
     - `fragments` is the number of parts sent one after another in each round, or shell patterns for each part's
       parameters. A number deals layers to parts in turn; arrangement="sequential" cuts runs, "even" deals parameters.
     - `delay`: the number of steps between sending a fragment and using its mean, in which training continues.
@@ -146,6 +151,7 @@ class DiLoCo:
         self._make_exchangers(beginning.compressor, line, residuals)
         steps_locally(self._outer_optimizer)
         self._inner = Inner(beginning.optimizer, self.exchangers.fail)
+        self._held = self._inner.parameters()
         self._rounds = self._dropped = 0
         self._is_closed = self._is_at_outer = False
 
@@ -284,13 +290,18 @@ class DiLoCo:
         """Fail on all ranks if the trained parameters are not those of construction."""
         self._shards.reshard()
         now = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        if len(now) == len(self._named) and all(map(operator.is_, now, self._named.values())):
-            return
-        if change := difference_of(self._named, trained(self._model)):
-            self.exchangers.fail(
-                f"{change}: DiLoCo exchanges the parameters that required a gradient when it was made; make it again "
-                "after freezing, adding or replacing any."
-            )
+        is_same = len(now) == len(self._named) and all(map(operator.is_, now, self._named.values()))
+        if not is_same and (change := difference_of(self._named, trained(self._model))):
+            self.exchangers.fail(f"{change}: {_EXCHANGED}")
+        if self._inner.parameters() != self._held and (wrong := mismatch(self._inner.optimizer, self._named)):
+            self.exchangers.fail(wrong)
+
+    def _replacement(self) -> str:
+        """Return a sentence about the first exchanged parameter that the model does not have any longer; or ""."""
+        self._shards.reshard()
+        now = {plain_name(name): one for name, one in self._model.named_parameters(remove_duplicate=False)}
+        change = difference_of(self._named, {name: now[name] for name in self._named if name in now})
+        return f"{change}: {_EXCHANGED}" if change else ""
 
     def _lockstep_line(self) -> LockstepLine:
         assert isinstance(self.exchangers.line, LockstepLine), "there is a process group otherwise"
@@ -369,6 +380,8 @@ class DiLoCo:
         if self._is_at_outer:  # within another evaluation
             yield
             return
+        if change := self._replacement():
+            self.exchangers.fail(f"outer_parameters: {change}")
         under_way = sorted((one for one in self._fragments if one.due), key=lambda one: one.due or 0)  # as they end
         for fragment in under_way:
             fragment.means()  # raises what it failed of before anything is changed
@@ -402,7 +415,7 @@ class DiLoCo:
         It holds the outer copies, the outer optimizer, and the compressor's state; per-rank state is only in that
         rank's state_dict. The model and the optimizer differ by rank, so save them with it on every rank, as
         `save_checkpoint` does. Call it on every rank after the same `step`. Raises `CheckpointError` if the optimizer
-        took a step that was not counted, or after an exchange that failed.
+        took a step that was not counted, if an exchanged parameter was replaced, or after an exchange that failed.
         """
         return self.snapshot().cloned().as_dict()
 
@@ -416,6 +429,8 @@ class DiLoCo:
             )
         if self._inner.is_ahead:
             raise CheckpointError("the optimizer took a step that was not counted: save after diloco.step().")
+        if change := self._replacement():
+            raise CheckpointError(f"saving: {change}")
         due = {str(number): part.state() for number, part in enumerate(self._parts) if part.due is not None}
         shared = {
             "step": self.steps,
@@ -430,7 +445,12 @@ class DiLoCo:
         return self.exchangers.snapshot(shared)
 
     def model_state(self) -> dict[str, Any]:
-        """Return the model's state_dict with outer copies in place of the trained parameters, which all ranks share."""
+        """Return the model's state_dict with outer copies in place of the trained parameters, which all ranks share.
+
+        Raises `CheckpointError` if one of them was replaced.
+        """
+        if change := self._replacement():
+            raise CheckpointError(f"model_state: {change}")
         of_parameter = {self._named[name]: outer for one in self._fragments for name, outer in one.outer.items()}
         state = dict(self._model.state_dict())
         for name, parameter in self._model.named_parameters(remove_duplicate=False):

@@ -7,7 +7,7 @@ import functools
 import gc
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -687,7 +687,10 @@ def test_models_and_optimizers_that_cannot_work_are_refused_in_words() -> None:
     for optimizer, complaint in [
         (half, "'4.weight' and 3 more requires a gradient, but SGD does not train it. DiLoCo takes one optimizer"),
         ([half, rest], "DiLoCo: expected a torch.optim.Optimizer"),
-        (torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))]), "also trains 1 tensors that are no"),
+        (
+            torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))]),
+            "also trains 1 tensor that DiLoCo does",
+        ),
         (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "none of the parameters of SGD belongs to the model"),
     ]:
         with pytest.raises((SettingsError, commhooks.AttachError), match=complaint):
@@ -774,6 +777,38 @@ def test_a_replaced_parameter_is_named_at_each_later_step() -> None:
     for step in range(1, 4):
         with pytest.raises(CompressorError, match="'0.bias' was replaced: DiLoCo exchanges the parameters that"):
             train_in_lockstep([worker], step, step + 1)
+
+
+@pytest.mark.parametrize(
+    "shows",
+    [lambda diloco: diloco.outer_parameters().__enter__(), DiLoCo.state_dict, DiLoCo.model_state],
+    ids=["evaluation", "save", "model state"],
+)
+def test_a_replaced_parameter_is_named_where_outer_copies_are_shown(shows: Callable[[DiLoCo], object]) -> None:
+    """Its own value would be shown in place of the outer copy. One frozen meanwhile is shown as ever."""
+    (worker,) = workers(1, every=100)
+    train_in_lockstep([worker], 0, 1)
+    first: Any = worker.model[0]  # type: ignore[index]  # a Sequential
+    first.weight.requires_grad_(False)
+    with worker.diloco.outer_parameters():
+        worker.diloco.model_state()
+    first.bias = nn.Parameter(first.bias.detach().clone())
+    with pytest.raises((CompressorError, CheckpointError), match="'0.bias' was replaced: DiLoCo exchanges the"):
+        shows(worker.diloco)
+
+
+def test_what_joins_or_leaves_its_optimizer_is_named() -> None:
+    """Each rank would train a newcomer alone, and nobody one that left."""
+    (worker,) = workers(1, every=100)
+    train_in_lockstep([worker], 0, 1)
+    worker.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2), requires_grad=False)]})
+    train_in_lockstep([worker], 1, 2)
+    worker.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, 5))]})
+    with pytest.raises(CompressorError, match=r"AdamW also trains 2 tensors .*, the first of shape \(2,\) in group 2"):
+        train_in_lockstep([worker], 2, 3)
+    del worker.optimizer.param_groups[2], worker.optimizer.param_groups[0]["params"][1]
+    with pytest.raises(CompressorError, match="'0.bias' requires a gradient, but AdamW does not train it"):
+        train_in_lockstep([worker], 3, 4)
 
 
 def test_a_step_that_is_refused_in_an_evaluation_is_counted_as_the_optimizers() -> None:
