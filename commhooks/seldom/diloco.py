@@ -317,7 +317,9 @@ class DiLoCo:
             for own, turn in zip(names, turns, strict=True)
         ]
         self._buffers = (
-            Buffers(beginning.buffers, self.schedule.every, weighted=beginning.weighted) if beginning.buffers else None
+            Buffers(self._model, beginning.buffers, self.schedule.every, weighted=beginning.weighted)
+            if beginning.buffers
+            else None
         )
         self._parts = [*self._fragments, *([self._buffers] if self._buffers is not None else [])]
 

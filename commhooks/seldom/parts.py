@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from commhooks.hooks.exchanger import Averaging, Exchanger
 from commhooks.tensors import all_finite, bytes_of, cloned, computing_dtype, local
+from commhooks.unwrapping import plain_name
 
 _WEIGHT = "ranks with finite buffers"
 """The name of a rank's weight, which is 1 unless they are weighted, and 0 where buffers are not finite."""
@@ -158,12 +160,13 @@ class Buffers(Part):
     Floating-point buffers, complex ones included, are sent in at least fp32. Others are sent byte by byte, each byte as
     fp32: the sum of rank 0's and the other ranks' zeros is then exact, as it would not be for large integers.
     `weighted`: floating-point ones are multiplied by the rank's weight, in fp64, which holds the products, and the mean
-    is divided by the mean weight.
+    is divided by the mean weight. `named` are the buffers of `model` that are exchanged; the model may replace them.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], turn: int, *, weighted: bool) -> None:
+    def __init__(self, model: Module, named: Mapping[str, Tensor], turn: int, *, weighted: bool) -> None:
         super().__init__(turn)
-        self.named = named
+        self._model = model
+        self._described = {name: _description(buffer) for name, buffer in named.items()}
         self._is_weighted = weighted
         self._weight = 1.0
         device = next(iter(named.values())).device
@@ -176,15 +179,27 @@ class Buffers(Part):
         self._weight = 1.0 if weight is None else weight
         super().begin(due)
 
+    def now(self) -> dict[str, Tensor]:
+        """Return the model's buffers as they are now, by name; fail if one is gone, or has another shape or dtype."""
+        held = {plain_name(name): buffer for name, buffer in self._model.named_buffers(remove_duplicate=False)}
+        for name, before in self._described.items():
+            found = _description(held[name]) if name in held else "gone"
+            if found != before:
+                self.exchanger.fail(
+                    f"buffer {name!r} is {found} now, and was {before} when DiLoCo was made; make it again."
+                )
+        return {name: held[name] for name in self._described}
+
     def write(self, room: Mapping[str, Tensor]) -> None:
         """Write floating-point buffers if all of them are finite, and on rank 0 the others."""
         rank, _ = self.exchanger.rank_and_world_size
-        for name, buffer in self.named.items():
+        named = self.now()
+        for name, buffer in named.items():
             if _is_averaged(buffer) or rank == 0:
                 room[name].copy_(_as_sent(buffer, room[name].dtype))
             else:
                 room[name].zero_()
-        averaged = [room[name] for name, buffer in self.named.items() if _is_averaged(buffer)]
+        averaged = [room[name] for name, buffer in named.items() if _is_averaged(buffer)]
         weight = self._weight if all_finite(averaged) else 0.0
         for sent in averaged if weight != 1 else ():
             sent.mul_(weight) if weight else sent.zero_()
@@ -196,13 +211,17 @@ class Buffers(Part):
         weight = float(means[_WEIGHT])
         if not self._is_weighted:
             weight = round(weight * ranks) / ranks
-        for name, buffer in self.named.items():
+        for name, buffer in self.now().items():
             mean = means[name]
             if not _is_averaged(buffer):
                 buffer.copy_((mean * ranks).round().to(torch.uint8).view(buffer.dtype).view(buffer.shape))
             elif weight:
                 mean = mean if weight == 1 else mean / weight
                 buffer.copy_(torch.complex(*mean.unbind(-1)) if buffer.is_complex() else mean)
+
+
+def _description(buffer: Tensor) -> str:
+    return f"of shape {tuple(buffer.shape)} and {buffer.dtype}"
 
 
 def _is_averaged(buffer: Tensor) -> bool:

@@ -242,6 +242,22 @@ def test_complex_buffers_are_averaged_behind_an_odd_number_of_elements() -> None
         assert all(torch.equal(other.to(torch.complex128), torch.full((2,), 2 - 2j)) for other in others)
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+def test_buffers_that_a_module_replaces_are_averaged_too(delay: int) -> None:
+    """As in a DistributedDataParallel: many modules assign a new tensor instead of writing into the old one."""
+    models: list[Any] = [with_buffers(rank) for rank in range(2)]
+    team = team_of(models, every=2, delay=delay)
+    for step in range(2):
+        for rank, model in enumerate(models):
+            model.mean, model.count = torch.full((4,), 4.0 * rank), torch.tensor(rank + step)
+        step_in_lockstep(team)
+    for model in models:
+        assert model.mean.tolist() == [2.0] * 4 and model.count == 1 - delay
+    models[0].mean = torch.zeros(3)
+    with pytest.raises(CompressorError, match=r"rank 0: buffer 'mean' is of shape \(3,\) .*, and was of shape \(4,\)"):
+        [step_in_lockstep(team) for _ in range(2)]
+
+
 @pytest.mark.parametrize("heaviest", [3.0, 1e30])
 def test_buffers_are_weighed_as_fragments_are(heaviest: float) -> None:
     """A rank of weight 0 is left out, whatever its buffers are; if all have weight 0, each keeps its own."""
