@@ -146,18 +146,16 @@ def described(model: object) -> str:
     return " around ".join(names)
 
 
+@torch.no_grad()
 def kept_buffers(module: Module, *, saved: bool = True, with_ignored: bool = False) -> dict[str, Tensor]:
     """Return the buffers that are in the module's state_dict, or those that are not: caches, of any shape.
 
-    Left out are those that cannot be sent (see `has_own_bytes`) and, unless `with_ignored`, those that a
-    DistributedDataParallel is to ignore.
+    Of DTensors, as tensor parallelism makes them, this rank's shards are returned. Left out are those that cannot be
+    sent (see `has_own_bytes`) and, unless `with_ignored`, those that a DistributedDataParallel is to ignore.
     """
     kept, ignored = module.state_dict().keys(), set() if with_ignored else _ignored_names(module)
-    return {
-        plain_name(name): buffer
-        for name, buffer in module.named_buffers()
-        if (name in kept) == saved and name not in ignored and buffer.numel() and has_own_bytes(buffer)
-    }
+    wanted = {n: shard_of(b) for n, b in module.named_buffers() if (n in kept) == saved and n not in ignored}
+    return {plain_name(name): own.detach() for name, own in wanted.items() if has_own_bytes(own) and own.numel()}
 
 
 def reshard(model: Module) -> None:
@@ -178,7 +176,7 @@ def everything_kept(model: Module, exchanged: Iterable[Tensor] = ()) -> list[Ten
     reshard(model)
     ignored = _ignored_parameters(model) - set(exchanged)
     kept = [p for p in model.parameters() if p not in ignored and (p.requires_grad or has_own_bytes(shard_of(p)))]
-    return [local(one) for one in (*kept, *kept_buffers(model).values())]
+    return [*map(local, kept), *kept_buffers(model).values()]
 
 
 def _ignored_parameters(model: Module) -> set[Tensor]:

@@ -382,7 +382,7 @@ def _own_tensors(module: LightningModule) -> dict[str, Tensor]:
     """Return the tensors of a module that differ between ranks, by name: the trained parameters and the buffers."""
     inner = bare(module)
     buffers = kept_buffers(inner, with_ignored=True)
-    return {name: tensor.detach() for name, tensor in (trained(inner) | buffers).items()}
+    return {name: parameter.detach() for name, parameter in trained(inner).items()} | buffers
 
 
 def _do_nothing() -> None: ...

@@ -182,13 +182,14 @@ class Buffers(Part):
     def now(self) -> dict[str, Tensor]:
         """Return the model's buffers as they are now, by name; fail if one is gone, or has another shape or dtype."""
         held = {plain_name(name): buffer for name, buffer in self._model.named_buffers(remove_duplicate=False)}
+        named = {name: local(held[name]) for name in self._described if name in held}
         for name, before in self._described.items():
-            found = _description(held[name]) if name in held else "gone"
+            found = _description(named[name]) if name in named else "gone"
             if found != before:
                 self.exchanger.fail(
                     f"buffer {name!r} is {found} now, and was {before} when DiLoCo was made; make it again."
                 )
-        return {name: held[name] for name in self._described}
+        return named
 
     def write(self, room: Mapping[str, Tensor]) -> None:
         """Write floating-point buffers if all of them are finite, and on rank 0 the others."""

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_module
 from torch.utils.checkpoint import checkpoint
 
 from commhooks import DiLoCo, ReplicasAttachment, attach_replicas, attach_sharded, load_distributed
@@ -761,6 +762,33 @@ def test_replicas_take_rank_0s_unsaved_buffers_and_nothing_that_is_to_be_ignored
     assert (float(model.own[0]), float(model.trained[0])) == (rank, rank if how == "replicas" else 0.0)
     assert not shards(model.first)["bias"].any(), "frozen, and rank 0's"
     made.detach() if how == "replicas" else made.close()
+
+
+@on_ranks(2)
+def test_buffers_that_are_dtensors_are_shared_too(rank: int) -> None:
+    """`distribute_module` makes all buffers DTensors; of those, DiLoCo averages what this rank keeps."""
+    mesh = alone()
+    group, model = mesh["replicas"].get_group(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
+    model.register_buffer("table", torch.full((2,), float(rank)), persistent=False)
+    model[1].running_mean.fill_(rank)  # type: ignore[operator]  # a Tensor or a Module
+    distribute_module(model, mesh["shards"])
+    buffers: Any = dict(model.named_buffers())
+
+    def numbers() -> list[float]:
+        return [float(buffers[name].to_local()[0]) for name in ("1.running_mean", "table")]
+
+    diloco = DiLoCo(model, sgd(model), every=1, process_group=group)
+    assert numbers() == [0.0, 0.0]
+    buffers["1.running_mean"].to_local().fill_(rank)
+    diloco.step()
+    assert numbers() == [0.5, 0.0]
+    diloco.close()
+    for buffer in buffers.values():
+        buffer.to_local().fill_(rank)
+    fully_shard(model[0], mesh=mesh["shards"])
+    attachment = attach_replicas(model, "all-reduce", group)
+    assert numbers() == [0.0, 0.0]
+    attachment.detach()
 
 
 @on_ranks(2)
