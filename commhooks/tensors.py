@@ -41,14 +41,37 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return a dense tensor's elements as bytes, 1-D, in the order of its indices: a view if it is contiguous."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, or any other tensor, in the same memory and detached."""
+    return shard_of(tensor).detach()
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, or any other tensor itself."""
     sharded: Any = tensor
     own: Tensor = sharded.to_local() if hasattr(tensor, "to_local") else tensor
-    return own.detach()
+    return own
+
+
+def answers_itself(tensor: Tensor) -> bool:
+    """Return whether a tensor is of a subclass with a `__torch_dispatch__` of its own, such as weights kept as codes.
+
+    It may have no memory, and may refuse to be flattened, viewed, copied or overwritten.
+    """
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def has_own_bytes(tensor: Tensor) -> bool:
+    """Return whether every element has bytes of its own, which can be sent and overwritten.
+
+    False for sparse and quantised tensors, expanded ones, and those that answer operations themselves.
+    """
+    if answers_itself(tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+        return False
+    return all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def power_below(terms: int) -> float:

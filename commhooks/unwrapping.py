@@ -6,11 +6,12 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 from commhooks.errors import AttachError
-from commhooks.tensors import local
+from commhooks.tensors import has_own_bytes, local, shard_of
 
 PRIVATE_NAMES = (
     "torch._C._distributed_c10d:Reducer._get_zeros_like_grad_buckets",
@@ -20,6 +21,7 @@ PRIVATE_NAMES = (
     "torch.distributed._composable.replicate:_ReplicateState.lazy_init",
     "torch.distributed._composable.replicate:replicate.state",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:ActivationWrapper._checkpoint_wrapped_module",
+    "torch.nn.parallel:DistributedDataParallel._ddp_params_and_buffers_to_ignore",
 )
 
 _WRAPPERS = (
@@ -149,10 +151,16 @@ def described(model: object) -> str:
     return " around ".join(names)
 
 
-def kept_buffers(module: Module) -> dict[str, Tensor]:
-    """Return the buffers that are in the module's state_dict; others may be caches, of any shape."""
-    kept = module.state_dict().keys()
-    return {plain_name(name): buffer for name, buffer in module.named_buffers() if name in kept and buffer.numel()}
+@torch.no_grad()
+def kept_buffers(module: Module, *, saved: bool = True, with_ignored: bool = False) -> dict[str, Tensor]:
+    """Return the buffers that are in the module's state_dict, or those that are not: caches, of any shape.
+
+    Of DTensors, as tensor parallelism makes them, this rank's shards are returned. Left out are those that cannot be
+    sent (see `has_own_bytes`) and, unless `with_ignored`, those that a DistributedDataParallel is to ignore.
+    """
+    kept, ignored = module.state_dict().keys(), set() if with_ignored else _ignored_names(module)
+    wanted = {n: shard_of(b) for n, b in module.named_buffers() if (n in kept) == saved and n not in ignored}
+    return {plain_name(name): own.detach() for name, own in wanted.items() if has_own_bytes(own) and own.numel()}
 
 
 def reshard(model: Module) -> None:
@@ -163,10 +171,29 @@ def reshard(model: Module) -> None:
             module.reshard()
 
 
-def everything_kept(model: Module) -> list[Tensor]:
-    """Return the parameters, frozen ones included, and the saved buffers; of sharded ones, this rank's shards."""
+@torch.no_grad()
+def everything_kept(model: Module, exchanged: Iterable[Tensor] = ()) -> list[Tensor]:
+    """Return the parameters, frozen ones included, and the saved buffers; of sharded ones, this rank's shards.
+
+    Left out are what a DistributedDataParallel or `fully_shard` is to ignore, except for the `exchanged` parameters,
+    and frozen parameters that cannot be sent: see `has_own_bytes`.
+    """
     reshard(model)
-    return [local(one) for one in (*model.parameters(), *kept_buffers(model).values())]
+    ignored = _ignored_parameters(model) - set(exchanged)
+    kept = [p for p in model.parameters() if p not in ignored and (p.requires_grad or has_own_bytes(shard_of(p)))]
+    return [*map(local, kept), *kept_buffers(model).values()]
+
+
+def _ignored_parameters(model: Module) -> set[Tensor]:
+    names, fsdp = _ignored_names(model), _loaded("torch.distributed.fsdp")
+    sharded = [module for module in model.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule)]
+    whole = {p for module in sharded for p in module.parameters() if not hasattr(p, "to_local")}
+    return whole | {p for name, p in model.named_parameters() if name in names}
+
+
+def _ignored_names(module: Module) -> set[str]:
+    """Return the names that PyTorch's DistributedDataParallel looks up in the module that it wraps."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def is_sharded(model: Module) -> bool:

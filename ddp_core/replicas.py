@@ -77,18 +77,26 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, sou
     """Overwrite ``tensors`` on every rank of ``group`` with group rank ``source``'s.
 
     Tensors of one device are sent together as bytes, with two messages in flight: at most 250 MiB of one dtype in each,
-    or 1 MiB of several.
+    or 1 MiB of several. Frozen tensors that answer operations themselves are left as they are: see ``answers_itself``.
     Autograd does not see the write, so tensors saved for a pending backward pass stay valid.
     """
     in_flight: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
-    for chunk in _chunks(tensors):
+    for chunk in _chunks([tensor for tensor in tensors if tensor.requires_grad or not answers_itself(tensor)]):
         if len(in_flight) == MESSAGES_IN_FLIGHT:
             _unpack(*in_flight.pop(0))
-        parts = [flatten(same).view(torch.uint8) for same in _by_dtype(chunk)]
+        parts = [flatten(same).resolve_conj().resolve_neg().view(torch.uint8) for same in _by_dtype(chunk)]
         message = parts[0] if len(parts) == 1 else torch.cat(parts)
         in_flight.append((broadcast(group, message, source), message, chunk))
     for sent in in_flight:
         _unpack(*sent)
+
+
+def answers_itself(tensor: Tensor) -> bool:
+    """Return True for a subclass with a ``__torch_dispatch__`` of its own, such as weights quantised to codes.
+
+    It may have no memory that could be sent as bytes, and may refuse to be flattened, viewed or overwritten.
+    """
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _chunks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -119,5 +127,10 @@ def _unpack(work: dist.Work, message: Tensor, chunk: list[Tensor]) -> None:
     start = 0
     for same in _by_dtype(chunk):
         end = start + sum(tensor.nbytes for tensor in same)
-        torch._foreach_copy_(same, list(unflatten(message[start:end].view(same[0].dtype), same)))
+        parts = list(unflatten(message[start:end].view(same[0].dtype), same))
+        if any(tensor.is_conj() or tensor.is_neg() for tensor in same):  # _foreach_copy_ refuses such views
+            for tensor, part in zip(same, parts, strict=True):
+                tensor.copy_(part)
+        else:
+            torch._foreach_copy_(same, parts)
         start = end

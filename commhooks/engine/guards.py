@@ -16,6 +16,7 @@ from commhooks.engine.undo import Copies
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange, map_requests
 from commhooks.language.requests import AllReduce, Asked, Judge, Part
+from commhooks.tensors import computing_dtype
 
 _ELEMENTS_TO_SAMPLE = 1024
 _PART_ELEMENTS = 1 << 18
@@ -71,9 +72,11 @@ def keep_what_is_unused(bucket: BucketView, exchange: Exchange) -> Exchange:
 def weigh(bucket: BucketView, weight: float, exchange: Exchange) -> Exchange:
     """Run an exchange whose mean is weighted: first scale this rank's tensors by its weight over the mean weight.
 
-    A rank of weight 0 sends zeros, whatever its tensors are. The mean of the weights takes an additional round.
+    The tensors of a rank of weight 0 count as zeros, whatever they are; its residual, which earlier rounds left unsent,
+    is sent as ever. The mean of the weights takes an additional round.
     """
-    own = torch.full((1,), weight, dtype=torch.float32, device=bucket.memory.device)
+    dtype = computing_dtype(bucket.memory.dtype)
+    own = torch.full((1,), weight, dtype=dtype, device=bucket.memory.device)
     (mean,) = yield AllReduce(bucket.slots[0].part(own.clone()), average=True)
     if weight:
         bucket.memory.mul_(own / mean)

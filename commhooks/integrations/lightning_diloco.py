@@ -381,7 +381,8 @@ def _state_for(ranks: Ranks, state: dict[str, Any]) -> dict[str, Any]:
 def _own_tensors(module: LightningModule) -> dict[str, Tensor]:
     """Return the tensors of a module that differ between ranks, by name: the trained parameters and the buffers."""
     inner = bare(module)
-    return {name: tensor.detach() for name, tensor in (trained(inner) | kept_buffers(inner)).items()}
+    buffers = kept_buffers(inner, with_ignored=True)
+    return {name: parameter.detach() for name, parameter in trained(inner).items()} | buffers
 
 
 def _do_nothing() -> None: ...

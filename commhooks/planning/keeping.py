@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from commhooks.tensors import answers_itself
+
 
 class Kept:
     """Copies of a model's parameters, buffers and gradients, and of the optimizers that step.
 
-    They take as much memory as the originals.
+    They take as much memory as the originals. Frozen tensors that answer operations themselves are not copied.
     """
 
     def __init__(self, model: Module) -> None:
@@ -56,7 +58,7 @@ class Kept:
 
     def _keep(self, tensor: Tensor, *, has_gradient: bool = True) -> None:
         """Copy a tensor; the gradient of one that only an optimizer knows is this step's, not an earlier one's."""
-        if tensor in self._tensors:
+        if tensor in self._tensors or (answers_itself(tensor) and not tensor.requires_grad):
             return
         self._tensors[tensor] = tensor.detach().clone()
         if tensor.requires_grad:

@@ -35,15 +35,19 @@ from commhooks.seldom.loading import misfits
 from commhooks.seldom.outer import Outer, made_of, nesterov
 from commhooks.seldom.parts import Buffers, Fragment
 from commhooks.seldom.shards import shaped_like
-from commhooks.seldom.starting import Beginning, average_over, group_of_ranks, trained
+from commhooks.seldom.starting import Beginning, average_over, group_of_ranks, mismatch, trained
 from commhooks.state.groups import Snapshots
 from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 from commhooks.state.table import ResidualStorage
 from commhooks.tensors import all_finite, cloned, local
 from commhooks.units import counted
-from commhooks.unwrapping import bare, difference_of, everything_kept, plain_name
+from commhooks.unwrapping import bare, difference_of, everything_kept, kept_buffers, plain_name
 from ddp_core.guard import steps_locally
 
+_EXCHANGED = (
+    "DiLoCo exchanges the parameters that required a gradient when it was made; make it again after freezing, adding "
+    "or replacing any."
+)
 _INSIDE = "within outer_parameters(): the parameters are the outer copies, and this rank's own would be lost"
 
 
@@ -56,10 +60,14 @@ class DiLoCo:
 
     - `model` is a plain module or, inside a site, a DistributedDataParallel or FSDP2's shards; DiLoCo then averages
       over the sites' ranks with the same shard. All ranks begin with rank 0's parameters and buffers. Frozen parameters
-      are left out. At the last fragment's turn, floating-point buffers are averaged uncompressed, others copied from
-      rank 0.
-    - `optimizer` trains all parameters of the model that require a gradient, and no others. Learning-rate schedules,
-      including that of `outer_optimizer`, are left to the caller.
+      are left out of the rounds. At the last fragment's turn, floating-point buffers that are saved (persistent) are
+      averaged uncompressed, others copied from rank 0. Left as each rank has them are frozen parameters and buffers
+      without bytes of their own (weights quantised to codes, in a subclass with a `__torch_dispatch__`; sparse and
+      expanded tensors), buffers that are not saved and whose shapes differ between ranks, and frozen parameters and
+      buffers named in the model's `_ddp_params_and_buffers_to_ignore`, or in `fully_shard`'s `ignored_params`.
+    - `optimizer` trains all parameters of the model that require a gradient, and no others. It is none with `train()`
+      and `eval()`, as schedule-free ones have: their point of evaluation would differ between ranks. Learning-rate
+      schedules, including that of `outer_optimizer`, are left to the caller.
     - `fragments` is the number of parts sent one after another in each round, or shell patterns for each part's
       parameters. A number deals layers to parts in turn; arrangement="sequential" cuts runs, "even" deals parameters.
     - `delay`: the number of steps between sending a fragment and using its mean, in which training continues.
@@ -67,7 +75,8 @@ class DiLoCo:
       1: they stay as they are.
     - `on_host`: outer copies, messages and residuals are kept in the host's memory.
     - `weighted`: ranks count by `weight`, which is 1 until you set it, for example to the tokens that a rank has
-      trained on since its last exchange; weight 0 leaves a rank out of the mean.
+      trained on since its last exchange. Weight 0 leaves a rank's progress and floating-point buffers out of the means,
+      but not what the compressor still owes of its earlier rounds.
     - `process_group`, `hook_timeout`, `wrap_communicator` and `residuals`: see `attach`. With a `line` of
       `lockstep_lines`, workers of one process, whose models must begin equal, exchange in `step_in_lockstep`.
 
@@ -129,7 +138,8 @@ class DiLoCo:
         """The number of calls of `step`, including those before a resume."""
         self._calls = 0
         self._model = bare(model)
-        share_from_rank_0(everything_kept(self._model), group)
+        kept = everything_kept(self._model, beginning.named.values())
+        share_from_rank_0(kept, kept_buffers(self._model, saved=False), group)
         self._make_parts(beginning, on_host=on_host)
         self._outer_optimizer = made_of(outer, [held for one in self._fragments for held in one.outer.values()], group)
         if group is not None:
@@ -141,6 +151,7 @@ class DiLoCo:
         self._make_exchangers(beginning.compressor, line, residuals)
         steps_locally(self._outer_optimizer)
         self._inner = Inner(beginning.optimizer, self.exchangers.fail)
+        self._held = self._inner.parameters()
         self._rounds = self._dropped = 0
         self._is_closed = self._is_at_outer = False
 
@@ -256,13 +267,9 @@ class DiLoCo:
         self.steps += 1
         self._calls += 1
         due = self.steps + self.schedule.delay
-        if self._buffers is not None and (
-            self._buffers.due == self.steps or self._buffers.is_turn(due, self.schedule.every)
-        ):
-            self._find_buffers(self._buffers)
         for part in self._parts:
             if part.is_turn(due, self.schedule.every):
-                part.begin(due, self.weight if self._is_weighted and isinstance(part, Fragment) else None)
+                part.begin(due, self.weight if self._is_weighted else None)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -301,25 +308,18 @@ class DiLoCo:
         """Fail on all ranks if the trained parameters are not those of construction."""
         self._shards.reshard()
         now = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        if len(now) == len(self._named) and all(map(operator.is_, now, self._named.values())):
-            return
-        if change := difference_of(self._named, trained(self._model)):
-            self.exchangers.fail(
-                f"{change}: DiLoCo exchanges the parameters that required a gradient when it was made; make it again "
-                "after freezing, adding or replacing any."
-            )
+        is_same = len(now) == len(self._named) and all(map(operator.is_, now, self._named.values()))
+        if not is_same and (change := difference_of(self._named, trained(self._model))):
+            self.exchangers.fail(f"{change}: {_EXCHANGED}")
+        if self._inner.parameters() != self._held and (wrong := mismatch(self._inner.optimizer, self._named)):
+            self.exchangers.fail(wrong)
 
-    def _find_buffers(self, buffers: Buffers) -> None:
-        """Find the model's buffers anew, since some may have been replaced; fail if one is gone or of another form."""
-        now = {plain_name(name): buffer for name, buffer in self._model.named_buffers(remove_duplicate=False)}
-        for name, before in buffers.named.items():
-            found = _form(now[name]) if name in now else "gone"
-            if found != _form(before):
-                self.exchangers.fail(
-                    f"buffer {name!r} is {found}, and was {_form(before)}: DiLoCo exchanges the buffers that the model "
-                    "had when it was made; make it again after changing any."
-                )
-        buffers.named = {name: now[name] for name in buffers.named}
+    def _replacement(self) -> str:
+        """Return a sentence about the first exchanged parameter that the model does not have any longer; or ""."""
+        self._shards.reshard()
+        now = {plain_name(name): one for name, one in self._model.named_parameters(remove_duplicate=False)}
+        change = difference_of(self._named, {name: now[name] for name in self._named if name in now})
+        return f"{change}: {_EXCHANGED}" if change else ""
 
     def _lockstep_line(self) -> LockstepLine:
         assert isinstance(self.exchangers.line, LockstepLine), "there is a process group otherwise"
@@ -334,7 +334,11 @@ class DiLoCo:
             Fragment({name: self._named[name] for name in own}, turn, on_host=on_host)
             for own, turn in zip(names, turns, strict=True)
         ]
-        self._buffers = Buffers(beginning.buffers, self.schedule.every) if beginning.buffers else None
+        self._buffers = (
+            Buffers(self._model, beginning.buffers, self.schedule.every, weighted=beginning.weighted)
+            if beginning.buffers
+            else None
+        )
         self._parts = [*self._fragments, *([self._buffers] if self._buffers is not None else [])]
 
     def _make_exchangers(self, compressor: Compressor, line: Line | None, residuals: ResidualStorage) -> None:
@@ -396,6 +400,8 @@ class DiLoCo:
         if self._is_at_outer:  # within another evaluation
             yield
             return
+        if change := self._replacement():
+            self.exchangers.fail(f"outer_parameters: {change}")
         under_way = sorted((one for one in self._fragments if one.due), key=lambda one: one.due or 0)  # as they end
         for fragment in under_way:
             fragment.means()  # raises what it failed of before anything is changed
@@ -429,7 +435,7 @@ class DiLoCo:
         It holds the outer copies, the outer optimizer, and the compressor's state; per-rank state is only in that
         rank's state_dict. The model and the optimizer differ by rank, so save them with it on every rank, as
         `save_checkpoint` does. Call it on every rank after the same `step`. Raises `CheckpointError` if the optimizer
-        took a step that was not counted, or after an exchange that failed.
+        took a step that was not counted, if an exchanged parameter was replaced, or after an exchange that failed.
         """
         return self.snapshot().cloned().as_dict()
 
@@ -443,6 +449,8 @@ class DiLoCo:
             )
         if self._inner.is_ahead:
             raise CheckpointError("the optimizer took a step that was not counted: save after diloco.step().")
+        if change := self._replacement():
+            raise CheckpointError(f"saving: {change}")
         due = {str(number): part.state() for number, part in enumerate(self._parts) if part.due is not None}
         shared = {
             "step": self.steps,
@@ -457,7 +465,12 @@ class DiLoCo:
         return self.exchangers.snapshot(shared)
 
     def model_state(self) -> dict[str, Any]:
-        """Return the model's state_dict with outer copies in place of the trained parameters, which all ranks share."""
+        """Return the model's state_dict with outer copies in place of the trained parameters, which all ranks share.
+
+        Raises `CheckpointError` if one of them was replaced.
+        """
+        if change := self._replacement():
+            raise CheckpointError(f"model_state: {change}")
         of_parameter = {self._named[name]: outer for one in self._fragments for name, outer in one.outer.items()}
         state = dict(self._model.state_dict())
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
@@ -503,10 +516,6 @@ class DiLoCo:
         self.exchangers.close()
         if self._buffers is not None:
             self._buffers.exchanger.close()
-
-
-def _form(tensor: Tensor) -> str:
-    return f"of shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
 
 
 def step_in_lockstep(workers: Sequence[DiLoCo]) -> None:

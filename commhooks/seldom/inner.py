@@ -39,6 +39,10 @@ class Inner:
         """True if the optimizer has taken a step that was not counted yet."""
         return self._uncounted > 0
 
+    def parameters(self) -> list[int]:
+        """Return the ids of the tensors that it trains now, in order."""
+        return [id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
+
     def count(self) -> None:
         """Count a step, even if a gradient scaler skipped it."""
         self._uncounted = 0

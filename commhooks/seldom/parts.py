@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from commhooks.hooks.exchanger import Averaging, Exchanger
 from commhooks.tensors import all_finite, bytes_of, cloned, computing_dtype, local
+from commhooks.unwrapping import plain_name
 
-_COUNT = "ranks with finite buffers"
-"""The name of the count of ranks whose buffers are finite."""
+_WEIGHT = "ranks with finite buffers"
+"""The name of a rank's weight, which is 1 unless they are weighted, and 0 where buffers are not finite."""
 
 
 Before = tuple[dict[str, Tensor], dict[Tensor, Any], list[dict[str, Any]]]
@@ -157,52 +159,82 @@ class Buffers(Part):
 
     Floating-point buffers, complex ones included, are sent in at least fp32. Others are sent byte by byte, each byte as
     fp32: the sum of rank 0's and the other ranks' zeros is then exact, as it would not be for large integers.
+    `weighted`: floating-point ones are multiplied by the rank's weight, in fp64, which holds the products, and the mean
+    is divided by the mean weight. `named` are the buffers of `model` that are exchanged; the model may replace them.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], turn: int) -> None:
+    def __init__(self, model: Module, named: Mapping[str, Tensor], turn: int, *, weighted: bool) -> None:
         super().__init__(turn)
-        self.named = named
+        self._model = model
+        self._described = {name: _description(buffer) for name, buffer in named.items()}
+        self._is_weighted = weighted
+        self._weight = 1.0
         device = next(iter(named.values())).device
-        self.like = {name: _as_sent(buffer).clone() for name, buffer in named.items()}
-        self.like |= {_COUNT: torch.empty((), dtype=torch.float32, device=device)}
+        wide = torch.float64 if weighted else torch.float32
+        self.like = {name: _as_sent(buffer, wide).clone() for name, buffer in named.items()}
+        self.like |= {_WEIGHT: torch.empty((), dtype=wide, device=device)}
+
+    def begin(self, due: int, weight: float | None = None) -> None:
+        """Start averaging the buffers, as `Part.begin` does; the exchanger knows of no weights."""
+        self._weight = 1.0 if weight is None else weight
+        super().begin(due)
+
+    def now(self) -> dict[str, Tensor]:
+        """Return the model's buffers as they are now, by name; fail if one is gone, or has another shape or dtype."""
+        held = {plain_name(name): buffer for name, buffer in self._model.named_buffers(remove_duplicate=False)}
+        named = {name: local(held[name]) for name in self._described if name in held}
+        for name, before in self._described.items():
+            found = _description(named[name]) if name in named else "gone"
+            if found != before:
+                self.exchanger.fail(
+                    f"buffer {name!r} is {found} now, and was {before} when DiLoCo was made; make it again."
+                )
+        return named
 
     def write(self, room: Mapping[str, Tensor]) -> None:
         """Write floating-point buffers if all of them are finite, and on rank 0 the others."""
         rank, _ = self.exchanger.rank_and_world_size
-        for name, buffer in self.named.items():
+        named = self.now()
+        for name, buffer in named.items():
             if _is_averaged(buffer) or rank == 0:
-                room[name].copy_(_as_sent(buffer))
+                room[name].copy_(_as_sent(buffer, room[name].dtype))
             else:
                 room[name].zero_()
-        averaged = [room[name] for name, buffer in self.named.items() if _is_averaged(buffer)]
-        is_finite = bool(all_finite(averaged))
-        if not is_finite:
-            torch._foreach_zero_(averaged)
-        room[_COUNT].fill_(float(is_finite))
+        averaged = [room[name] for name, buffer in named.items() if _is_averaged(buffer)]
+        weight = self._weight if all_finite(averaged) else 0.0
+        for sent in averaged if weight != 1 else ():
+            sent.mul_(weight) if weight else sent.zero_()
+        room[_WEIGHT].fill_(weight)
 
     def apply(self, means: Mapping[str, Tensor]) -> None:
-        """Set the buffers; leave floating-point ones as they are if they are finite on no rank."""
+        """Set the buffers; leave floating-point ones as they are if no rank with a weight has finite ones."""
         _, ranks = self.exchanger.rank_and_world_size
-        counted = round(float(means[_COUNT]) * ranks)
-        for name, buffer in self.named.items():
+        weight = float(means[_WEIGHT])
+        if not self._is_weighted:
+            weight = round(weight * ranks) / ranks
+        for name, buffer in self.now().items():
             mean = means[name]
             if not _is_averaged(buffer):
                 buffer.copy_((mean * ranks).round().to(torch.uint8).view(buffer.dtype).view(buffer.shape))
-            elif counted:
-                mean = mean if counted == ranks else mean * (ranks / counted)
-                buffer.copy_(torch.view_as_complex(mean) if buffer.is_complex() else mean)
+            elif weight:
+                mean = mean if weight == 1 else mean / weight
+                buffer.copy_(torch.complex(*mean.unbind(-1)) if buffer.is_complex() else mean)
+
+
+def _description(buffer: Tensor) -> str:
+    return f"of shape {tuple(buffer.shape)} and {buffer.dtype}"
 
 
 def _is_averaged(buffer: Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
 
 
-def _as_sent(buffer: Tensor) -> Tensor:
-    """Return a buffer in the form that is sent: complex numbers as pairs of real ones, integers as bytes in fp32."""
+def _as_sent(buffer: Tensor, wide: torch.dtype) -> Tensor:
+    """Return a buffer as it is sent: complex numbers as pairs of real ones, in at least `wide`; bytes in fp32."""
     if not _is_averaged(buffer):
         return bytes_of(buffer).to(torch.float32)
     real = torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer
-    return real.to(torch.float64 if real.dtype == torch.float64 else torch.float32)
+    return real.to(torch.float64 if real.dtype == torch.float64 else wide)
 
 
 def _outer_copy(parameter: Tensor, *, on_host: bool) -> Tensor:

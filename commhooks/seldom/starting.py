@@ -23,6 +23,7 @@ from commhooks.seldom.cutting import Arrangement, cut, turns
 from commhooks.seldom.inner import check_is_free
 from commhooks.seldom.shards import Shards
 from commhooks.tensors import all_finite, computing_dtype, local
+from commhooks.units import counted
 from commhooks.unwrapping import bare, is_ddp, is_sharded, kept_buffers, plain_name, reshard, unwrapped
 
 
@@ -185,19 +186,37 @@ def _check_model(model: Module, group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _check_trains(optimizer: Optimizer, named: Mapping[str, Tensor]) -> None:
-    """Raise `SettingsError` unless the optimizer trains all of these parameters and no others."""
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    left_out = [name for name, parameter in named.items() if not any(parameter is one for one in held)]
+def mismatch(optimizer: Optimizer, named: Mapping[str, Tensor]) -> str:
+    """Return a sentence if the optimizer does not train all of these parameters and no others; "" if it does."""
+    title = type(optimizer).__name__
+    held = {id(one): (group, one) for group, of in enumerate(optimizer.param_groups) for one in of["params"]}
+    left_out = [name for name, parameter in named.items() if id(parameter) not in held]
     if left_out:
         more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
-        raise SettingsError(
-            f"DiLoCo: {left_out[0]!r}{more} requires a gradient, but {type(optimizer).__name__} does not train it. "
-            "DiLoCo takes one optimizer for all parameters; freeze those that are not trained."
+        return (
+            f"{left_out[0]!r}{more} requires a gradient, but {title} does not train it. DiLoCo takes one optimizer for "
+            "all parameters; freeze those that are not trained."
         )
-    strangers = {id(one) for one in held if one.requires_grad} - set(map(id, named.values()))
+    known = set(map(id, named.values()))
+    strangers = [where for one, where in held.items() if one not in known and where[1].requires_grad]
     if strangers:
+        group, first = strangers[0]
+        return (
+            f"{title} also trains {counted(len(strangers), 'tensor')} that DiLoCo does not exchange, the first of "
+            f"shape {tuple(first.shape)} in group {group}: ranks would differ. Make DiLoCo with a model and an "
+            "optimizer that have the same parameters."
+        )
+    return ""
+
+
+def _check_trains(optimizer: Optimizer, named: Mapping[str, Tensor]) -> None:
+    """Raise `SettingsError` unless the optimizer trains these parameters, no others, and at the point of evaluation."""
+    if wrong := mismatch(optimizer, named):
+        raise SettingsError(f"DiLoCo: {wrong}")
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise SettingsError(
-            f"DiLoCo: {type(optimizer).__name__} also trains {len(strangers)} tensors that are no parameters of the "
-            "model, and would differ between ranks."
+            f"DiLoCo: {type(optimizer).__name__} has train() and eval(), as schedule-free optimizers do: it evaluates "
+            "at a point that it computes from its own state on each rank, so models would differ there after each "
+            "average. As the inner one, use an optimizer whose parameters are evaluated as they are, such as AdamW "
+            "with a learning-rate schedule; or average gradients (attach), with which that state is equal on all ranks."
         )

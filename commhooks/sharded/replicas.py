@@ -35,7 +35,7 @@ from commhooks.state.loss_scale import Scaler
 from commhooks.state.memory import MemoryReport
 from commhooks.state.table import ResidualStorage
 from commhooks.tensors import local
-from commhooks.unwrapping import difference_of, everything_kept, plain_name, unwrapped
+from commhooks.unwrapping import difference_of, everything_kept, kept_buffers, plain_name, unwrapped
 
 Hook = Callable[[Tensor], None]
 """A hook that FSDP2 calls with a module's reduced gradients: 1-D, each parameter's shard padded to the largest
@@ -392,7 +392,10 @@ def attach_replicas(
     passed to `make_compressor`; every compressor is possible. It can be combined with `attach_sharded`, which
     compresses the reduction within a site.
 
-    All parameters and buffers are overwritten with those of the group's rank 0, as in a DistributedDataParallel.
+    All parameters and buffers are overwritten with those of the group's rank 0, as in a DistributedDataParallel. Left
+    as each rank has them are `fully_shard`'s `ignored_params`, the model's `_ddp_params_and_buffers_to_ignore`, buffers
+    that are not saved and whose shapes differ between ranks, and frozen tensors without bytes of their own: weights
+    quantised to codes (a subclass with a `__torch_dispatch__`), sparse and expanded ones.
 
     - `policy`: "fused" averages all gradients at once, at the end of each backward pass that synchronises: few
       collectives, whatever the number of modules. Parameters that a pass does not use get a gradient, of zeros unless
@@ -452,9 +455,10 @@ def attach_replicas(
         for exchanger in exchangers:
             exchanger.close()
         raise
-    share_from_rank_0(everything_kept(model), group)
+    inner = unwrapped(model)
+    share_from_rank_0(everything_kept(inner), kept_buffers(inner, saved=False), group)
     made = zip(exchangers, groups.values(), strict=True)
-    return ReplicasAttachment(unwrapped(model), dict(zip(like, made, strict=True)), line, fused=policy == "fused")
+    return ReplicasAttachment(inner, dict(zip(like, made, strict=True)), line, fused=policy == "fused")
 
 
 def _check(model: Module, units: Sequence[Unit], group: dist.ProcessGroup, policy: PolicyName) -> None:
@@ -466,7 +470,7 @@ def _check(model: Module, units: Sequence[Unit], group: dist.ProcessGroup, polic
             'pass the group of the ranks that keep the same one, such as mesh["replicas"].get_group() of a mesh of two '
             'dimensions, and shard over mesh["shards"].'
         )
-    if any(kept.is_meta for kept in everything_kept(model)):
+    if any(kept.is_meta for kept in everything_kept(unwrapped(model))):
         raise AttachError(
             "attach_replicas: parameters or buffers have no memory yet (meta), so those of rank 0 cannot be copied; "
             "call model.to_empty first, and fill them."

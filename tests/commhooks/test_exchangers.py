@@ -110,6 +110,31 @@ def test_a_weighted_mean_counts_each_rank_by_its_weight(policy: Any) -> None:
         assert torch.equal(rounds[0].means[name], rounds[1].means[name])
 
 
+def test_a_weighted_mean_of_fp64_is_exact_to_fp64() -> None:
+    """Bound: as above. Fp32 tensors beside them are means of their own bucket."""
+    like = {"wide": torch.zeros(5, dtype=torch.float64), "narrow": torch.zeros(5)}
+    weights = [0.1, 0.7, 1.3]
+    workers = [Exchanger(like, "all-reduce", line=line, weighted=True) for line in lockstep_lines(3, "fused")]
+    values = [{name: torch.linspace(rank, 5, 5, dtype=t.dtype) for name, t in like.items()} for rank in range(3)]
+    rounds = [worker.begin(own, weight=w) for worker, own, w in zip(workers, values, weights, strict=True)]
+    run_in_turns([worker._engine.line for worker in workers])  # type: ignore[misc]  # LockstepLines
+    for name, tensor in like.items():
+        mean = sum(w * own[name].double() for w, own in zip(weights, values, strict=True)) / sum(weights)
+        allowed = 5 * 3 * (bounds.of_mean(3, tensor.dtype) + 4 * torch.finfo(tensor.dtype).eps)  # |values| up to 5
+        assert (rounds[0].means[name] - mean).abs().amax() <= allowed, name
+
+
+def test_a_rank_of_weight_0_sends_what_it_owes_and_nothing_else() -> None:
+    """Its tensors do not count, but the residual of earlier rounds does, or it would never be sent."""
+    like = {"w": torch.zeros(2)}
+    workers = [Exchanger(like, "top-k:ratio=0.5", line=line, weighted=True) for line in lockstep_lines(2, "fused")]
+    tensors = [{"w": torch.tensor([3.0, 1.0])}, {"w": torch.zeros(2)}]
+    for weight, mean in ((1.0, [1.5, 0.0]), (0.0, [0.0, 0.5]), (0.0, [0.0, 0.0])):
+        rounds = [worker.begin(own, weight=w) for worker, own, w in zip(workers, tensors, (weight, 1.0), strict=True)]
+        run_in_turns([worker._engine.line for worker in workers])  # type: ignore[misc]  # LockstepLines
+        assert rounds[1].means["w"].tolist() == mean
+
+
 def test_means_of_weights_that_are_all_zero_are_zero() -> None:
     exchanger = alone("all-reduce", {"w": torch.zeros(3)}, weighted=True)
     averaging = exchanger.begin({"w": torch.ones(3)}, weight=0)

@@ -22,6 +22,7 @@ from tests import bounds
 from tests.commhooks.models import gloo_sums_complex_numbers
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import MEAN, Branches, grads, ones, scale, wrap
+from tests.quantised import OnCodes
 from tests.world import run_world_outcomes
 
 facts = Facts()
@@ -81,6 +82,8 @@ def everything_is_copied_from_rank_zero(rank: int) -> None:
         model.register_buffer(str(dtype).split(".")[1], torch.full((3,), rank, dtype=dtype))
     model.register_buffer("strided", torch.full((4, 6), rank)[:, ::2].t())
     model.register_buffer("own", torch.full((2,), rank), persistent=False)
+    model.register_buffer("conjugate", torch.full((2,), complex(rank, -rank)).conj())
+    model.register_buffer("negative", torch.full((2,), complex(0, rank)).conj().imag)
     wrap(model)
     assert all(bool((parameter == 1).all()) for parameter in model.parameters())
     assert all(bool((buffer == 0).all()) for buffer in model.buffers())
@@ -167,6 +170,20 @@ def frozen_and_ignored_parameters_are_left_alone(rank: int) -> None:
     assert model.frozen.weight.grad is None
     assert model.ignored.weight.grad.item() == rank + 1
     assert (model.ignored.weight.item(), model.private.item()) == (rank, rank)
+
+
+@facts
+def frozen_codes_are_left_as_each_rank_has_them(rank: int) -> None:
+    """PyTorch's class copies them with operations that such a tensor may not answer."""
+    for mode in MODES:
+        model = OnCodes(rank)
+        ddp = wrap(model, **mode)
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(torch.full((2, 4), rank + step + 1.0)).sum().backward()
+        of_ranks = [torch.zeros(4) for _ in range(2)]
+        dist.all_gather(of_ranks, ddp.module.head.bias.grad)
+        assert torch.equal(*of_ranks) and model.marks() == [rank, 0], mode
 
 
 @facts

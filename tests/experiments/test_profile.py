@@ -26,6 +26,7 @@ from experiments.planning.profiling import profile_table, sentences
 from experiments.planning.timeline import timeline
 from tests.experiments import profiling_in_ranks
 from tests.experiments.standing_ranks import RANKS, StandingRanks
+from tests.quantised import OnCodes
 
 LABELS = {one.label for one in profiling_in_ranks.candidates()}
 
@@ -131,6 +132,19 @@ def test_buffers_that_a_forward_pass_replaces_are_put_back() -> None:
     kept.restore()
     assert model.get_buffer("average") is average and average.tolist() == [1, 1]
     assert dict(model.named_buffers()).keys() == {"average"}
+
+
+def test_frozen_codes_need_not_be_put_back() -> None:
+    """A tensor that answers no operation cannot be copied, and no training step changes it."""
+    model = OnCodes(1)
+    kept, optimizer = Kept(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    kept.keep_optimizer(optimizer)
+    before = model.head.weight.detach().clone()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.head.weight, before)
+    kept.restore()
+    assert torch.equal(model.head.weight, before) and model.marks() == [1, 1]
 
 
 def test_a_file_is_replaced_behind_a_link_and_a_device_is_written_to(tmp_path: Path) -> None:

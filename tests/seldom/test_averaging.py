@@ -17,7 +17,7 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 import commhooks
-from commhooks import ModelAverager, SettingsError
+from commhooks import DiLoCo, ModelAverager, SettingsError
 from commhooks.unwrapping import bare
 from tests.commhooks.models import wrap
 from tests.commhooks.resuming import distance
@@ -203,3 +203,23 @@ def test_an_averager_refuses_what_pytorchs_leaves_out_without_a_word(rank: int) 
     given: list[Any] = list(model.parameters()) if rank == 0 else []
     told = told_by(lambda: averager.average_parameters(given))
     assert "rank 1: average_parameters was given 0 parameters, which must be the 8 of the model" in told.text, told
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Trains at one point and is evaluated at another, for which it keeps a third one on each rank."""
+
+    def train(self) -> None:
+        """Move the parameters to the point of training."""
+
+    def eval(self) -> None:
+        """Move them to the point of evaluation."""
+
+
+@on_ranks(2, check_exit=False)
+def test_an_optimizer_with_a_point_of_its_own_for_evaluation_is_refused(rank: int) -> None:
+    """Schedule-free optimizers keep part of it on each rank, so that models end 1 to 2 % apart in evaluation."""
+    for make in (ModelAverager, DiLoCo):
+        model = network()
+        told = told_by(lambda make=make, model=model: make(model, ScheduleFree(model.parameters(), lr=0.1), every=2))  # type: ignore[misc]
+        assert told.error == "SettingsError" and "ScheduleFree has train() and eval()" in told.text, told
+        assert "use an optimizer whose parameters are evaluated as they are" in told.text

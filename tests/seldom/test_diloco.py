@@ -7,7 +7,7 @@ import functools
 import gc
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -202,16 +202,20 @@ def with_buffers(rank: int) -> nn.Module:
     return model
 
 
+def team_of(models: Sequence[nn.Module], **settings: Any) -> list[DiLoCo]:
+    """Return workers of one process that train these models."""
+    return [
+        DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), line=line, **settings)
+        for model, line in zip(models, lockstep_lines(len(models)), strict=True)
+    ]
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 def test_floating_buffers_are_averaged_and_others_are_rank_0s(delay: int) -> None:
     """Those of a rank on which one is not finite do not count."""
     models = [with_buffers(rank) for rank in range(3)]
     buffers = [dict(model.named_buffers()) for model in models]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    team = [
-        DiLoCo(model, optimizer, every=2, delay=delay, line=line)
-        for model, optimizer, line in zip(models, optimizers, lockstep_lines(3), strict=True)
-    ]
+    team = team_of(models, every=2, delay=delay)
     for rank, own in enumerate(buffers):
         own["mean"].fill_(4.0 * rank)
         own["narrow"].fill_(2.0 * rank)
@@ -239,26 +243,65 @@ def test_floating_buffers_are_averaged_and_others_are_rank_0s(delay: int) -> Non
         torch.testing.assert_close(own["mean"], torch.full((4,), 3.0))
 
 
-@pytest.mark.parametrize(("delay", "mean"), [(0, 10.5), (1, 1.5)])
-def test_a_buffer_that_was_replaced_is_averaged_in_its_place_or_named_if_it_is_of_another_form(
-    delay: int, mean: float
-) -> None:
-    team = [
-        Worker(rank, model=nn.BatchNorm1d(2), every=2, delay=delay, line=line)
-        for rank, line in enumerate(lockstep_lines(2))
-    ]
+def test_complex_buffers_are_averaged_behind_an_odd_number_of_elements() -> None:
+    """Complex numbers cannot be views of a message at an odd place."""
+    first = nn.Linear(3, 3)
+    models = [first, copy.deepcopy(first)]
+    for rank, model in enumerate(models):
+        model.register_buffer("odd", torch.full((3,), 2.0 * rank))
+        for dtype in (torch.complex64, torch.complex128):
+            model.register_buffer(str(dtype)[6:], torch.full((2,), 4.0 * rank - 2j, dtype=dtype))
+    team = team_of(models, every=1)
+    step_in_lockstep(team)
+    for model in models:
+        odd, *others = (buffer for _, buffer in model.named_buffers())
+        assert odd.tolist() == [1.0] * 3
+        assert all(torch.equal(other.to(torch.complex128), torch.full((2,), 2 - 2j)) for other in others)
 
-    def step_with(*values: Tensor) -> None:
-        for value in values:
-            for worker in team:
-                worker.model.running_mean = value + worker.rank
-            step_in_lockstep([worker.diloco for worker in team])
 
-    step_with(torch.ones(2), torch.full((2,), 10.0))
-    for worker in team:
-        assert worker.model.get_buffer("running_mean").tolist() == [mean, mean]
-    with pytest.raises(CompressorError, match=r"'running_mean' is of shape \(3,\), .*, and was of shape \(2,\)"):
-        step_with(torch.zeros(3), torch.zeros(3))
+def take_round(team: Sequence[DiLoCo]) -> None:
+    for _ in range(team[0].schedule.every):
+        step_in_lockstep(team)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_buffers_that_a_module_replaces_are_averaged_too(delay: int) -> None:
+    """As in a DistributedDataParallel: many modules assign a new tensor instead of writing into the old one."""
+    models: list[Any] = [with_buffers(rank) for rank in range(2)]
+    team = team_of(models, every=2, delay=delay)
+    for step in range(2):
+        for rank, model in enumerate(models):
+            model.mean, model.count = torch.full((4,), 4.0 * rank), torch.tensor(rank + step)
+        step_in_lockstep(team)
+    for model in models:
+        assert model.mean.tolist() == [2.0] * 4 and model.count == 1 - delay
+    models[0].mean = torch.zeros(3)
+    with pytest.raises(CompressorError, match=r"rank 0: buffer 'mean' is of shape \(3,\) .*, and was of shape \(4,\)"):
+        take_round(team)
+
+
+@pytest.mark.parametrize("heaviest", [3.0, 1e30])
+def test_buffers_are_weighed_as_fragments_are(heaviest: float) -> None:
+    """A rank of weight 0 is left out, whatever its buffers are; if all have weight 0, each keeps its own."""
+    models = [with_buffers(rank) for rank in range(3)]
+    team = team_of(models, every=1, weighted=True)
+    buffers = [dict(model.named_buffers()) for model in models]
+    for rank, own in enumerate(buffers):
+        team[rank].weight = (0.0, heaviest, heaviest / 3)[rank]
+        own["mean"].fill_((math.inf, 4.0, 8.0)[rank])
+        own["narrow"].fill_((2.0, 4.0, 8.0)[rank])
+        own["turns"].fill_((2.0, 4j, 8j)[rank])
+        own["count"].fill_(rank + 1)
+    step_in_lockstep(team)
+    for own in buffers:
+        torch.testing.assert_close(own["mean"], torch.full((4,), 5.0))
+        assert own["narrow"].tolist() == [5.0, 5.0] and own["count"] == 1
+        torch.testing.assert_close(own["turns"], torch.full((3, 2), 5j))
+    for rank, own in enumerate(buffers):
+        team[rank].weight = 0.0
+        own["mean"].fill_(rank)
+    step_in_lockstep(team)
+    assert [own["mean"].tolist() for own in buffers] == [[rank] * 4 for rank in range(3)]
 
 
 def test_tied_parameters_count_once_and_frozen_ones_are_left_out() -> None:
@@ -684,7 +727,10 @@ def test_models_and_optimizers_that_cannot_work_are_refused_in_words() -> None:
     for optimizer, complaint in [
         (half, "'4.weight' and 3 more requires a gradient, but SGD does not train it. DiLoCo takes one optimizer"),
         ([half, rest], "DiLoCo: expected a torch.optim.Optimizer"),
-        (torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))]), "also trains 1 tensors that are no"),
+        (
+            torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))]),
+            "also trains 1 tensor that DiLoCo does",
+        ),
         (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "none of the parameters of SGD belongs to the model"),
     ]:
         with pytest.raises((SettingsError, commhooks.AttachError), match=complaint):
@@ -771,6 +817,38 @@ def test_a_replaced_parameter_is_named_at_each_later_step() -> None:
     for step in range(1, 4):
         with pytest.raises(CompressorError, match="'0.bias' was replaced: DiLoCo exchanges the parameters that"):
             train_in_lockstep([worker], step, step + 1)
+
+
+@pytest.mark.parametrize(
+    "shows",
+    [lambda diloco: diloco.outer_parameters().__enter__(), DiLoCo.state_dict, DiLoCo.model_state],
+    ids=["evaluation", "save", "model state"],
+)
+def test_a_replaced_parameter_is_named_where_outer_copies_are_shown(shows: Callable[[DiLoCo], object]) -> None:
+    """Its own value would be shown in place of the outer copy. One frozen meanwhile is shown as ever."""
+    (worker,) = workers(1, every=100)
+    train_in_lockstep([worker], 0, 1)
+    first: Any = worker.model[0]  # type: ignore[index]  # a Sequential
+    first.weight.requires_grad_(False)
+    with worker.diloco.outer_parameters():
+        worker.diloco.model_state()
+    first.bias = nn.Parameter(first.bias.detach().clone())
+    with pytest.raises((CompressorError, CheckpointError), match="'0.bias' was replaced: DiLoCo exchanges the"):
+        shows(worker.diloco)
+
+
+def test_what_joins_or_leaves_its_optimizer_is_named() -> None:
+    """Each rank would train a newcomer alone, and nobody one that left."""
+    (worker,) = workers(1, every=100)
+    train_in_lockstep([worker], 0, 1)
+    worker.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2), requires_grad=False)]})
+    train_in_lockstep([worker], 1, 2)
+    worker.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, 5))]})
+    with pytest.raises(CompressorError, match=r"AdamW also trains 2 tensors .*, the first of shape \(2,\) in group 2"):
+        train_in_lockstep([worker], 2, 3)
+    del worker.optimizer.param_groups[2], worker.optimizer.param_groups[0]["params"][1]
+    with pytest.raises(CompressorError, match="'0.bias' requires a gradient, but AdamW does not train it"):
+        train_in_lockstep([worker], 3, 4)
 
 
 def test_a_step_that_is_refused_in_an_evaluation_is_counted_as_the_optimizers() -> None:

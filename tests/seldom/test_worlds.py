@@ -19,8 +19,10 @@ from torch import nn
 import commhooks
 import ddp_core
 from commhooks import CheckpointError, DiLoCo, ModelAverager
+from tests.commhooks.ranks import of_every_rank
 from tests.commhooks.resuming import distance, roundtrip
 from tests.commhooks.told import Told, told_by
+from tests.quantised import OnCodes
 from tests.seldom.workers import Worker, adamw, network, train_in_lockstep, workers
 from tests.world import on_ranks, run_world, run_world_outcomes
 
@@ -85,6 +87,8 @@ def test_ranks_take_rank_0s_model_whatever_its_dtypes(rank: int) -> None:
     model.weight.data = model.weight.data.t()
     for dtype in (torch.int16, torch.uint16, torch.uint64, torch.bool, torch.float8_e4m3fn, torch.complex64):
         model.register_buffer(str(dtype).removeprefix("torch."), torch.full((2, 3), 1 - rank).to(dtype))
+    model.register_buffer("conjugate", torch.full((2, 3), complex(1 - rank, rank)).conj())
+    model.register_buffer("negative", torch.full((2, 3), complex(rank, rank - 1)).conj().imag)
     diloco = commhooks.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1)
     for _ in range(2):
         assert not model.weight.any()
@@ -92,6 +96,76 @@ def test_ranks_take_rank_0s_model_whatever_its_dtypes(rank: int) -> None:
             assert torch.equal(buffer.to(torch.complex64), torch.ones(2, 3, dtype=torch.complex64)), buffer.dtype
         diloco.step()
     diloco.close()
+
+
+class Unsaved(nn.Module):
+    """Has, beside a trained layer, what no state_dict has and what a DistributedDataParallel is told to ignore."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("table", torch.full((2, 3), float(rank)), persistent=False)
+        self.register_buffer("cache", torch.full((rank + 1,), float(rank)), persistent=False)
+        self.register_buffer(f"of_rank_{rank}", torch.full((2,), float(rank)), persistent=False)
+        self.own = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
+        self.register_buffer("private", torch.full((2,), float(rank)))
+        self.frozen = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
+        self._ddp_params_and_buffers_to_ignore = ["own", "private"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y
+
+    def marks(self) -> dict[str, float]:
+        """Return the number of the rank from which each of these comes."""
+        return {name: float(one.view(-1)[0]) for name, one in self.named_buffers()} | {
+            name: float(getattr(self, name)[0]) for name in ("own", "frozen")
+        }
+
+
+@on_ranks(2)
+def test_ranks_take_rank_0s_unsaved_buffers_and_nothing_that_is_to_be_ignored(rank: int) -> None:
+    """As in a DistributedDataParallel, but for caches whose size differs between ranks: those stay as they are."""
+    expected = {"table": 0.0, "cache": rank, f"of_rank_{rank}": rank, "private": rank, "own": rank, "frozen": 0.0}
+    for make in (DiLoCo, ModelAverager):
+        model = Unsaved(rank)
+        made = make(model, torch.optim.SGD(model.layer.parameters(), lr=0.1), every=1)
+        for _ in range(2):
+            assert model.marks() == expected
+            if isinstance(made, DiLoCo):
+                made.step()
+            else:
+                made.average_parameters(model.layer.parameters())
+        made.close()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["diloco", "averager"])
+def test_frozen_codes_are_left_as_each_rank_has_them(rank: int, kind: str) -> None:
+    """So is all that has no bytes to send or overwrite; a frozen base of plain integers is rank 0's."""
+    model = OnCodes(rank, width=20)
+    model.register_buffer("adjacency", torch.eye(3).mul(rank).to_sparse())
+    model.register_buffer("constant", torch.full((1,), float(rank)).expand(3, 3))
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    if kind == "diloco":
+        diloco = DiLoCo(model, optimizer, every=2, fragments=2, delay=1, mixing=0.5)
+        step, close = diloco.step, diloco.close
+    else:
+        averager = ModelAverager(model, optimizer, every=2)
+        step, close = lambda: averager.average_parameters(model.head.parameters()), averager.close
+    assert model.marks() == [rank, 0]
+    for number in range(5):
+        Worker.gradients(model, rank, number)
+        optimizer.step()
+        step()
+    if kind == "diloco":
+        with diloco.outer_parameters():
+            heads = of_every_rank(model.head.bias.detach().clone())
+        assert torch.equal(heads[0], heads[1])
+        assert diloco.model_state()["base.weight"].codes[0, 0] == rank
+    assert model.marks() == [rank, 0]
+    assert model.get_buffer("adjacency").to_dense()[0, 0] == rank == model.get_buffer("constant")[2, 2]
+    close()
 
 
 @on_ranks(2)

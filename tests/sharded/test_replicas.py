@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_module
 from torch.utils.checkpoint import checkpoint
 
-from commhooks import ReplicasAttachment, attach_replicas, attach_sharded, load_distributed
+from commhooks import DiLoCo, ReplicasAttachment, attach_replicas, attach_sharded, load_distributed
 from ddp_core import DistributedDataParallel
 from tests.commhooks.ranks import of_every_rank, survived
 from tests.commhooks.resuming import distance
 from tests.commhooks.told import Told, told_by
+from tests.quantised import OnCodes
 from tests.sharded.models import (
     FP32,
     MIXED,
@@ -829,6 +832,75 @@ def test_what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
     frozen = sharded(mesh=whole["shards"])
     frozen.requires_grad_(False)
     assert "all parameters are frozen" in told(frozen).text
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["replicas", "diloco"])
+def test_replicas_take_rank_0s_unsaved_buffers_and_nothing_that_is_to_be_ignored(rank: int, how: str) -> None:
+    """A trained parameter that fully_shard ignores is exchanged by DiLoCo, which averages all that is trained."""
+    mesh, model = alone(), Network()
+    model.register_buffer("table", torch.full((2, 3), float(rank)), persistent=False)
+    model.register_buffer("cache", torch.full((rank + 1,), float(rank)), persistent=False)
+    model.own = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
+    model.trained = nn.Parameter(torch.full((2,), float(rank)))
+    model.first.bias = nn.Parameter(torch.full((65,), float(rank)), requires_grad=False)
+    sharded(model=model, mesh=mesh["shards"], ignored_params={model.own, model.trained})
+    group = mesh["replicas"].get_group()
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of the trained parameter
+        made: Any = (
+            attach_replicas(model, "all-reduce", group)
+            if how == "replicas"
+            else DiLoCo(model, sgd(model), every=1, process_group=group)
+        )
+    found = {name: float(one.view(-1)[0]) for name, one in model.named_buffers()}
+    assert found == {"table": 0.0, "cache": rank}
+    assert (float(model.own[0]), float(model.trained[0])) == (rank, rank if how == "replicas" else 0.0)
+    assert not shards(model.first)["bias"].any(), "frozen, and rank 0's"
+    made.detach() if how == "replicas" else made.close()
+
+
+@on_ranks(2)
+def test_buffers_that_are_dtensors_are_shared_too(rank: int) -> None:
+    """`distribute_module` makes all buffers DTensors; of those, DiLoCo averages what this rank keeps."""
+    mesh = alone()
+    group, model = mesh["replicas"].get_group(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
+    model.register_buffer("table", torch.full((2,), float(rank)), persistent=False)
+    model[1].running_mean.fill_(rank)  # type: ignore[operator]  # a Tensor or a Module
+    distribute_module(model, mesh["shards"])
+    buffers: Any = dict(model.named_buffers())
+
+    def numbers() -> list[float]:
+        return [float(buffers[name].to_local()[0]) for name in ("1.running_mean", "table")]
+
+    diloco = DiLoCo(model, sgd(model), every=1, process_group=group)
+    assert numbers() == [0.0, 0.0]
+    buffers["1.running_mean"].to_local().fill_(rank)
+    diloco.step()
+    assert numbers() == [0.5, 0.0]
+    diloco.close()
+    for buffer in buffers.values():
+        buffer.to_local().fill_(rank)
+    fully_shard(model[0], mesh=mesh["shards"])
+    attachment = attach_replicas(model, "all-reduce", group)
+    assert numbers() == [0.0, 0.0]
+    attachment.detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> None:
+    mesh = alone()
+    model = OnCodes(rank)
+    fully_shard(model.head, mesh=mesh["shards"])
+    optimizer, attachment = sgd(model.head), attached(model, mesh, "int8", policy)
+    assert model.marks() == [rank, 0]
+    for step in range(3):
+        model(torch.full((2, 4), rank + step + 1.0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    of_ranks = of_every_rank(shards(model.head))
+    assert furthest(*of_ranks) == 0 and model.marks() == [rank, 0]
+    attachment.detach()
 
 
 @on_ranks(2)
