@@ -33,6 +33,7 @@ from tests.golden import digest_of, tensors_in
 from tests.world import run_world
 
 SHAPES = [(40, 33), (33,), (24, 4, 3, 3), (), (7,)]
+NAMES = [f"layer{number}" for number in range(len(SHAPES))]
 STEPS = 3
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -96,7 +97,7 @@ def attached(rank: int, name: str, around: Around) -> list[Tensor]:
 
 def exchanged(rank: int, name: str, dtype: torch.dtype, line: ProcessGroupLine, around: Around) -> list[Tensor]:
     """Average, save and load under the default, and average again without it."""
-    rounds = [dict(zip("abcde", gradients(rank, step, dtype), strict=True)) for step in range(STEPS)]
+    rounds = [dict(zip(NAMES, gradients(rank, step, dtype), strict=True)) for step in range(STEPS)]
     with around():
         exchanger = commhooks.Exchanger(rounds[0], BY_NAME[name].make(), line=line)
         for one in rounds[:-1]:
@@ -111,7 +112,7 @@ def exchanged(rank: int, name: str, dtype: torch.dtype, line: ProcessGroupLine, 
 
 def in_lockstep(rank: int, compressor: str, around: Around) -> list[Tensor]:
     """Average two workers' tensors in this process."""
-    rounds = [[dict(zip("abcde", gradients(worker, step), strict=True)) for worker in (0, 1)] for step in range(STEPS)]
+    rounds = [[dict(zip(NAMES, gradients(worker, step), strict=True)) for worker in (0, 1)] for step in range(STEPS)]
     with around():
         exchangers = [commhooks.Exchanger(rounds[0][0], compressor, line=line) for line in commhooks.lockstep_lines(2)]
         for one in rounds[:-1]:
