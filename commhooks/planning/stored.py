@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 import uuid
@@ -66,7 +67,13 @@ def made_of(kind: Any, raw: Any) -> Any:
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         made: Any = kind
-        return made(**{name: made_of(hints[name], value) for name, value in _checked(raw, dict, kind).items()})
+        endless = {field.name for field in dataclasses.fields(kind) if field.default == math.inf}
+        return made(
+            **{
+                name: value if name in endless and value == math.inf else made_of(hints[name], value)
+                for name, value in _checked(raw, dict, kind).items()
+            }
+        )
     if origin is tuple:
         values = _checked(raw, list, kind)
         each = arguments[:1] * len(values) if arguments[-1] is Ellipsis else arguments
