@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +20,6 @@ import ddp_core
 from commhooks.default_hooks import fp16_compress_wrapper
 
 STEPS = 4
-MARKS = {
-    "commhooks.engine.engine:mark_of": None,
-    "commhooks.sharded.reducing:mark_of": None,
-    "commhooks.sharded.gathering:mark_of": "int8:block=32",
-}
-"""Without which FSDP2's collectives would not wait for what they send, or be waited for before the next is filled; and
-how parameters are gathered then."""
 
 
 class Net(nn.Module):
@@ -314,3 +308,16 @@ def train_sharded(rank: int, compressor: str | None, gather: str | None, *, apar
         assert len({view.memory.untyped_storage().data_ptr() for view in views}) == 1, "one input for all modules"
         attachment.detach()
     return outputs
+
+
+UNORDERED: dict[str, Callable[[int], list[Tensor]]] = {
+    "commhooks.engine.engine:mark_of": functools.partial(train_sharded, compressor="all-reduce", gather=None),
+    "commhooks.sharded.reducing:mark_of": functools.partial(train_sharded, compressor="all-reduce", gather=None),
+    "commhooks.sharded.gathering:mark_of": functools.partial(
+        train_sharded, compressor="all-reduce", gather="int8:block=32"
+    ),
+    "commhooks.hooks.flat:mark_of": functools.partial(train_replicas, policy="fifo"),
+    "commhooks.sharded.replicas:keep_until_read": functools.partial(train_replicas, policy="fused"),
+}
+"""What orders streams where FSDP2 reduces, and a program that has a race without it: collectives would not wait for
+what they send, or be waited for before the next is filled; memory would be filled or freed while it is read."""
