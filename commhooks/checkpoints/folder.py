@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from commhooks.checkpoints.disk import flush_to_disk, write_text
+from commhooks.checkpoints.disk import flush_to_disk, read_json, write_text
 from commhooks.checkpoints.writer import Writer
 
 _NAME = re.compile(r"checkpoint-(\d+)-step-(\d+)")
@@ -98,7 +98,7 @@ def others_in(root: Path, writing: str) -> str:
         others |= {str(writer) for name in names if (writer := _writer_of(name)) is not None}
         last = newest(root)
         if writing not in names and last is not None:  # removed by one that may have saved since
-            others.add(str(json.loads((last / "manifest.json").read_text()).get("writer", own)))
+            others.add(str(read_json(last / "manifest.json").get("writer", own)))
     others.discard(str(own))
     return f"Others that have been saving into {root}: {', '.join(sorted(others))}." if others else ""
 

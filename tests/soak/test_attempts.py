@@ -326,6 +326,18 @@ def test_a_save_that_another_process_breaks_names_it(still_saves: bool, tmp_path
     assert others[0].exitcode == 0
 
 
+def test_a_damaged_manifest_hides_no_error(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, step=1, model=PLAIN)
+    (path / "manifest.json").write_text("[" * 100_000)
+
+    def lose(_: int) -> None:
+        shutil.rmtree(next(tmp_path.glob(".writing-*")))
+        raise OSError(errno.EIO, "Input/output error")
+
+    with mock.patch.object(os, "fsync", lose), pytest.raises(CheckpointError, match="Input/output error"):
+        save_checkpoint(tmp_path, step=2, model=PLAIN)
+
+
 # --- killed in the middle of a save -----------------------------------------------------------------------------------
 
 
