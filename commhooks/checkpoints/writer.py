@@ -47,7 +47,7 @@ class Writer:
 
         Raises `FileNotFoundError` if it is not there any more.
         """
-        return self.has_ended or now - _last_written(path) > ABANDONED_SECONDS
+        return self.has_ended or is_old(path, now)
 
     @property
     def has_ended(self) -> bool:
@@ -67,9 +67,10 @@ class Writer:
         return f"process {self.pid} on {self.host}"
 
 
-def _last_written(path: Path) -> float:
+def is_old(path: Path, now: float) -> bool:
+    """Return whether nothing was written into a file or folder for so long that nobody is writing; see `abandoned`."""
     latest: float = max(one.stat().st_mtime for one in (path, *(path.iterdir() if path.is_dir() else ())))
-    return latest
+    return now - latest > ABANDONED_SECONDS
 
 
 def _machine() -> str:
