@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 
 ABANDONED_SECONDS = 3600.0
-"""If nothing was written for this long, nobody is writing: the ranks' collectives time out sooner."""
+"""If nothing was written for this long, nobody is writing: unless told otherwise, collectives time out sooner."""
 _MARK = re.compile(r"by-(\d+)-on-(.+)-([0-9a-f]{8})-[0-9a-f]{32}")
 _UNKNOWN = "00000000"
 
