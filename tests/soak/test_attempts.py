@@ -194,6 +194,27 @@ def test_a_save_beside_a_framework_s_model_that_is_mixed_again_and_again_names_t
 
 
 @on_ranks(RANKS)
+def test_a_save_beside_a_framework_s_model_removes_no_file_of_a_newer_one_of_more_ranks(
+    rank: int, tmp_path: Path
+) -> None:
+    attachment = compressed(rank)
+    save_rank_files(tmp_path / "other", "hook", attachment)
+    original = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        path = original(self, target)
+        for newer in {rank, RANKS} if rank == 0 else {rank}:
+            shutil.copy(tmp_path / "other" / target.name, target.with_name(f"hook-rank{newer}.pt"))
+        return path
+
+    with mock.patch.object(Path, "replace", replace):
+        save_rank_files(tmp_path / "one", "hook", attachment)
+    assert (tmp_path / "one" / f"hook-rank{RANKS}.pt").exists()
+    save_rank_files(tmp_path / "one", "hook", attachment)
+    assert not (tmp_path / "one" / f"hook-rank{RANKS}.pt").exists()
+
+
+@on_ranks(RANKS)
 def test_a_save_beside_a_framework_s_model_that_fails_leaves_the_one_before(rank: int, tmp_path: Path) -> None:
     """And one that was killed leaves a part that the next one removes."""
     attachment = compressed(rank)
