@@ -28,8 +28,8 @@ ENTRY_POINTS = "commhooks.compressors"
 """The entry-point group in which other packages register a class, a function that returns one, or a `Registered`."""
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _AROUND = ("start_after", "wire")
-Find = Callable[[str], Any]
-"""Returns what "module:Class" stands for."""
+Find = Callable[[str, tuple[type, ...]], Any]
+"""Returns what "module:Class" stands for; the types are those of the setting that it is given to, if it is one."""
 
 
 def make_compressor(
@@ -62,10 +62,11 @@ def make_compressor(
 
 
 def compressor_in_file(text: str) -> Compressor:
-    """Make the compressor that a file names; unlike `make_compressor`, import no module for it.
+    """Make the compressor that a file names; unlike `make_compressor`, import no "module:Class" for it.
 
-    Names of the registry are known, and compressors and codes of modules that this program has imported. Raises
-    `SettingsError` (a `ValueError`) for any other, and as `make_compressor` does.
+    Names of the registry are known, those that installed packages registered, and of modules that this program has
+    imported compressors, codes, and dataclasses of the type that a setting has. Raises `SettingsError` (a `ValueError`)
+    for any other, and as `make_compressor` does.
     """
     spelling = parse(text)
     return _compressor(spelling.name, dict(spelling.settings), _imported_before)
@@ -135,7 +136,7 @@ def _called(name: str, make: Callable[..., Any], settings: Mapping[str, Any]) ->
         raise SettingsError(f"compressor {name!r} does not take these settings, {settings}: {error}") from error
 
 
-def _imported(name: str) -> Any:
+def _imported(name: str, _types: tuple[type, ...]) -> Any:
     """Return a class from another package, and nothing else: a text must not be able to call arbitrary functions."""
     module, _, attribute = name.partition(":")
     try:
@@ -150,21 +151,22 @@ def _imported(name: str) -> Any:
     return found
 
 
-def _imported_before(name: str) -> Any:
-    """Return a compressor or a codec of a module that is imported already."""
+def _imported_before(name: str, types_of_setting: tuple[type, ...]) -> Any:
+    """Return a compressor, a codec, or a dataclass of one of these types, of a module that is imported already."""
     module, _, attribute = name.partition(":")
-    if module not in sys.modules:
+    if (imported := sys.modules.get(module)) is None:
         raise SettingsError(
             f"compressor {name!r}: the name comes from a file, for which no module is imported, and {module} is not "
             f"imported yet; if you know it, import {module} in your program first."
         )
-    found = vars(sys.modules[module]).get(attribute)
-    if not (isinstance(found, type) and issubclass(found, Compressor | Codec)) and not isinstance(found, Registered):
+    found = vars(imported).get(attribute)
+    kinds = (Compressor, Codec, *(types_of_setting if dataclasses.is_dataclass(found) else ()))
+    if not (isinstance(found, type) and issubclass(found, kinds)) and not isinstance(found, Registered):
         raise SettingsError(f"compressor {name!r}: the name comes from a file, and {found!r} is no compressor.")
     return found
 
 
-def kind_of(name: str, find: Find = _imported) -> Registered | type:
+def kind_of(name: str, find: Find = _imported, types_of_setting: tuple[type, ...] = ()) -> Registered | type:
     """Return the `Registered` compressor of this name, or the class of another setting, such as a codec.
 
     `find` returns the class of another package that "module:Class" names; by default it imports the module.
@@ -177,7 +179,7 @@ def kind_of(name: str, find: Find = _imported) -> Registered | type:
     if name in others:
         found = others[name].load()
     elif ":" in name:
-        found = find(name)
+        found = find(name, types_of_setting)
     elif name in _classes():
         found = _classes()[name]
     else:
@@ -252,7 +254,8 @@ def _value_of(value: Any, kind: Any, where: str, find: Find) -> Any:
     if isinstance(value, Spelling):
         # In the place of a codec, "sign" is the codec, not the compressor that sends it in two hops.
         is_code = value.name in _classes() and any(issubclass(one, Codec) for one in classes)
-        named = _classes()[value.name] if is_code else kind_of(value.name, find)
+        own = tuple(one for one in classes if one is not object and not getattr(one, "_is_protocol", False))
+        named = _classes()[value.name] if is_code else kind_of(value.name, find, own)
         return _built(value.name, named, dict(value.settings), find)
     if isinstance(value, tuple):
         return tuple(_value_of(one, Any, where, find) for one in value)

@@ -20,11 +20,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from commhooks.checkpoints.disk import flush_to_disk, write_text
-from commhooks.checkpoints.writer import Writer
+from commhooks.checkpoints.disk import flush_to_disk, read_json, write_text
+from commhooks.checkpoints.writer import Writer, is_old
 
 _NAME = re.compile(r"checkpoint-(\d+)-step-(\d+)")
 _WRITING = re.compile(r"\.writing-step-\d+-by-.*")
+_WRITING_UNNAMED = re.compile(r"\.writing-checkpoint-\d+-step-\d+")  # by earlier versions, which named no writer
 _REMOVING = re.compile(r"\.removing-(checkpoint-\d+-)?step-\d+.*")
 _NAME_IS_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 _OTHERS_REMOVE_OR_READ_IT = (*_NAME_IS_TAKEN, errno.ENOENT, errno.EBUSY, errno.ESTALE)
@@ -62,7 +63,11 @@ def remove_abandoned(root: Path, writing: str) -> None:
     for left in root.iterdir():
         writer = _writer_of(left.name)
         with contextlib.suppress(FileNotFoundError):  # renamed meanwhile, so not abandoned
-            if _REMOVING.fullmatch(left.name) or (writer is not None and writer.abandoned(left, now)):
+            if (
+                _REMOVING.fullmatch(left.name)
+                or (writer is not None and writer.abandoned(left, now))
+                or (_WRITING_UNNAMED.fullmatch(left.name) and is_old(left, now))
+            ):
                 _remove(left)
 
 
@@ -98,7 +103,7 @@ def others_in(root: Path, writing: str) -> str:
         others |= {str(writer) for name in names if (writer := _writer_of(name)) is not None}
         last = newest(root)
         if writing not in names and last is not None:  # removed by one that may have saved since
-            others.add(str(json.loads((last / "manifest.json").read_text()).get("writer", own)))
+            others.add(str(read_json(last / "manifest.json").get("writer", own)))
     others.discard(str(own))
     return f"Others that have been saving into {root}: {', '.join(sorted(others))}." if others else ""
 

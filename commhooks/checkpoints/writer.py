@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 
 ABANDONED_SECONDS = 3600.0
-"""If nothing was written for this long, nobody is writing: the ranks' collectives time out sooner."""
+"""If nothing was written for this long, nobody is writing: unless told otherwise, collectives time out sooner."""
 _MARK = re.compile(r"by-(\d+)-on-(.+)-([0-9a-f]{8})-[0-9a-f]{32}")
 _UNKNOWN = "00000000"
 
@@ -47,7 +47,7 @@ class Writer:
 
         Raises `FileNotFoundError` if it is not there any more.
         """
-        return self.has_ended or now - _last_written(path) > ABANDONED_SECONDS
+        return self.has_ended or is_old(path, now)
 
     @property
     def has_ended(self) -> bool:
@@ -67,9 +67,10 @@ class Writer:
         return f"process {self.pid} on {self.host}"
 
 
-def _last_written(path: Path) -> float:
+def is_old(path: Path, now: float) -> bool:
+    """Return whether nothing was written into a file or folder for so long that nobody is writing; see `abandoned`."""
     latest: float = max(one.stat().st_mtime for one in (path, *(path.iterdir() if path.is_dir() else ())))
-    return latest
+    return now - latest > ABANDONED_SECONDS
 
 
 def _machine() -> str:

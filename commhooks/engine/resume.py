@@ -144,6 +144,7 @@ def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, 
     fingerprint = agreed(engine, checked)
     if isinstance(checked, CheckpointError):
         raise checked
+    # The stack level of warnings is that of who calls load_state_dict: the two decorators have frames of their own.
     _warn_of_new_beginnings(engine, checked)
     _warn_of_new_messages(engine, checked)
     if rules.world_size == "keep" and rank == 0:
@@ -169,7 +170,7 @@ def _warn_of_new_beginnings(engine: Engine, checked: Snapshot) -> None:
     if again:
         listed = ", ".join(again[:8]) + (f" and {len(again) - 8} more" if len(again) > 8 else "")
         warnings.warn(
-            f"commhooks: in this run's settings or memory format, {listed} starts from scratch.", stacklevel=5
+            f"commhooks: in this run's settings or memory format, {listed} starts from scratch.", stacklevel=7
         )
 
 
@@ -186,7 +187,7 @@ def _warn_of_new_messages(engine: Engine, checked: Snapshot) -> None:
         warnings.warn(
             f"commhooks: the checkpoint was saved by a version in which {', '.join(changed)} sent other messages. All "
             "state is continued, but the run may differ from what it would have been, as with another seed.",
-            stacklevel=5,
+            stacklevel=7,
         )
 
 
@@ -196,14 +197,14 @@ def _warn_of_losses(engine: Engine, checked: Snapshot) -> None:
     lost = [f"that of rank {number} (norm {norm:.4g})" for number, norm in checked.lost_with(ranks).items()]
     if lost:
         warnings.warn(
-            f"commhooks: what ranks that have left had not sent{of} is lost: {', '.join(lost)}.", stacklevel=5
+            f"commhooks: what ranks that have left had not sent{of} is lost: {', '.join(lost)}.", stacklevel=7
         )
     shares = any(what.kind == "share" for entries in checked.kinds.values() for what in entries.values())
     if shares and ranks != checked.world_size:
         warnings.warn(
             f"commhooks: {ranks} ranks serve other blocks{of} than {checked.world_size} did: the errors of served "
             "blocks start from zero.",
-            stacklevel=5,
+            stacklevel=7,
         )
 
 

@@ -40,9 +40,10 @@ class PowerSGDState(Handle):
     Use it as `model.register_comm_hook(PowerSGDState(process_group, ...), powerSGD_hook)`, or with
     `batched_powerSGD_hook`, on ddp_core's or PyTorch's DDP; make one for each model. Making, unpickling or copying one
     has no effect on other ranks: they meet at its first bucket. States are told apart by the shapes of that bucket's
-    parameters, and those with equal shapes by the order of their first buckets. If a state is later used with another
-    model, everything starts over, including the warm-up; models that take turns raise `SettingsError`. The arguments
-    that may be passed by position, and their defaults, are PyTorch's:
+    parameters, and those with equal shapes by the order of their first buckets. As with a plain DDP, that order must
+    then be the same on every rank: otherwise two models' gradients are averaged with each other. If a state is later
+    used with another model, everything starts over, including the warm-up; models that take turns raise
+    `SettingsError`. The arguments that may be passed by position, and their defaults, are PyTorch's:
 
     - `matrix_approximation_rank`: lower: smaller messages, but more left in the residual.
     - `start_powerSGD_iter`: the number of initial steps that use a plain all-reduce. Unlike in PyTorch, 0 and 1 are

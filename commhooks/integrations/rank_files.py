@@ -93,10 +93,11 @@ def _write(part: Path, attachment: Attachment, save: str) -> None:
 def _put_in_place(part: Path, folder: Path, name: str, ranks: Ranks) -> tuple[int, int] | None:
     """Give this rank's file its name, remove what other runs left in this folder, and return the file's identity."""
     written, now = _identity(part), part.stat().st_mtime
-    part.replace(_file(folder, name, ranks.rank))
+    own = _file(folder, name, ranks.rank)
+    part.replace(own)
     if ranks.rank == 0:
         for number in _numbers(folder, name):
-            if number >= ranks.world_size:
+            if number >= ranks.world_size and _identity(own) == written:  # or they may be of another, newer save
                 _file(folder, name, number).unlink(missing_ok=True)
     for left in folder.glob(f"{name}-rank*.part"):
         writer = Writer.of(left.name)

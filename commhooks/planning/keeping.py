@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from commhooks.tensors import answers_itself
+from commhooks.tensors import answers_itself, shard_of
 
 
 class Kept:
@@ -58,7 +58,7 @@ class Kept:
 
     def _keep(self, tensor: Tensor, *, has_gradient: bool = True) -> None:
         """Copy a tensor; the gradient of one that only an optimizer knows is this step's, not an earlier one's."""
-        if tensor in self._tensors or (answers_itself(tensor) and not tensor.requires_grad):
+        if tensor in self._tensors or (answers_itself(shard_of(tensor)) and not tensor.requires_grad):
             return
         self._tensors[tensor] = tensor.detach().clone()
         if tensor.requires_grad:

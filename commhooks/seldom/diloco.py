@@ -301,7 +301,7 @@ class DiLoCo:
             "not finite; training goes on from the outer copies."
             + f" The optimizer's state of {cleared} parameters, which was not finite here, was cleared."
             * (cleared > 0),
-            stacklevel=4,
+            stacklevel=6,  # who calls `step`: the decorators of `_end_step` have frames of their own
         )
 
     def _check_parameters(self) -> None:

@@ -162,8 +162,9 @@ def test_a_basis_that_does_not_fit_another_memory_format_starts_from_scratch_and
         state = trained(compressor, gradient.to(memory_format=one)).state_dict()
         with pytest.warns(
             UserWarning, match=r"memory format, 'Q' of 'weight' \(saved with shape .*starts from scratch"
-        ):
+        ) as told:
             trained(compressor, gradient.to(memory_format=other), state)
+        assert {one.filename for one in told} == {__file__}, "where load_state_dict was called"
 
 
 def test_what_is_reset_may_be_anything() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import commhooks
 from commhooks import Adaptive, SettingsError, load_checkpoint, save_checkpoint
 from commhooks.checkpoints.contents import read_contents
 from commhooks.errors import CommHooksError, ProfileError
+from commhooks.making import compressor_in_file
 from commhooks.planning.accuracy import Accuracy
 from commhooks.planning.costs import Costs
 from commhooks.planning.estimate import estimate
@@ -53,6 +55,16 @@ class Trap(TopK):
 class Made:
     def __post_init__(self):
         Path(__file__).with_name("made").touch()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    base: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ruled(TopK):
+    rule: Rule = Rule()
 """
 NAMES = [f"{MODULE}:Trap", f"error-feedback:inner=({MODULE}:Trap)", f"error-feedback:inner='{MODULE}:Trap'"]
 
@@ -113,6 +125,21 @@ def test_a_class_that_the_program_has_imported_is_taken_and_only_a_compressor_is
     with pytest.raises(SettingsError, match=f"'{MODULE}:Made'.*is no compressor"):
         use(f"{MODULE}:Made", planted)
     assert not (planted / "made").exists()
+
+
+def test_a_setting_of_a_type_of_its_own_is_made_of_that_type_alone(planted: Path) -> None:
+    module = importlib.import_module(MODULE)
+    ruled = module.Ruled(rule=module.Rule(base=0.25))
+    assert compressor_in_file(str(ruled)) == ruled
+    with pytest.raises(SettingsError, match=f"'{MODULE}:Made'.*is no compressor"):
+        compressor_in_file(f"{MODULE}:Ruled:rule=({MODULE}:Made)")
+    assert not (planted / "made").exists()
+
+
+def test_a_module_that_the_program_has_barred_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, MODULE, None)
+    with pytest.raises(SettingsError, match=f"'{MODULE}:Trap'.*from a file.*not imported"):
+        compressor_in_file(NAMES[0])
 
 
 def test_of_an_accuracy_file_texts_are_compared(planted: Path) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from commhooks import ProfileError, SettingsError
 from commhooks.communicators import Collective
@@ -22,11 +24,13 @@ from commhooks.planning.phases import PhaseWatch
 from commhooks.planning.place import Place, free_cores, ranks_per_host
 from commhooks.planning.pretending import PretendingCommunicator
 from commhooks.planning.trace import trace_of, write_trace
+from commhooks.tensors import local
 from experiments.planning.profiling import profile_table, sentences
 from experiments.planning.timeline import timeline
 from tests.experiments import profiling_in_ranks
 from tests.experiments.standing_ranks import RANKS, StandingRanks
 from tests.quantised import OnCodes
+from tests.world import on_ranks
 
 LABELS = {one.label for one in profiling_in_ranks.candidates()}
 
@@ -132,6 +136,16 @@ def test_buffers_that_a_forward_pass_replaces_are_put_back() -> None:
     kept.restore()
     assert model.get_buffer("average") is average and average.tolist() == [1, 1]
     assert dict(model.named_buffers()).keys() == {"average"}
+
+
+@on_ranks(1)
+def test_a_buffer_that_is_a_dtensor_is_put_back(rank: int) -> None:
+    model = nn.Module()
+    model.register_buffer("average", distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()]))
+    kept = Kept(model)
+    model.get_buffer("average").zero_()
+    kept.restore()
+    assert local(model.get_buffer("average")).tolist() == [1, 1]
 
 
 def test_frozen_codes_need_not_be_put_back() -> None:

@@ -395,6 +395,7 @@ def test_after_an_inf_the_round_is_dropped_and_training_goes_on(compressor: str,
     assert of_ranks[1].cleared > 0 and of_ranks[0].cleared == 0
     texts = [str(one.message) for one in told]
     assert len(texts) == 2 * of_ranks[0].dropped_rounds, "on every rank"
+    assert {one.filename for one in told} == {train_in_lockstep.__code__.co_filename}, "where the step was called"
     assert sum("which was not finite here, was cleared" in text for text in texts) >= 1
     for worker in team:
         assert all(bool(p.isfinite().all()) for p in worker.model.parameters())

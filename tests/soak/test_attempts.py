@@ -194,6 +194,27 @@ def test_a_save_beside_a_framework_s_model_that_is_mixed_again_and_again_names_t
 
 
 @on_ranks(RANKS)
+def test_a_save_beside_a_framework_s_model_removes_no_file_of_a_newer_one_of_more_ranks(
+    rank: int, tmp_path: Path
+) -> None:
+    attachment = compressed(rank)
+    save_rank_files(tmp_path / "other", "hook", attachment)
+    original = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        path = original(self, target)
+        for newer in {rank, RANKS} if rank == 0 else {rank}:
+            shutil.copy(tmp_path / "other" / target.name, target.with_name(f"hook-rank{newer}.pt"))
+        return path
+
+    with mock.patch.object(Path, "replace", replace):
+        save_rank_files(tmp_path / "one", "hook", attachment)
+    assert (tmp_path / "one" / f"hook-rank{RANKS}.pt").exists()
+    save_rank_files(tmp_path / "one", "hook", attachment)
+    assert not (tmp_path / "one" / f"hook-rank{RANKS}.pt").exists()
+
+
+@on_ranks(RANKS)
 def test_a_save_beside_a_framework_s_model_that_fails_leaves_the_one_before(rank: int, tmp_path: Path) -> None:
     """And one that was killed leaves a part that the next one removes."""
     attachment = compressed(rank)
@@ -296,6 +317,17 @@ def test_what_another_machine_left_is_cleared_away_once_it_is_old(tmp_path: Path
     assert not left.exists()
 
 
+def test_what_an_earlier_version_left_is_cleared_away_once_it_is_old(tmp_path: Path) -> None:
+    left = tmp_path / ".writing-checkpoint-00007-step-30"
+    left.mkdir()
+    (left / "shared.pt").touch()
+    save_once(tmp_path, 1, 2)
+    assert left.exists(), "an attempt with that version may be writing"
+    age(left)
+    save_once(tmp_path, 2, 2)
+    assert [path.name for path in checkpoints_in(tmp_path)] == [path.name for path in sorted(tmp_path.iterdir())]
+
+
 @pytest.mark.parametrize("still_saves", [True, False])
 def test_a_save_that_another_process_breaks_names_it(still_saves: bool, tmp_path: Path) -> None:
     """What was there before still loads, and the next save succeeds."""
@@ -324,6 +356,18 @@ def test_a_save_that_another_process_breaks_names_it(still_saves: bool, tmp_path
     may_end.touch()
     others[0].join(30)
     assert others[0].exitcode == 0
+
+
+def test_a_damaged_manifest_hides_no_error(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, step=1, model=PLAIN)
+    (path / "manifest.json").write_text("[" * 100_000)
+
+    def lose(_: int) -> None:
+        shutil.rmtree(next(tmp_path.glob(".writing-*")))
+        raise OSError(errno.EIO, "Input/output error")
+
+    with mock.patch.object(os, "fsync", lose), pytest.raises(CheckpointError, match="Input/output error"):
+        save_checkpoint(tmp_path, step=2, model=PLAIN)
 
 
 # --- killed in the middle of a save -----------------------------------------------------------------------------------
