@@ -61,7 +61,11 @@ class Passes:
     def __init__(self) -> None:
         self.at_end: Callable[[], None] = lambda: None
         """What to do at the end of each pass, after FSDP2 and after gradients that are kept have left `.grad`."""
+        self.may_send_less: Sequence[Unit] = ()
+        """The modules of which FSDP2 reduces no parameter that a pass does not use, unless gradients are kept."""
         self._kept: dict[Unit, Tensor] = {}
+        self._whole: set[Unit] = set()
+        """Those of these modules that send zeros for unused parameters: what is added up must have the same places."""
         self._to_empty: list[Tensor] = []
         """The shards without a gradient before this pass, of modules whose gradients it kept: FSDP2 adds zeros."""
         self._outermost = -1
@@ -123,6 +127,23 @@ class Passes:
         if self._outermost == -1:
             self._outermost = torch._C._current_graph_task_id()
             _queue(self._come_last)
+            for unit in self.may_send_less:
+                self._send(unit, is_whole=not unit.wants_replicas or unit in self._kept)
+
+    def _send(self, unit: Unit, *, is_whole: bool) -> None:
+        if is_whole and unit not in self._whole:
+            self._whole.add(unit)
+            unit.send_unused()
+        elif unit in self._whole and not is_whole:
+            self._whole.remove(unit)
+            if unit.is_there:
+                unit.end_sending_unused()
+
+    def close(self) -> None:
+        """Drop what is kept, and let FSDP2 send what it would send."""
+        self._kept.clear()
+        for unit in self.may_send_less:
+            self._send(unit, is_whole=False)
 
     def _come_last(self) -> None:
         """Queue the end behind FSDP2's own callbacks for the end of the pass, one for each root."""
@@ -324,6 +345,7 @@ class ReplicasAttachment(ModulesAttachment[Exchanger]):
         for exchanger, units in exchangers.values():
             at_the_end = AtTheEnd(units, exchanger, passes) if fused else None
             if at_the_end is not None:
+                passes.may_send_less = units
                 self._on_model += at_the_end.follow(modules)
             for unit in units:
                 self._hooks[unit] = hook = (
@@ -364,6 +386,7 @@ class ReplicasAttachment(ModulesAttachment[Exchanger]):
                 unit.set_all_reduce_hook(None)
             if unit.is_there and self._sends_unused:
                 unit.end_sending_unused()
+        self._passes.close()
         for exchanger in self.values():
             exchanger.close()
 

@@ -516,6 +516,38 @@ def test_modules_that_some_replicas_do_not_use_hang_nobody(rank: int, policy: st
 
 @on_ranks(2)
 @pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_that_are_kept_add_up_by_parameter_if_passes_use_others(rank: int, policy: str) -> None:
+    """Both layers are of one size, and of one FSDP module, which reduces either alone unless zeros fill its place."""
+    found, mesh = [], alone()
+    for name in (None, "all-reduce"):
+        model: Any = Branches()
+        model.requires_grad_(False)
+        model.left.requires_grad_(True)
+        model.right.requires_grad_(True)
+        attachment = None
+        if name is not None:
+            fully_shard(model, mesh=mesh["shards"])
+            attachment = attached(model, mesh, name, policy)
+        for step, uses in enumerate(["left", "right", "right", "left", "left"]):
+            model.uses = uses
+            if attachment is not None:
+                model.set_requires_all_reduce(step in (2, 4))
+            nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
+        trained: dict[str, Any] = {one: p for one, p in model.named_parameters() if p.requires_grad}
+        if attachment is None:
+            for parameter in trained.values():
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(2)
+        found.append({one: getattr(p.grad, "to_local", p.grad.detach)().clone() for one, p in trained.items()})
+        if attachment is not None:
+            attachment.detach()
+            group = model._get_fsdp_state()._fsdp_param_groups[0]
+            assert not group.reduce_scatter_unused_params
+    assert furthest(*found) < 1e-6
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_parameters_frozen_since_attaching_are_named(rank: int, policy: str) -> None:
     mesh = alone()
     model = sharded(mesh=mesh["shards"])
