@@ -201,6 +201,8 @@ class AtTheEnd:
         self._trained = [unit.trained() for unit in units]
         self._reduced: set[Unit] = set()
         """The modules reduced since the last exchange that want an average."""
+        self._is_due = False
+        """True if any was reduced since then: replicas that use different ones must not decide by `_reduced`."""
         self._means: dict[str, Tensor] = {}
         """The gradients that earlier passes averaged, out of `.grad` until the next means are added to them."""
         self._averaged: dict[str, weakref.ref[Tensor]] = {}
@@ -231,7 +233,8 @@ class AtTheEnd:
                 "again within it: call attach_replicas with the module around it that fully_shard was called with, or "
                 "use checkpoint(..., use_reentrant=False)."
             )
-        self._reduced.clear()  # of a pass that failed
+        self._is_due = False  # of a pass that failed
+        self._reduced.clear()
         self._means.clear()
 
     def hook_of(self, unit: Unit) -> Hook:
@@ -249,6 +252,7 @@ class AtTheEnd:
                 f"{unit.name}: FSDP2 reduced its gradients outside a backward pass (set_manual_backward_finalization), "
                 "where nothing says which module is the last; pass policy='fifo', or set it to False."
             )
+        self._is_due = True
         if self._passes.keeps(unit, reduced):
             return
         if unit not in self._reduced:  # a module that runs twice may be reduced twice in a pass
@@ -273,7 +277,8 @@ class AtTheEnd:
     @_disable_dynamo
     @torch.no_grad()
     def _exchange(self) -> None:
-        if not self._reduced:
+        self._is_due &= any(unit.wants_replicas for unit in self._units)
+        if not self._is_due:
             return
         self._was_early = any(unit.is_in_backward_pass for unit in self._units)
         if self._was_early:
@@ -283,6 +288,7 @@ class AtTheEnd:
         for unit in self._units:
             if unit not in self._reduced:
                 self._put_aside(unit)
+        self._is_due = False
         self._reduced.clear()
         gradients = dict[str, Tensor]()
         for name, shard in itertools.chain.from_iterable(map(self._named, self._units)):

@@ -547,6 +547,33 @@ def test_gradients_that_are_kept_add_up_by_parameter_if_passes_use_others(rank: 
 
 
 @on_ranks(2)
+def test_replicas_meet_at_the_end_of_each_pass_if_the_module_that_wants_an_average_is_not_used_on_all(
+    rank: int,
+) -> None:
+    """Otherwise one replica's pass would be averaged with the next pass of the other."""
+    mesh, model = alone(), Branches()
+    for module in (model.stem, model.left, model.right):
+        fully_shard(module, mesh=mesh["shards"])
+    model.never.requires_grad_(False)
+    attachment = attached(model, mesh, "all-reduce", "fused", hook_timeout=5.0)
+    model.stem.set_requires_all_reduce(False)  # type: ignore[operator]  # FSDPModule's
+    model.left.set_requires_all_reduce(False)  # type: ignore[operator]
+    for step in range(3):
+        model.uses = "right" if rank == 0 or step == 2 else "left"
+        nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
+        of_ranks = of_every_rank((attachment.steps, shard_of_gradient(model.right.weight)))
+        assert of_ranks[0][0] == of_ranks[1][0] == step + 1
+        assert torch.equal(of_ranks[0][1], of_ranks[1][1])
+        model.zero_grad()
+    attachment.detach()
+
+
+def shard_of_gradient(parameter: Any) -> Tensor:
+    shard: Tensor = parameter.grad.to_local()
+    return shard
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_parameters_frozen_since_attaching_are_named(rank: int, policy: str) -> None:
     mesh = alone()
