@@ -296,16 +296,32 @@ class AtTheEnd:
                 shard.grad = torch.zeros_like(shard, dtype=self._dtypes[name])
             gradients[name] = local(shard.grad)
         self._exchanger.average(gradients)
+        empty = self._empty_again(gradients)
         for unit in self._units:
-            self._add_up(unit, gradients)
+            self._add_up(unit, gradients, empty)
 
-    def _add_up(self, unit: Unit, gradients: Mapping[str, Tensor]) -> None:
+    def _empty_again(self, gradients: Mapping[str, Tensor]) -> set[str]:
+        """Return the parameters that had no gradient before, want no average, and are not owed a residual's mean.
+
+        The ranks of a site decide together: gradients are clipped by collectives of those that have one.
+        """
+        left_out = [unit for unit in self._units if not unit.wants_replicas]
+        names = [name for unit in left_out for name in self._names[unit] if name not in self._means]
+        if not names:
+            return set()
+        site, device = left_out[0].process_group, left_out[0].parameters()[0].device
+        is_owed = torch.stack([gradients[name].any().to(device, torch.int32) for name in names])
+        if site.size() > 1:
+            dist.all_reduce(is_owed, dist.ReduceOp.MAX, group=site)
+        return {name for name, owed in zip(names, is_owed.tolist(), strict=True) if not owed}
+
+    def _add_up(self, unit: Unit, gradients: Mapping[str, Tensor], empty: Collection[str]) -> None:
         """Add the means in `.grad` to those of earlier passes."""
         for name, shard in self._named(unit):
             if name in self._means:
                 shard.grad = self._means.pop(name)
                 local(shard.grad).add_(gradients[name])
-            elif not unit.wants_replicas and not gradients[name].any():  # otherwise it is a residual's mean
+            elif name in empty:
                 shard.grad = None
             if shard.grad is not None:
                 self._averaged[name] = weakref.ref(shard.grad)

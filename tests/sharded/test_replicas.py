@@ -573,6 +573,26 @@ def shard_of_gradient(parameter: Any) -> Tensor:
     return shard
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_ranks_of_a_site_have_gradients_of_the_same_parameters(rank: int, policy: str) -> None:
+    """Of an embedding that wants no average, one shard alone may be owed a residual; clipping takes collectives."""
+    mesh = sites()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh["shards"])
+    attachment = attached(model, mesh, "top-k", policy)
+    for step in range(4):
+        model[0].set_requires_all_reduce(step % 2 == 0)
+        model(torch.tensor([0, 1, 2]) + rank // 2).sin().sum().backward()
+        of_site = of_every_rank([name for name, one in model.named_parameters() if one.grad is not None])
+        assert of_site[0] == of_site[1] and of_site[2] == of_site[3], of_site
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        model.zero_grad()
+    attachment.detach()
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_parameters_frozen_since_attaching_are_named(rank: int, policy: str) -> None:
