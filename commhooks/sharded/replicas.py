@@ -59,7 +59,7 @@ class Passes:
     """
 
     def __init__(self) -> None:
-        self.at_end: Callable[[], None] = lambda: None
+        self.at_end: Callable[[], None] = _do_nothing
         """What to do at the end of each pass, after FSDP2 and after gradients that are kept have left `.grad`."""
         self.may_send_less: Sequence[Unit] = ()
         """The modules of which FSDP2 reduces no parameter that a pass does not use, unless gradients are kept."""
@@ -144,6 +144,7 @@ class Passes:
         self._kept.clear()
         for unit in self.may_send_less:
             self._send(unit, is_whole=False)
+        self.at_end = _do_nothing  # it belongs to what holds this: residuals would stay until cycles are collected
 
     def _come_last(self) -> None:
         """Queue the end behind FSDP2's own callbacks for the end of the pass, one for each root."""
@@ -566,3 +567,6 @@ def _titled(name: str, number: int, ranks: int) -> str:
 def _queue(callback: Callable[[], None]) -> None:
     """Run a callback at the end of the current backward pass, after those queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _do_nothing() -> None: ...

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import re
 import signal
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -779,6 +781,23 @@ def test_memory_is_that_of_shards_and_residuals_follow_the_loss_scale(rank: int,
     assert report.by_parameter["second.wide.weight"] == 2 * sizes["second.wide.weight"], "bf16 of a shard"
     assert report.residuals == sum(report.by_parameter.values()) <= 2 * sum(sizes.values())
     attachment.detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_detaching_frees_residuals_at_once(rank: int, policy: str) -> None:
+    model = sharded(mesh=alone()["shards"])
+    attachment = attached(model, alone(), "int8", policy)
+    train(model, sgd(model), rank, 0, 2)
+    exchangers = [weakref.ref(one) for one in attachment.values()]
+    gc.collect()
+    gc.disable()
+    try:
+        attachment.detach()
+        del attachment
+        assert not any(one() for one in exchangers)
+    finally:
+        gc.enable()
 
 
 @on_ranks(2)
