@@ -390,6 +390,24 @@ def test_modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit
 
 @on_ranks(2)
 @pytest.mark.parametrize("policy", POLICIES)
+def test_a_watched_optimizer_may_step_while_a_module_keeps_its_gradients(rank: int, policy: str) -> None:
+    """Also on the zeros that `zero_grad(set_to_none=False)` leaves in `.grad`."""
+    mesh = alone()
+    for to_none in (True, False):
+        model: Any = sharded(mesh=mesh["shards"])
+        optimizer, attachment = sgd(model), attached(model, mesh, "int8", policy)
+        attachment.watch(optimizer)
+        for step in range(5):
+            accumulating("one at every step of another", model, step)
+            nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        assert all(torch.equal(*of_every_rank(shard)) for shard in shards(model).values())
+        attachment.detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_what_was_kept_before_a_backward_pass_that_failed_is_dropped_as_native_hsdp_drops_it(
     rank: int, policy: str
 ) -> None:
