@@ -494,15 +494,16 @@ def attach_replicas(
         agree("attach_replicas", group, error)
         raise
     agree("attach_replicas", group, "")
+    inner = unwrapped(model)
     try:
         for exchanger in exchangers:
             exchanger.open()
+        caches = kept_buffers(inner, saved=False)
+        share_from_rank_0("attach_replicas", everything_kept(inner), caches, group, AttachError)
     except Exception:
         for exchanger in exchangers:
             exchanger.close()
         raise
-    inner = unwrapped(model)
-    share_from_rank_0(everything_kept(inner), kept_buffers(inner, saved=False), group)
     made = zip(exchangers, groups.values(), strict=True)
     return ReplicasAttachment(inner, dict(zip(like, made, strict=True)), line, fused=policy == "fused")
 
@@ -516,7 +517,7 @@ def _check(model: Module, units: Sequence[Unit], group: dist.ProcessGroup, polic
             'pass the group of the ranks that keep the same one, such as mesh["replicas"].get_group() of a mesh of two '
             'dimensions, and shard over mesh["shards"].'
         )
-    if any(kept.is_meta for kept in everything_kept(unwrapped(model))):
+    if any(kept.is_meta for kept in everything_kept(unwrapped(model)).values()):
         raise AttachError(
             "attach_replicas: parameters or buffers have no memory yet (meta), so those of rank 0 cannot be copied; "
             "call model.to_empty first, and fill them."

@@ -976,6 +976,29 @@ def test_replicas_take_rank_0s_unsaved_buffers_and_nothing_that_is_to_be_ignored
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("how", ["replicas", "diloco"])
+def test_buffers_and_frozen_parameters_that_differ_between_replicas_are_named(rank: int, how: str) -> None:
+    """Otherwise a part of rank 0's bytes would take the place of others, without an error."""
+    mesh = alone()
+    for name in ("seen", "own"):
+        model = Network()
+        model.register_buffer("seen", torch.full((3 + rank * (name == "seen"),), float(rank)))
+        frozen = torch.ones(1).expand(3) if rank == 1 and name == "own" else torch.ones(3)
+        model.own = nn.Parameter(frozen, requires_grad=False)
+        if how == "replicas":
+            for module in (model.first, model.head):
+                fully_shard(module, mesh=mesh["shards"])
+            for left_out in (model.scale, *model.second.parameters()):
+                left_out.requires_grad_(False)
+            told = told_by(lambda model=model: attached(model, mesh, "int8", "fused"))  # type: ignore[misc]  # a lambda's
+        else:
+            told = told_by(lambda model=model: DiLoCo(model, sgd(model), every=1))  # type: ignore[misc]
+        wanted = "AttachError" if how == "replicas" else "SettingsError"
+        assert told.error == wanted and "ranks disagree" in told.text and f" {name}" in told.text, told
+        assert dict(model.named_buffers())["seen"].unique().tolist() == [rank]
+
+
+@on_ranks(2)
 def test_buffers_that_are_dtensors_are_shared_too(rank: int) -> None:
     """`distribute_module` makes all buffers DTensors; of those, DiLoCo averages what this rank keeps."""
     mesh = alone()
