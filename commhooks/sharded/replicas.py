@@ -52,7 +52,7 @@ class Passes:
 
     A module wants no average over replicas after `set_requires_all_reduce(False)`: what FSDP2 reduced is then kept
     aside, as in native HSDP, and added to the first gradients that the module wants averaged. What a backward pass that
-    failed had kept is dropped with all that was kept before, as `reset_iter_state` does with HSDP's.
+    failed had kept is dropped with all that was kept before, and so it is by `reset_iter_state`, as HSDP's.
 
     Reentrant checkpointing runs backward passes inside the backward pass. The outermost one is that in which the
     gradient of an output arrives, before any other's.
@@ -64,6 +64,8 @@ class Passes:
         self.may_send_less: Sequence[Unit] = ()
         """The modules of which FSDP2 reduces no parameter that a pass does not use, unless gradients are kept."""
         self._kept: dict[Unit, Tensor] = {}
+        self._noted: set[Unit] = set()
+        """The modules whose kept gradients FSDP2 would drop in `reset_iter_state`, since it has been told of them."""
         self._whole: set[Unit] = set()
         """Those of these modules that send zeros for unused parameters: what is added up must have the same places."""
         self._to_empty: list[Tensor] = []
@@ -84,6 +86,9 @@ class Passes:
         # another one; only for its own all-reduce it keeps them. Without this, replicas_apart in tests/virtual_device
         # is a race.
         keep_until_read([reduced])
+        if unit in self._noted and unit.was_reset:
+            self._kept.pop(unit, None)
+        self._noted.discard(unit)
         if unit.wants_replicas:
             if (kept := self._kept.pop(unit, None)) is not None:
                 reduced.add_(kept)
@@ -142,6 +147,9 @@ class Passes:
     def close(self) -> None:
         """Drop what is kept, and let FSDP2 send what it would send."""
         self._kept.clear()
+        while self._noted:
+            if (unit := self._noted.pop()).is_there:
+                unit.note_kept(None)
         for unit in self.may_send_less:
             self._send(unit, is_whole=False)
         self.at_end = _do_nothing  # it belongs to what holds this: residuals would stay until cycles are collected
@@ -156,6 +164,10 @@ class Passes:
             self._outermost = -1
         while self._to_empty:
             self._to_empty.pop().grad = None
+        for unit, kept in self._kept.items():
+            if unit.is_there:
+                unit.note_kept(kept)
+                self._noted.add(unit)
         self.at_end()
 
 

@@ -424,6 +424,9 @@ def test_what_was_kept_before_a_backward_pass_that_failed_is_dropped_as_native_h
         backward()
         if attachment is not None:
             assert attachment.memory_report().gradients == 4 * sum(one.numel() for one in shards(model).values())
+        assert "shape" in told_by(lambda model=model: model(inputs[:, 1:])).text  # type: ignore[misc]  # a lambda's
+        model.reset_iter_state()
+        backward()
         for module in (model.first, model.head):  # the last and the first one that has a gradient
             failing = module.register_full_backward_hook(_fail)
             assert "of its own" in told_by(backward).text
