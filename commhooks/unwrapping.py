@@ -172,16 +172,20 @@ def reshard(model: Module) -> None:
 
 
 @torch.no_grad()
-def everything_kept(model: Module, exchanged: Iterable[Tensor] = ()) -> list[Tensor]:
-    """Return the parameters, frozen ones included, and the saved buffers; of sharded ones, this rank's shards.
+def everything_kept(model: Module, exchanged: Iterable[Tensor] = ()) -> dict[str, Tensor]:
+    """Return the parameters, frozen ones included, and the saved buffers, by name; of sharded ones, this rank's shards.
 
     Left out are what a DistributedDataParallel or `fully_shard` is to ignore, except for the `exchanged` parameters,
     and frozen parameters that cannot be sent: see `has_own_bytes`.
     """
     reshard(model)
     ignored = _ignored_parameters(model) - set(exchanged)
-    kept = [p for p in model.parameters() if p not in ignored and (p.requires_grad or has_own_bytes(shard_of(p)))]
-    return [*map(local, kept), *kept_buffers(model).values()]
+    kept = {
+        plain_name(name): local(p)
+        for name, p in model.named_parameters()
+        if p not in ignored and (p.requires_grad or has_own_bytes(shard_of(p)))
+    }
+    return kept | kept_buffers(model)
 
 
 def _ignored_parameters(model: Module) -> set[Tensor]:

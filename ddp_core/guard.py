@@ -717,6 +717,8 @@ def _is_used(parameter: Tensor) -> bool:
     gradient = parameter.grad
     if gradient is None:
         return False
+    if hasattr(gradient, "to_local"):  # a DTensor's: this rank steps on its shard
+        gradient = gradient.to_local()
     if not is_plain(gradient):
         return True
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

@@ -27,12 +27,14 @@ class Signature(NamedTuple):
     strides: tuple[int, ...]  # of trained parameters: their gradients are reduced in memory order
     dtype: str
     requires_grad: bool
+    kind: str  # of frozen tensors that answer operations themselves: they are not sent
 
     @classmethod
     def of(cls, tensor: Tensor) -> Signature:
         """Describe ``tensor``."""
         trained = tensor.requires_grad
-        return cls(tuple(tensor.shape), tuple(tensor.stride()) if trained else (), str(tensor.dtype), trained)
+        kind = type(tensor).__name__ if not trained and answers_itself(tensor) else "Tensor"
+        return cls(tuple(tensor.shape), tuple(tensor.stride()) if trained else (), str(tensor.dtype), trained, kind)
 
 
 def verify_same_model(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -41,21 +41,30 @@ def agree(
 
 
 @torch.no_grad()
-def share_from_rank_0(tensors: Sequence[Tensor], caches: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+def share_from_rank_0(
+    caller: str,
+    tensors: Mapping[str, Tensor],
+    caches: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None,
+    error: type[CommHooksError] = SettingsError,
+) -> None:
     """Overwrite tensors with the group's rank 0's, byte by byte; without a group, leave them.
 
     `caches` are overwritten, too, if they have memory, and the same shape and dtype on all ranks; others stay as they
-    are. All are sent from the first tensor's device.
+    are. All are sent from the first tensor's device. Raises `error` on every rank if ranks have other tensors.
     """
     if group is None:
         return
+    facts = [f"parameter or buffer {name}: shape {tuple(one.shape)}, {one.dtype}" for name, one in tensors.items()]
+    agree(caller, group, "\n".join(facts), error)
     own = {name: (tuple(cache.shape), str(cache.dtype)) for name, cache in caches.items() if not cache.is_meta}
     everyone = [own] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     alike = sorted(name for name in own if all(other.get(name) == own[name] for other in everyone))
     source = dist.get_global_rank(group, 0)
-    for tensor in (*tensors, *(caches[name] for name in alike)):
+    device = next(iter(tensors.values())).device
+    for tensor in (*tensors.values(), *(caches[name] for name in alike)):
         # As bytes: Gloo sends no int16, unsigned integers or fp8. From one device: NCCL sends nothing of the host's.
-        sent = bytes_of(tensor).to(tensors[0].device)
+        sent = bytes_of(tensor).to(device)
         dist.broadcast(sent, source, group=group)
         tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
 from typing import Any, Unpack
 
+import numpy
 from torch import Tensor
 from torch.nn import Module
 
@@ -244,7 +245,8 @@ def check_run_settings(caller: str, policy: str, hook_timeout: float | None) -> 
     """Raise `SettingsError` if the policy does not exist or the timeout is not a positive, finite number."""
     if policy not in POLICIES:
         raise SettingsError(f"{caller}(policy={policy!r}): policy must be one of {', '.join(POLICIES)}.")
-    if hook_timeout is not None and not (isinstance(hook_timeout, int | float) and 0 < hook_timeout < math.inf):
+    number = int | float | numpy.floating | numpy.integer
+    if hook_timeout is not None and not (isinstance(hook_timeout, number) and 0 < hook_timeout < math.inf):
         raise SettingsError(f"{caller}(hook_timeout={hook_timeout!r}): hook_timeout must be above 0 s, and finite.")
 
 

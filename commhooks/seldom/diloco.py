@@ -139,7 +139,7 @@ class DiLoCo:
         self._calls = 0
         self._model = bare(model)
         kept = everything_kept(self._model, beginning.named.values())
-        share_from_rank_0(kept, kept_buffers(self._model, saved=False), group)
+        share_from_rank_0("DiLoCo", kept, kept_buffers(self._model, saved=False), group)
         self._make_parts(beginning, on_host=on_host)
         self._outer_optimizer = made_of(outer, [held for one in self._fragments for held in one.outer.values()], group)
         if group is not None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -88,7 +89,7 @@ class Beginning:
             raise SettingsError(f"DiLoCo(every={every!r}): every must be an int of at least 1.")
         if not isinstance(delay, int) or not 0 <= delay < every:
             raise SettingsError(f"DiLoCo(delay={delay!r}): delay must be an int from 0 to {every - 1}, below every.")
-        if not isinstance(mixing, int | float) or not 0 <= mixing <= 1:
+        if not isinstance(mixing, int | float | numpy.floating | numpy.integer) or not 0 <= mixing <= 1:
             raise SettingsError(f"DiLoCo(mixing={mixing!r}): mixing must be a number in [0, 1].")
         if not isinstance(model, Module):
             raise SettingsError(f"DiLoCo: model must be a torch.nn.Module (got {type(model).__name__}).")

@@ -49,6 +49,7 @@ PRIVATE_NAMES = (
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._all_gather_comm",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._all_reduce_hook",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._is_hsdp",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._partial_reduce_output",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._reduce_scatter_comm",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.all_reduce_grads",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.device",
@@ -293,6 +294,16 @@ class Unit:
     def wants_replicas(self) -> bool:
         """False after `set_requires_all_reduce(False)`: gradients are then not averaged over replicas."""
         return bool(_held(self._group, "all_reduce_grads"))
+
+    def note_kept(self, kept: Tensor | None) -> None:
+        """Leave what is kept aside where HSDP keeps its own, which `reset_iter_state` drops; None: nothing is kept."""
+        _held(self._group, "_partial_reduce_output")
+        self._group._partial_reduce_output = kept
+
+    @property
+    def was_reset(self) -> bool:
+        """True if what `note_kept` left is no longer there."""
+        return _held(self._group, "_partial_reduce_output") is None
 
     @property
     def is_in_backward_pass(self) -> bool:

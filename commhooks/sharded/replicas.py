@@ -52,16 +52,22 @@ class Passes:
 
     A module wants no average over replicas after `set_requires_all_reduce(False)`: what FSDP2 reduced is then kept
     aside, as in native HSDP, and added to the first gradients that the module wants averaged. What a backward pass that
-    failed had kept is dropped with all that was kept before, as `reset_iter_state` does with HSDP's.
+    failed had kept is dropped with all that was kept before, and so it is by `reset_iter_state`, as HSDP's.
 
     Reentrant checkpointing runs backward passes inside the backward pass. The outermost one is that in which the
     gradient of an output arrives, before any other's.
     """
 
     def __init__(self) -> None:
-        self.at_end: Callable[[], None] = lambda: None
+        self.at_end: Callable[[], None] = _do_nothing
         """What to do at the end of each pass, after FSDP2 and after gradients that are kept have left `.grad`."""
+        self.may_send_less: Sequence[Unit] = ()
+        """The modules of which FSDP2 reduces no parameter that a pass does not use, unless gradients are kept."""
         self._kept: dict[Unit, Tensor] = {}
+        self._noted: set[Unit] = set()
+        """The modules whose kept gradients FSDP2 would drop in `reset_iter_state`, since it has been told of them."""
+        self._whole: set[Unit] = set()
+        """Those of these modules that send zeros for unused parameters: what is added up must have the same places."""
         self._to_empty: list[Tensor] = []
         """The shards without a gradient before this pass, of modules whose gradients it kept: FSDP2 adds zeros."""
         self._outermost = -1
@@ -80,6 +86,9 @@ class Passes:
         # another one; only for its own all-reduce it keeps them. Without this, replicas_apart in tests/virtual_device
         # is a race.
         keep_until_read([reduced])
+        if unit in self._noted and unit.was_reset:
+            self._kept.pop(unit, None)
+        self._noted.discard(unit)
         if unit.wants_replicas:
             if (kept := self._kept.pop(unit, None)) is not None:
                 reduced.add_(kept)
@@ -123,6 +132,27 @@ class Passes:
         if self._outermost == -1:
             self._outermost = torch._C._current_graph_task_id()
             _queue(self._come_last)
+            for unit in self.may_send_less:
+                self._send(unit, is_whole=not unit.wants_replicas or unit in self._kept)
+
+    def _send(self, unit: Unit, *, is_whole: bool) -> None:
+        if is_whole and unit not in self._whole:
+            self._whole.add(unit)
+            unit.send_unused()
+        elif unit in self._whole and not is_whole:
+            self._whole.remove(unit)
+            if unit.is_there:
+                unit.end_sending_unused()
+
+    def close(self) -> None:
+        """Drop what is kept, and let FSDP2 send what it would send."""
+        self._kept.clear()
+        while self._noted:
+            if (unit := self._noted.pop()).is_there:
+                unit.note_kept(None)
+        for unit in self.may_send_less:
+            self._send(unit, is_whole=False)
+        self.at_end = _do_nothing  # it belongs to what holds this: residuals would stay until cycles are collected
 
     def _come_last(self) -> None:
         """Queue the end behind FSDP2's own callbacks for the end of the pass, one for each root."""
@@ -134,6 +164,10 @@ class Passes:
             self._outermost = -1
         while self._to_empty:
             self._to_empty.pop().grad = None
+        for unit, kept in self._kept.items():
+            if unit.is_there:
+                unit.note_kept(kept)
+                self._noted.add(unit)
         self.at_end()
 
 
@@ -180,6 +214,8 @@ class AtTheEnd:
         self._trained = [unit.trained() for unit in units]
         self._reduced: set[Unit] = set()
         """The modules reduced since the last exchange that want an average."""
+        self._is_due = False
+        """True if any was reduced since then: replicas that use different ones must not decide by `_reduced`."""
         self._means: dict[str, Tensor] = {}
         """The gradients that earlier passes averaged, out of `.grad` until the next means are added to them."""
         self._averaged: dict[str, weakref.ref[Tensor]] = {}
@@ -210,7 +246,8 @@ class AtTheEnd:
                 "again within it: call attach_replicas with the module around it that fully_shard was called with, or "
                 "use checkpoint(..., use_reentrant=False)."
             )
-        self._reduced.clear()  # of a pass that failed
+        self._is_due = False  # of a pass that failed
+        self._reduced.clear()
         self._means.clear()
 
     def hook_of(self, unit: Unit) -> Hook:
@@ -228,6 +265,7 @@ class AtTheEnd:
                 f"{unit.name}: FSDP2 reduced its gradients outside a backward pass (set_manual_backward_finalization), "
                 "where nothing says which module is the last; pass policy='fifo', or set it to False."
             )
+        self._is_due = True
         if self._passes.keeps(unit, reduced):
             return
         if unit not in self._reduced:  # a module that runs twice may be reduced twice in a pass
@@ -252,7 +290,8 @@ class AtTheEnd:
     @_disable_dynamo
     @torch.no_grad()
     def _exchange(self) -> None:
-        if not self._reduced:
+        self._is_due &= any(unit.wants_replicas for unit in self._units)
+        if not self._is_due:
             return
         self._was_early = any(unit.is_in_backward_pass for unit in self._units)
         if self._was_early:
@@ -262,6 +301,7 @@ class AtTheEnd:
         for unit in self._units:
             if unit not in self._reduced:
                 self._put_aside(unit)
+        self._is_due = False
         self._reduced.clear()
         gradients = dict[str, Tensor]()
         for name, shard in itertools.chain.from_iterable(map(self._named, self._units)):
@@ -269,16 +309,32 @@ class AtTheEnd:
                 shard.grad = torch.zeros_like(shard, dtype=self._dtypes[name])
             gradients[name] = local(shard.grad)
         self._exchanger.average(gradients)
+        empty = self._empty_again(gradients)
         for unit in self._units:
-            self._add_up(unit, gradients)
+            self._add_up(unit, gradients, empty)
 
-    def _add_up(self, unit: Unit, gradients: Mapping[str, Tensor]) -> None:
+    def _empty_again(self, gradients: Mapping[str, Tensor]) -> set[str]:
+        """Return the parameters that had no gradient before, want no average, and are not owed a residual's mean.
+
+        The ranks of a site decide together: gradients are clipped by collectives of those that have one.
+        """
+        left_out = [unit for unit in self._units if not unit.wants_replicas]
+        names = [name for unit in left_out for name in self._names[unit] if name not in self._means]
+        if not names:
+            return set()
+        site, device = left_out[0].process_group, left_out[0].parameters()[0].device
+        is_owed = torch.stack([gradients[name].any().to(device, torch.int32) for name in names])
+        if site.size() > 1:
+            dist.all_reduce(is_owed, dist.ReduceOp.MAX, group=site)
+        return {name for name, owed in zip(names, is_owed.tolist(), strict=True) if not owed}
+
+    def _add_up(self, unit: Unit, gradients: Mapping[str, Tensor], empty: Collection[str]) -> None:
         """Add the means in `.grad` to those of earlier passes."""
         for name, shard in self._named(unit):
             if name in self._means:
                 shard.grad = self._means.pop(name)
                 local(shard.grad).add_(gradients[name])
-            elif not unit.wants_replicas and not gradients[name].any():  # otherwise it is a residual's mean
+            elif name in empty:
                 shard.grad = None
             if shard.grad is not None:
                 self._averaged[name] = weakref.ref(shard.grad)
@@ -324,6 +380,7 @@ class ReplicasAttachment(ModulesAttachment[Exchanger]):
         for exchanger, units in exchangers.values():
             at_the_end = AtTheEnd(units, exchanger, passes) if fused else None
             if at_the_end is not None:
+                passes.may_send_less = units
                 self._on_model += at_the_end.follow(modules)
             for unit in units:
                 self._hooks[unit] = hook = (
@@ -364,6 +421,7 @@ class ReplicasAttachment(ModulesAttachment[Exchanger]):
                 unit.set_all_reduce_hook(None)
             if unit.is_there and self._sends_unused:
                 unit.end_sending_unused()
+        self._passes.close()
         for exchanger in self.values():
             exchanger.close()
 
@@ -448,15 +506,16 @@ def attach_replicas(
         agree("attach_replicas", group, error)
         raise
     agree("attach_replicas", group, "")
+    inner = unwrapped(model)
     try:
         for exchanger in exchangers:
             exchanger.open()
+        caches = kept_buffers(inner, saved=False)
+        share_from_rank_0("attach_replicas", everything_kept(inner), caches, group, AttachError)
     except Exception:
         for exchanger in exchangers:
             exchanger.close()
         raise
-    inner = unwrapped(model)
-    share_from_rank_0(everything_kept(inner), kept_buffers(inner, saved=False), group)
     made = zip(exchangers, groups.values(), strict=True)
     return ReplicasAttachment(inner, dict(zip(like, made, strict=True)), line, fused=policy == "fused")
 
@@ -470,7 +529,7 @@ def _check(model: Module, units: Sequence[Unit], group: dist.ProcessGroup, polic
             'pass the group of the ranks that keep the same one, such as mesh["replicas"].get_group() of a mesh of two '
             'dimensions, and shard over mesh["shards"].'
         )
-    if any(kept.is_meta for kept in everything_kept(unwrapped(model))):
+    if any(kept.is_meta for kept in everything_kept(unwrapped(model)).values()):
         raise AttachError(
             "attach_replicas: parameters or buffers have no memory yet (meta), so those of rank 0 cannot be copied; "
             "call model.to_empty first, and fill them."
@@ -521,3 +580,6 @@ def _titled(name: str, number: int, ranks: int) -> str:
 def _queue(callback: Callable[[], None]) -> None:
     """Run a callback at the end of the current backward pass, after those queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _do_nothing() -> None: ...

@@ -187,6 +187,19 @@ def frozen_codes_are_left_as_each_rank_has_them(rank: int) -> None:
 
 
 @facts
+def codes_on_one_rank_alone_are_named(rank: int) -> None:
+    """They are not sent, so whatever comes behind them would take other bytes."""
+    model = OnCodes(rank)
+    if rank == 1:
+        codes = model.base.weight
+        model.base.weight = nn.Parameter(torch.zeros(codes.shape, dtype=codes.dtype), requires_grad=False)
+    with pytest.raises(
+        RuntimeError, match=r"'base.weight'\) with kind Tensor appears not to match kind of the same param"
+    ):
+        wrap(model)
+
+
+@facts
 def tied_parameters_count_once(rank: int) -> None:
     model: Any = nn.Sequential(scale(), scale())
     model[1].weight = model[0].weight

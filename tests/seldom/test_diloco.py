@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import commhooks
 from commhooks import CheckpointError, CompressorError, DiLoCo, SettingsError, lockstep_lines, step_in_lockstep
+from commhooks.hooks.handle import check_run_settings
 from commhooks.seldom.cutting import cut, turns
 from commhooks.seldom.inner import Inner
 from commhooks.seldom.starting import Schedule
@@ -302,6 +303,16 @@ def test_buffers_are_weighed_as_fragments_are(heaviest: float) -> None:
         own["mean"].fill_(rank)
     step_in_lockstep(team)
     assert [own["mean"].tolist() for own in buffers] == [[rank] * 4 for rank in range(3)]
+
+
+def test_mixing_may_be_a_number_of_numpy() -> None:
+    model = nn.Linear(2, 2)
+    mixing: Any = numpy.float32(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = DiLoCo(model, optimizer, every=2, mixing=mixing, line=lockstep_lines(1)[0])
+    assert diloco.schedule.mixing == 0.5 and type(diloco.schedule.mixing) is float
+    diloco.close()
+    check_run_settings("attach", "fifo", numpy.float32(2.5))  # type: ignore[arg-type]  # a number, but no float
 
 
 def test_tied_parameters_count_once_and_frozen_ones_are_left_out() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import re
 import signal
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -388,6 +390,24 @@ def test_modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit
 
 @on_ranks(2)
 @pytest.mark.parametrize("policy", POLICIES)
+def test_a_watched_optimizer_may_step_while_a_module_keeps_its_gradients(rank: int, policy: str) -> None:
+    """Also on the zeros that `zero_grad(set_to_none=False)` leaves in `.grad`."""
+    mesh = alone()
+    for to_none in (True, False):
+        model: Any = sharded(mesh=mesh["shards"])
+        optimizer, attachment = sgd(model), attached(model, mesh, "int8", policy)
+        attachment.watch(optimizer)
+        for step in range(5):
+            accumulating("one at every step of another", model, step)
+            nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        assert all(torch.equal(*of_every_rank(shard)) for shard in shards(model).values())
+        attachment.detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_what_was_kept_before_a_backward_pass_that_failed_is_dropped_as_native_hsdp_drops_it(
     rank: int, policy: str
 ) -> None:
@@ -404,6 +424,9 @@ def test_what_was_kept_before_a_backward_pass_that_failed_is_dropped_as_native_h
         backward()
         if attachment is not None:
             assert attachment.memory_report().gradients == 4 * sum(one.numel() for one in shards(model).values())
+        assert "shape" in told_by(lambda model=model: model(inputs[:, 1:])).text  # type: ignore[misc]  # a lambda's
+        model.reset_iter_state()
+        backward()
         for module in (model.first, model.head):  # the last and the first one that has a gradient
             failing = module.register_full_backward_hook(_fail)
             assert "of its own" in told_by(backward).text
@@ -511,6 +534,85 @@ def test_modules_that_some_replicas_do_not_use_hang_nobody(rank: int, policy: st
     else:
         assert told.error == "CollectiveError" and told.seconds < 10.0, told.text
         assert not optimizer.state[model.never.weight], "no step was taken"
+    attachment.detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_that_are_kept_add_up_by_parameter_if_passes_use_others(rank: int, policy: str) -> None:
+    """Both layers are of one size, and of one FSDP module, which reduces either alone unless zeros fill its place."""
+    found, mesh = [], alone()
+    for name in (None, "all-reduce"):
+        model: Any = Branches()
+        model.requires_grad_(False)
+        model.left.requires_grad_(True)
+        model.right.requires_grad_(True)
+        attachment = None
+        if name is not None:
+            fully_shard(model, mesh=mesh["shards"])
+            attachment = attached(model, mesh, name, policy)
+        for step, uses in enumerate(["left", "right", "right", "left", "left"]):
+            model.uses = uses
+            if attachment is not None:
+                model.set_requires_all_reduce(step in (2, 4))
+            nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
+        trained: dict[str, Any] = {one: p for one, p in model.named_parameters() if p.requires_grad}
+        if attachment is None:
+            for parameter in trained.values():
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(2)
+        found.append({one: getattr(p.grad, "to_local", p.grad.detach)().clone() for one, p in trained.items()})
+        if attachment is not None:
+            attachment.detach()
+            group = model._get_fsdp_state()._fsdp_param_groups[0]
+            assert not group.reduce_scatter_unused_params
+    assert furthest(*found) < 1e-6
+
+
+@on_ranks(2)
+def test_replicas_meet_at_the_end_of_each_pass_if_the_module_that_wants_an_average_is_not_used_on_all(
+    rank: int,
+) -> None:
+    """Otherwise one replica's pass would be averaged with the next pass of the other."""
+    mesh, model = alone(), Branches()
+    for module in (model.stem, model.left, model.right):
+        fully_shard(module, mesh=mesh["shards"])
+    model.never.requires_grad_(False)
+    attachment = attached(model, mesh, "all-reduce", "fused", hook_timeout=5.0)
+    model.stem.set_requires_all_reduce(False)  # type: ignore[operator]  # FSDPModule's
+    model.left.set_requires_all_reduce(False)  # type: ignore[operator]
+    for step in range(3):
+        model.uses = "right" if rank == 0 or step == 2 else "left"
+        nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
+        of_ranks = of_every_rank((attachment.steps, shard_of_gradient(model.right.weight)))
+        assert of_ranks[0][0] == of_ranks[1][0] == step + 1
+        assert torch.equal(of_ranks[0][1], of_ranks[1][1])
+        model.zero_grad()
+    attachment.detach()
+
+
+def shard_of_gradient(parameter: Any) -> Tensor:
+    shard: Tensor = parameter.grad.to_local()
+    return shard
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_ranks_of_a_site_have_gradients_of_the_same_parameters(rank: int, policy: str) -> None:
+    """Of an embedding that wants no average, one shard alone may be owed a residual; clipping takes collectives."""
+    mesh = sites()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh["shards"])
+    attachment = attached(model, mesh, "top-k", policy)
+    for step in range(4):
+        model[0].set_requires_all_reduce(step % 2 == 0)
+        model(torch.tensor([0, 1, 2]) + rank // 2).sin().sum().backward()
+        of_site = of_every_rank([name for name, one in model.named_parameters() if one.grad is not None])
+        assert of_site[0] == of_site[1] and of_site[2] == of_site[3], of_site
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        model.zero_grad()
     attachment.detach()
 
 
@@ -704,6 +806,23 @@ def test_memory_is_that_of_shards_and_residuals_follow_the_loss_scale(rank: int,
 
 @on_ranks(2)
 @pytest.mark.parametrize("policy", POLICIES)
+def test_detaching_frees_residuals_at_once(rank: int, policy: str) -> None:
+    model = sharded(mesh=alone()["shards"])
+    attachment = attached(model, alone(), "int8", policy)
+    train(model, sgd(model), rank, 0, 2)
+    exchangers = [weakref.ref(one) for one in attachment.values()]
+    gc.collect()
+    gc.disable()
+    try:
+        attachment.detach()
+        del attachment
+        assert not any(one() for one in exchangers)
+    finally:
+        gc.enable()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_training_goes_on_after_a_backward_pass_that_failed(rank: int, policy: str) -> None:
     """On every rank, as for a batch that is too large."""
     mesh, (inputs, targets) = alone(), batch(rank, 0)
@@ -857,6 +976,29 @@ def test_replicas_take_rank_0s_unsaved_buffers_and_nothing_that_is_to_be_ignored
     assert (float(model.own[0]), float(model.trained[0])) == (rank, rank if how == "replicas" else 0.0)
     assert not shards(model.first)["bias"].any(), "frozen, and rank 0's"
     made.detach() if how == "replicas" else made.close()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["replicas", "diloco"])
+def test_buffers_and_frozen_parameters_that_differ_between_replicas_are_named(rank: int, how: str) -> None:
+    """Otherwise a part of rank 0's bytes would take the place of others, without an error."""
+    mesh = alone()
+    for name in ("seen", "own"):
+        model = Network()
+        model.register_buffer("seen", torch.full((3 + rank * (name == "seen"),), float(rank)))
+        frozen = torch.ones(1).expand(3) if rank == 1 and name == "own" else torch.ones(3)
+        model.own = nn.Parameter(frozen, requires_grad=False)
+        if how == "replicas":
+            for module in (model.first, model.head):
+                fully_shard(module, mesh=mesh["shards"])
+            for left_out in (model.scale, *model.second.parameters()):
+                left_out.requires_grad_(False)
+            told = told_by(lambda model=model: attached(model, mesh, "int8", "fused"))  # type: ignore[misc]  # a lambda's
+        else:
+            told = told_by(lambda model=model: DiLoCo(model, sgd(model), every=1))  # type: ignore[misc]
+        wanted = "AttachError" if how == "replicas" else "SettingsError"
+        assert told.error == wanted and "ranks disagree" in told.text and f" {name}" in told.text, told
+        assert dict(model.named_buffers())["seen"].unique().tolist() == [rank]
 
 
 @on_ranks(2)
