@@ -72,7 +72,8 @@ def train_and_resume(example: str, folder: Path, pattern: str) -> str:
     for name in (optimizer.name, "commhooks-rank0.pt", "commhooks-rank1.pt"):
         whole, again = torch.load(end / name), torch.load(resumed / name)
         for state in (whole, again):
-            state.pop("save", None)  # of the hook's files: every save has a name of its own
+            for key in ("save", "writer"):  # of the hook's files: every save and process has a name of its own
+                state.pop(key, None)
         assert differences(whole, again, name) == []
     return printed
 
