@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -172,22 +172,29 @@ def test_what_two_attempts_save_beside_a_framework_s_model_is_of_one_save(saves:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hook-rank0.pt", "hook-rank1.pt"]
 
 
-@on_ranks(RANKS)
-def test_a_save_beside_a_framework_s_model_that_is_mixed_again_and_again_names_the_other(
-    rank: int, tmp_path: Path
-) -> None:
+@contextlib.contextmanager
+def another_save_in_between(rank: int, folder: Path, files: Sequence[int]) -> Iterator[Any]:
+    """Put another save's file in the place of these ranks' files whenever this rank has put its own into place."""
     attachment = compressed(rank)
-    save_rank_files(tmp_path / "other", "hook", attachment)
+    save_rank_files(folder, "hook", attachment)
     original = Path.replace
 
     def replace(self: Path, target: Path) -> Path:
         path = original(self, target)
-        if rank == 0:
-            shutil.copy(tmp_path / "other" / target.name, target)
+        for number in files:
+            shutil.copy(folder / target.name, target.with_name(f"hook-rank{number}.pt"))
         return path
 
+    with mock.patch.object(Path, "replace", replace):
+        yield attachment
+
+
+@on_ranks(RANKS)
+def test_a_save_beside_a_framework_s_model_that_is_mixed_again_and_again_names_the_other(
+    rank: int, tmp_path: Path
+) -> None:
     with (
-        mock.patch.object(Path, "replace", replace),
+        another_save_in_between(rank, tmp_path / "other", [0] if rank == 0 else []) as attachment,
         pytest.raises(CheckpointError, match=r"were replaced 10 times while they were saved, the last time by process"),
     ):
         save_rank_files(tmp_path / "one", "hook", attachment)
@@ -197,17 +204,7 @@ def test_a_save_beside_a_framework_s_model_that_is_mixed_again_and_again_names_t
 def test_a_save_beside_a_framework_s_model_removes_no_file_of_a_newer_one_of_more_ranks(
     rank: int, tmp_path: Path
 ) -> None:
-    attachment = compressed(rank)
-    save_rank_files(tmp_path / "other", "hook", attachment)
-    original = Path.replace
-
-    def replace(self: Path, target: Path) -> Path:
-        path = original(self, target)
-        for newer in {rank, RANKS} if rank == 0 else {rank}:
-            shutil.copy(tmp_path / "other" / target.name, target.with_name(f"hook-rank{newer}.pt"))
-        return path
-
-    with mock.patch.object(Path, "replace", replace):
+    with another_save_in_between(rank, tmp_path / "other", [0, RANKS] if rank == 0 else [rank]) as attachment:
         save_rank_files(tmp_path / "one", "hook", attachment)
     assert (tmp_path / "one" / f"hook-rank{RANKS}.pt").exists()
     save_rank_files(tmp_path / "one", "hook", attachment)

@@ -255,6 +255,21 @@ def replicas_apart(rank: int) -> list[Tensor]:
     return train_replicas(rank, "fifo") + train_replicas(rank, "fused")
 
 
+def outputs_of(model: nn.Module, rank: int, *, set_to_none: bool) -> list[Tensor]:
+    """Train with a batch of this rank in each step; return what the model makes of the same batch after each."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outputs = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        batch = torch.randn(16, 20, generator=generator).pin_memory().cuda(non_blocking=True)
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        with torch.no_grad():
+            outputs.append(model(torch.linspace(-1, 1, 40).view(2, 20).cuda()).cpu())
+    return outputs
+
+
 def train_replicas(rank: int, policy: Any) -> list[Tensor]:
     """Return what the whole model makes of the same batch after every step; see `train_sharded`."""
     mesh = init_device_mesh("cuda", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
@@ -263,16 +278,7 @@ def train_replicas(rank: int, policy: Any) -> list[Tensor]:
         fully_shard(root, mesh=mesh["shards"])
         root.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]  # FSDPModule's
     attachment = commhooks.attach_replicas(model, "all-reduce", mesh.get_group("replicas"), policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outputs = []
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        batch = torch.randn(16, 20, generator=generator).pin_memory().cuda(non_blocking=True)
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=policy == "fused")
-        with torch.no_grad():
-            outputs.append(model(torch.linspace(-1, 1, 40).view(2, 20).cuda()).cpu())
+    outputs = outputs_of(model, rank, set_to_none=policy == "fused")
     attachment.detach()
     return outputs
 
@@ -293,16 +299,7 @@ def train_sharded(rank: int, compressor: str | None, gather: str | None, *, apar
     attachment = None if compressor is None else commhooks.attach_sharded(model, compressor, gather=gather)
     if attachment is None:
         model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outputs = []
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        batch = torch.randn(16, 20, generator=generator).pin_memory().cuda(non_blocking=True)
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        with torch.no_grad():
-            outputs.append(model(torch.linspace(-1, 1, 40).view(2, 20).cuda()).cpu())
+    outputs = outputs_of(model, rank, set_to_none=False)
     if attachment is not None:
         views = [view for unit in attachment.values() for view in unit._made_engine().buckets.views()]
         assert len({view.memory.untyped_storage().data_ptr() for view in views}) == 1, "one input for all modules"
