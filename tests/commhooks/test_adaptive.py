@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.commhooks.models import digest_of
 from tests.commhooks.simulated_ladder import FAST, SLOW, Run, ladder
 from tests.commhooks.told import Told, told_by
 from tests.commhooks.workers import normal, zeros
-from tests.world import on_ranks
+from tests.world import on_ranks, stay_away, tell
 
 LADDER = ["all-reduce", "fp16", "int8", "powersgd(rank=2)", "powersgd(rank=1)"]
 CHANGE, SAVED, END = 30, 36, 60
@@ -242,8 +241,9 @@ def test_a_rank_whose_step_does_not_come_within_hook_timeout_is_named_on_the_oth
     controller = Adaptive(commhooks.attach(model, "all-reduce", hook_timeout=0.5), LADDER)
     backward(model, _gradients(0)[rank % 2])
     if rank == 1:
-        time.sleep(2.5)
+        stay_away(until=(0, 2))
     told = told_by(controller.step)
+    tell(rank)
     assert told.seconds < 4  # the late one's first exchange finds theirs; it does not wait for more
     if rank != 1:
         assert told.seconds >= 0.5 and told.error == "CollectiveError"

@@ -20,7 +20,7 @@ from commhooks.communicators.connection import Address, Connection
 from commhooks.communicators.gloo import course_of, goes_both_ways
 from commhooks.language.requests import Group
 from tests.commhooks.told import Told, told_by
-from tests.world import on_ranks, run_world, run_world_outcomes
+from tests.world import on_ranks, run_world, run_world_outcomes, stay_away, tell
 from tests.world.launcher import ROOT
 
 KB = 1024
@@ -107,15 +107,16 @@ def test_groups_of_some_ranks_have_a_second_group_too(rank: int) -> None:
 
 def exchange_until_it_fails(rank: int, how: str) -> Told:
     """Exchange megabytes; in the fourth round rank 1 is killed, or comes seconds too late."""
-    exchanger = commhooks.Exchanger({"w": torch.zeros(2**20)}, "int8", hook_timeout=1.0 if how == "late" else None)
+    exchanger = commhooks.Exchanger({"w": torch.zeros(2**20)}, "int8", hook_timeout=0.5 if how == "late" else None)
     for step in range(6):
         if (rank, step) == (1, 3):
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(3.0)
+            stay_away()
         told = told_by(lambda: exchanger.average({"w": torch.ones(2**20)}))
         if told.error != "nothing":
             break
+    tell(rank)
     return told
 
 
@@ -130,9 +131,9 @@ def test_a_rank_that_is_killed_fails_the_others_at_once() -> None:
 
 def test_a_rank_that_comes_too_late_is_given_up() -> None:
     prompt, late = run_world(exchange_until_it_fails, 2, "late", check_exit=True)
-    assert 1.0 < prompt.seconds < 10
+    assert 0.5 < prompt.seconds < 10
     assert prompt.error == late.error == "CollectiveError"
-    assert "a collective was not done after hook_timeout=1.0 s" in prompt.text
+    assert "a collective was not done after hook_timeout=0.5 s" in prompt.text
     assert prompt.text.removeprefix("rank 0, ") in late.text or "hook_timeout" in late.text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import commhooks
 from commhooks.communicators import Collective, ProcessGroupCommunicator
 from tests.commhooks.models import wrap
 from tests.commhooks.told import told_by
-from tests.world import on_ranks
+from tests.world import on_ranks, stay_away, tell
 
 
 class Counting:
@@ -83,9 +82,10 @@ def test_many_sparse_gradients_are_averaged_in_one_step(rank: int, kind: str, po
 def test_a_rank_that_is_late_for_the_first_sparse_sum_is_named_after_hook_timeout(rank: int, kind: str) -> None:
     """Rank 1 is kept away where the group for sparse sums is opened."""
     model = wrap(kind, Tables())
-    commhooks.attach(model, "powersgd", hook_timeout=1.0)
+    commhooks.attach(model, "powersgd", hook_timeout=0.5)
     loss = model(torch.tensor([rank]))
     if rank == 1:
-        time.sleep(4.0)
+        stay_away()
     told = told_by(loss.backward)
-    assert rank or "could not connect to every rank within 1 s. Missing: rank 1" in told.text
+    tell(rank)
+    assert rank or "could not connect to every rank within 0.5 s. Missing: rank 1" in told.text

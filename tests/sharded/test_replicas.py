@@ -7,7 +7,6 @@ import gc
 import os
 import re
 import signal
-import time
 import warnings
 import weakref
 from pathlib import Path
@@ -49,7 +48,7 @@ from tests.sharded.models import (
     train,
     with_grad_dtypes,
 )
-from tests.world import on_ranks, run_world_outcomes
+from tests.world import on_ranks, run_world_outcomes, stay_away, tell
 
 STEPS = 20
 POLICIES = ["fifo", "fused"]
@@ -882,14 +881,16 @@ def without_a_peer(rank: int, how: str, policy: str) -> Told | None:
     mesh = alone()
     model = sharded(mesh=mesh["shards"])
     optimizer = sgd(model)
-    attached(model, mesh, "int8", policy, hook_timeout=2.0 if how == "late" else None)
+    attached(model, mesh, "int8", policy, hook_timeout=0.5 if how == "late" else None)
     train(model, optimizer, rank, 0, 2)
     if rank == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(6.0)
+        stay_away()
         os._exit(0)
-    return told_by(lambda: train(model, optimizer, rank, 2, 3))
+    told = told_by(lambda: train(model, optimizer, rank, 2, 3))
+    tell(rank)
+    return told
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -900,7 +901,7 @@ def test_a_rank_that_dies_or_does_not_come_is_named(how: str, policy: str) -> No
     assert f"round 2, {'all modules' if policy == 'fused' else 'second.wide'}" in first.value.text, first.value.text
     assert "rank 1" in first.value.text
     if how == "late":
-        assert "hook_timeout=2.0 s. No answer from rank 1" in first.value.text and first.value.seconds < 6.0
+        assert "hook_timeout=0.5 s. No answer from rank 1" in first.value.text and first.value.seconds < 20.0
 
 
 @on_ranks(4)

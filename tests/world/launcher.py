@@ -27,6 +27,7 @@ EXIT_SECONDS = 20.0  # how long a rank may take to end once told to leave
 OUTPUT_LINES = 40  # of each rank, in an error
 
 context = multiprocessing.get_context("forkserver")
+_files_checked: set[str] = set()  # those of which one world's exits were checked, in this process
 _one_at_a_time = threading.Lock()  # worlds may be started from several threads
 
 
@@ -99,8 +100,8 @@ def run_world(
     timeout: seconds until every rank still running is killed; also the process group's own timeout.
     backend: None leaves the process group to the function; "gloo in turn" runs one collective at a time, without which
         PyTorch's own sums of sparse tensors corrupt the heap now and then.
-    check_exit: False lets ranks end by `os._exit`: a process that used PyTorch's own DDP over Gloo aborts in about 6 %
-        of exits, without any hook. None: False if "torch" is one of the arguments.
+    check_exit: whether ranks end as a script does, which costs three times what the rest of a world does, or by
+        `os._exit`. None: as `checks_exit` says.
     destroy_group: False leaves the process group to the end of the process, as many scripts do.
     store: "file", or "tcp" (a TCPStore in rank 0, on a port that the system chose).
     environment: variables for the ranks, beside the parent's own.
@@ -109,7 +110,7 @@ def run_world(
     options = Options(
         timeout=timeout,
         backend=backend,
-        check_exit="torch" not in (*args, *kwargs.values()) if check_exit is None else check_exit,
+        check_exit=checks_exit(*args, *kwargs.values()) if check_exit is None else check_exit,
         destroy_group=destroy_group,
         store=store,
         environment={**os.environ, **(environment or {})},
@@ -130,7 +131,7 @@ def run_world_outcomes(
     *args: Any,
     timeout: float = 50.0,
     backend: str | None = "gloo",
-    check_exit: bool = True,
+    check_exit: bool | None = None,
     destroy_group: bool = True,
     store: str = "file",
     environment: Mapping[str, str] | None = None,
@@ -143,12 +144,26 @@ def run_world_outcomes(
     options = Options(
         timeout=timeout,
         backend=backend,
-        check_exit=check_exit,
+        check_exit=checks_exit(*args, *kwargs.values()) if check_exit is None else check_exit,
         destroy_group=destroy_group,
         store=store,
         environment={**os.environ, **(environment or {})},
     )
     return _run(pickle.dumps((function, args, kwargs)), world_size, options, grace=timeout)
+
+
+def checks_exit(*arguments: Any) -> bool:
+    """Return whether the exits of a world that does not say so itself are checked: in the first of each test file.
+
+    WORLD_EXITS=checked checks those of all worlds; a test about exits asks for it. None is checked if "torch" is among
+    the arguments: a process that used PyTorch's own DDP over Gloo aborts in about 6 % of exits, without any hook.
+    """
+    if "torch" in arguments:
+        return False
+    file, _, _ = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")
+    is_first = file not in _files_checked
+    _files_checked.add(file)
+    return is_first or os.environ.get("WORLD_EXITS") == "checked"
 
 
 def _run(call: bytes, world_size: int, options: Options, grace: float) -> list[Outcome]:

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.world import WorldError, on_ranks, run_world, run_world_outcomes
+from tests.world import WorldError, launcher, on_ranks, run_world, run_world_outcomes
 from tests.world.launcher import ROOT
 
 
@@ -150,10 +150,20 @@ def abort_beside(rank: int, kind: str) -> int:
     return abort_at_exit(rank)
 
 
-def test_exits_are_not_checked_where_an_argument_is_torch() -> None:
+def test_exits_are_checked_in_the_first_world_of_a_file_or_in_all_but_not_with_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_EXITS", "")
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "tests/of_another_kind.py::test (call)")
+    monkeypatch.setattr(launcher, "_files_checked", set())
     assert run_world(abort_beside, 1, "torch") == [0]
     with pytest.raises(WorldError, match="SIGABRT"):
         run_world(abort_beside, 1, "core")
+    assert run_world(abort_beside, 1, "core") == [0]
+    monkeypatch.setenv("WORLD_EXITS", "checked")
+    with pytest.raises(WorldError, match="SIGABRT"):
+        run_world(abort_beside, 1, "core")
+    assert run_world(abort_beside, 1, "torch") == [0]
     with pytest.raises(WorldError, match="SIGABRT"):
         run_world(abort_beside, 1, "torch", check_exit=True)
 
@@ -182,7 +192,7 @@ def test_a_hanging_rank_is_killed_and_its_stack_is_shown() -> None:
 
 def test_an_abort_after_the_result_is_an_error_unless_exits_are_not_checked() -> None:
     with pytest.raises(WorldError, match="returned its result, then ended with signal SIGABRT"):
-        run_world(abort_at_exit, 1)
+        run_world(abort_at_exit, 1, check_exit=True)
     assert run_world(abort_at_exit, 1, check_exit=False) == [0]
 
 
@@ -190,7 +200,7 @@ def test_an_abort_after_the_result_is_an_error_unless_exits_are_not_checked() ->
 def test_every_rank_shuts_its_interpreter_down_and_the_first_also_runs_cpp_destructors(
     function: Callable[[int], object], second: int
 ) -> None:
-    assert [one.exit_code for one in run_world_outcomes(function, 2)] == [-signal.SIGABRT, second]
+    assert [one.exit_code for one in run_world_outcomes(function, 2, check_exit=True)] == [-signal.SIGABRT, second]
 
 
 def test_outcomes_tell_of_every_rank_without_raising() -> None:
