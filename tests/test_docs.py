@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.virtual_device.mutants import MUTANTS, table
 from tests.world import run_world
 
 ROOT = Path(__file__).parent.parent
@@ -28,11 +27,6 @@ PAGES = sorted(
 FENCE = re.compile(
     r"^(?P<indent> *)```python(?: title=\"(?P<title>[^\"]*)\")?\n(?P<code>.*?)^(?P=indent)```", re.M | re.S
 )
-README_LINES = 150
-WORDS = 3_000
-"""The longest page, counted as `wc -w` counts its source: code counts, tables that it takes from other files do not."""
-NAVIGATION = re.findall(r"\S+\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2], re.M)
-"""The pages of the site, from the folder docs."""
 
 
 @dataclass(frozen=True)
@@ -97,30 +91,6 @@ def test_an_excerpt_stands_in_the_file_that_it_names(block: Block) -> None:
 def without_indent(text: str) -> str:
     """Return the text with white space at line starts and empty lines gone: an excerpt may be indented otherwise."""
     return "\n".join(["", *(line.strip() for line in text.splitlines() if line.strip()), ""])
-
-
-@pytest.mark.parametrize("page", NAVIGATION)
-def test_a_page_is_short_enough_to_read_at_once(page: str) -> None:
-    words = len((ROOT / "docs" / page).read_text(encoding="utf-8").split())
-    assert words <= WORDS, "split it, or say it once and link"
-
-
-def test_the_lists_of_files_name_files_that_exist() -> None:
-    text = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("files.md", "files-experiments.md"))
-    named = {name.rpartition("/")[2] for name in re.findall(r"`([a-z0-9_/]+\.(?:py|c|h|json))`", text)}
-    packages = [ROOT / package for package in ("ddp_core", "commhooks", "experiments", "tests")]
-    there = {path.name for package in packages for path in package.rglob("*.*")} | {"setup.py"}
-    assert len(named) > 200 and named <= there, named - there
-
-
-def test_the_page_of_the_virtual_device_shows_every_mutant() -> None:
-    assert (ROOT / "docs/guide/virtual-device/mutants.md").read_text() == table(MUTANTS), (
-        "python -m tests.virtual_device.mutants"
-    )
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
 
 
 def test_every_file_that_the_readme_links_to_exists() -> None:

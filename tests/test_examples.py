@@ -113,11 +113,6 @@ def test_a_compressor_of_your_own_trains_on_pytorchs_ddp() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_an_example_is_short(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) < LINES
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_a_page_shows_the_example(path: Path) -> None:
     line = f'--8<-- "docs/examples/{path.name}"'  # ruff formats it to pieces in a fence that begins with ```py
     pages = (page.read_text(encoding="utf-8") for page in EXAMPLES.parent.rglob("*.md"))

@@ -122,15 +122,6 @@ def test_a_new_process_loads_a_saved_hook_and_imports_no_room_that_it_does_not_u
     assert not [name for name in modules.split() if name.split(".")[1] in unused]
 
 
-@pytest.mark.parametrize("page", ["CHANGELOG.md", "docs/reference/commhooks.md"])
-def test_the_page_says_where_every_former_name_is_now(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^ *\| `commhooks\.(\w+)` \| (.+) \|$", text, re.M))
-    assert {room: re.findall(r"`(\w+)`", row) for room, row in rows.items()} == {
-        room: sorted(moved.split()) for room, moved in names._MOVED.items()
-    }
-
-
 def test_every_name_is_described_on_one_page_of_the_reference() -> None:
     pages = [*(ROOT / "docs/reference").rglob("*.md")]
     described = [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.M)]

@@ -7,7 +7,6 @@ own script, run in QuickJS.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +15,6 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import quickjs
-from markdown import Markdown
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
@@ -134,12 +132,3 @@ def test_every_link_and_picture_of_the_site_leads_somewhere(site: Path) -> None:
             if not (there.exists() and known):
                 broken.append(f"{page.relative_to(site)}: {target}")
     assert broken == []
-
-
-def test_every_entry_of_the_glossary_is_a_term_with_one_description_in_alphabetical_order() -> None:
-    text = (ROOT / "docs/guide/glossary.md").read_text(encoding="utf-8")
-    terms = re.findall(r"^ *\*\*(.+?)\*\*$", text, re.M)
-    shown = Markdown(extensions=["def_list"]).convert(text)
-    assert re.findall(r"<dt><strong>(.+?)</strong></dt>\n<dd>", shown) == terms, "an entry is part of another"
-    assert len(terms) == shown.count("<dd>") == shown.count("<dt>")
-    assert terms == sorted(terms, key=str.lower)

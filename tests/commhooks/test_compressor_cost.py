@@ -9,17 +9,15 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from commhooks import ErrorFeedback, TwoHop, make_compressor
+from commhooks import make_compressor
 from commhooks.compressors import COMPRESSORS
 from commhooks.scheduling.lockstep import run_in_turns
 from experiments.studies.bench.given import resnet18_shapes
-from experiments.studies.bench.results import read
 from tests.cases import NEEDED
 from tests.commhooks.test_powersgd_memory import NewMemory
 from tests.commhooks.workers import GivenBucket, Workers, zeros
@@ -94,21 +92,6 @@ def test_a_cast_is_sent_from_memory_that_the_step_before_gave_back(name: str) ->
     with NewMemory() as memory:
         step(workers, gradient)
     assert memory.largest_bytes < gradient.nbytes / 100
-
-
-def card_of(name: str) -> str:
-    """Return the docstring of the file that a compressor, or its code, is in."""
-    made = make_compressor(name)
-    inner = made.inner if isinstance(made, ErrorFeedback) else made
-    kind = type(inner.codec) if isinstance(inner, TwoHop) else type(inner)
-    return sys.modules[kind.__module__].__doc__ or ""
-
-
-def test_what_is_slower_than_a_twentieth_of_a_copy_says_so_in_its_card() -> None:
-    measured = read(Path(__file__).parents[2] / "docs" / "benchmarks.json")["levels"].rows
-    slow = {row.name.partition(", ")[0] for row in measured if row.spread.median > 1 / SLOWEST}
-    assert slow, "if nothing is slow any more, drop this test"
-    assert [name for name in sorted(slow) if "copies of the gradient" not in " ".join(card_of(name).split())] == []
 
 
 def main(names: Sequence[str]) -> None:

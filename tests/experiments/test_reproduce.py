@@ -263,7 +263,6 @@ def test_every_reproduction_runs_at_its_tiny_size(
 def test_every_reproduction_has_a_page_with_the_numbers_of_a_run_that_was_made(name: str) -> None:
     text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
     assert f'--8<-- "docs/reproductions/{name}/{MEASURED}"' in text
-    assert "\n## Why they differ\n" in text
     navigation = re.sub(r"!!\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     assert f"reproductions/{name}.md" in str(yaml.safe_load(navigation)["nav"])
 
