@@ -14,6 +14,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.tiers import refuse_processes, starts_processes
+
 # A shell lets what it starts in the background ignore Ctrl-C, and what a test starts inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -58,8 +60,23 @@ LONGEST_FIRST = (
 """Files that take more than 10 s, longest first: with several workers, one that ends late keeps others waiting."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `make test-fast`."""
+    parser.addoption("--fast", action="store_true", help="only tests without processes, and one row of each form")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave out what `make test-fast` does not run."""
+    if config.getoption("--fast"):
+        config.option.markexpr = f"({config.option.markexpr}) and not processes and not a_row"
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files of long tests first, and give soaks time; skip tests marked `gpu` where there is no GPU."""
+    for item in items:
+        if isinstance(item, pytest.Function) and starts_processes(item):
+            item.add_marker("processes")
     place = {f"tests/{file}": number for number, file in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
     for item in items:
@@ -72,7 +89,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Hide from the garbage collector what collection made: it is no garbage, and each collection would walk it."""
+    if session.config.getoption("--fast"):
+        refuse_processes()
     gc.collect()
     gc.freeze()

@@ -1,0 +1,113 @@
+"""Which tests run when: `make test-fast`, `make test` and `make test-all`.
+
+`thorough(...)` marks what only `make test-all` runs: rows and pairs of which `make test` has a cover, and long
+commands. `a_row` marks a row of which `make test` runs all and `make test-fast` one of each form. What starts a process
+is marked by `conftest.py`, which follows the names that a test's code uses, and otherwise by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import subprocess
+import types
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn
+
+import pytest
+
+from experiments import launch
+from tests.world import launcher
+
+THOROUGH = pytest.mark.thorough
+A_ROW = pytest.mark.a_row
+_STARTERS = (
+    subprocess.Popen,
+    subprocess.run,
+    subprocess.check_output,
+    os.fork,
+    launcher.run_world,
+    launcher.run_world_outcomes,
+    launch.run_world,
+)
+
+
+def thorough(values: Iterable[Any], unless: Callable[[Any], bool] = lambda _: False) -> list[Any]:
+    """Return values for a test's parameters, all but some marked for `make test-all` alone."""
+    return _marked(values, THOROUGH, unless)
+
+
+def rows(values: Iterable[Any], unless: Callable[[Any], bool]) -> list[Any]:
+    """Return values for a test's parameters, all but some left out by `make test-fast`."""
+    return _marked(values, A_ROW, unless)
+
+
+def _marked(values: Iterable[Any], mark: pytest.MarkDecorator, unless: Callable[[Any], bool]) -> list[Any]:
+    of_test = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*one, marks=() if unless(one if len(one) > 1 else one[0]) else mark) for one in of_test]
+
+
+def starts_processes(item: pytest.Function) -> bool:
+    """Return whether a test, or a fixture that it asks for, can come to start a process, by the names in its code."""
+    fixtures = [one.func for ones in item._fixtureinfo.name2fixturedefs.values() for one in ones]
+    return any(_reaches_a_start(one) for one in (item.function, *fixtures))
+
+
+def refuse_processes() -> None:
+    """Make starting a process an error: that the names in a test's code do not say so, a mark has to."""
+    subprocess.Popen.__init__ = _refuse  # type: ignore[method-assign,assignment]  # for the rest of this process
+    BaseProcess.start = _refuse  # type: ignore[method-assign,assignment]
+    os.fork = _refuse  # type: ignore[assignment]
+
+
+def _refuse(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("make test-fast starts no process: mark this test `processes`")
+
+
+@functools.cache
+def _reaches_a_start(function: object) -> bool:
+    seen: set[int] = set()
+    left = [function]
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if any(one is starter for starter in _STARTERS):
+            return True
+        if str(getattr(one, "__module__", "")).startswith(("tests.", "experiments.")):
+            left += _used_by(one)
+    return False
+
+
+def _used_by(one: Any) -> Iterator[Any]:
+    """Return what the names in a function's code, or in a class's, stand for."""
+    if isinstance(one, type):
+        yield from vars(one).values()
+    elif not isinstance(one, types.FunctionType):
+        yield type(one)
+    for wrapped in ("__wrapped__", "__func__", "fget", "func"):
+        yield getattr(one, wrapped, None)
+    yield from _enclosed(one)
+    if isinstance(one, types.FunctionType):
+        names = set(_names(one.__code__))
+        found = [one.__globals__[name] for name in names if name in one.__globals__]
+        yield from found
+        for module in found:
+            if isinstance(module, types.ModuleType):
+                yield from (vars(module)[name] for name in names if name in vars(module))
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _enclosed(function: Any) -> Iterator[Any]:
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            yield cell.cell_contents
