@@ -18,6 +18,7 @@ from commhooks.laws import Claims
 from tests.formulas_low_rank import AccordionBytes, AdaptiveRankBytes, GatheredFactorsBytes, SketchBytes
 from tests.formulas_sparse import GatheredBytes, SummedBytes
 from tests.formulas_tiles import DeMoBytes, SparseLoCoBytes
+from tests.tiers import rows
 
 Formula = Callable[[Sequence[Tensor], int, int], int]
 """From the parameters of one bucket (called layer0, layer1, ...), the step, and the number of ranks, to the payload
@@ -568,6 +569,16 @@ FORMS = [
     "powersgd-2-twice", "powersgd-2-bucket", "adaptive-rank", "top-k", "dgc", "two-hop-sign", "signum",
 ]  # fmt: skip
 """One row for each form of exchange: what ordinary tests run over processes, where the long ones run every row."""
+
+
+def is_form(case: Case) -> bool:
+    """Return whether it is a row of `FORMS`."""
+    return case.name in FORMS
+
+
+def rows_of(cases: Sequence[Case]) -> list[Any]:
+    """Return parameters for a test: all rows, of which `make test-fast` has those of `FORMS`."""
+    return rows(cases, unless=is_form)
 
 
 def forms_first(cases: Sequence[Case]) -> list[Any]:

@@ -1,6 +1,6 @@
 """Which tests run when: `make test-fast`, `make test` and `make test-all`.
 
-`thorough(...)` marks what only `make test-all` runs: rows and pairs of which `make test` has a cover, and long
+`thorough` and `in_turn` mark what only `make test-all` runs: rows and pairs of which `make test` has a cover, and long
 commands. `a_row` marks a row of which `make test` runs all and `make test-fast` one of each form. What starts a process
 is marked by `conftest.py`, which follows the names that a test's code uses, and otherwise by hand.
 """
@@ -12,7 +12,7 @@ import functools
 import os
 import subprocess
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
@@ -42,6 +42,18 @@ def thorough(values: Iterable[Any], unless: Callable[[Any], bool] = lambda _: Fa
 def rows(values: Iterable[Any], unless: Callable[[Any], bool]) -> list[Any]:
     """Return values for a test's parameters, all but some left out by `make test-fast`."""
     return _marked(values, A_ROW, unless)
+
+
+def in_turn(first: Sequence[Any], second: Sequence[Any], whole: Callable[[Any], bool] = lambda _: False) -> list[Any]:
+    """Return all pairs for a test's parameters, of which `make test` runs each of `first` with one of `second`.
+
+    These take turns, so that each is run with many; those of `first` for which `whole` holds are run with all.
+    """
+    return [
+        pytest.param(one, other, marks=() if whole(one) or number % len(second) == place else THOROUGH)
+        for number, one in enumerate(first)
+        for place, other in enumerate(second)
+    ]
 
 
 def _marked(values: Iterable[Any], mark: pytest.MarkDecorator, unless: Callable[[Any], bool]) -> list[Any]:

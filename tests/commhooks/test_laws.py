@@ -14,21 +14,23 @@ from torch import Tensor
 
 from commhooks.laws import LAWS, Law
 from tests import bounds
-from tests.cases import BY_NAME, CASES, Case
+from tests.cases import BY_NAME, CASES, Case, is_form, rows_of
 from tests.commhooks.workers import Workers, largest, low_rank, mean_of, normal, zeros
+from tests.tiers import in_turn, rows
 
 SHAPES = ((24, 40), (40,), (3, 5, 3, 3), (24, 40), (7,), (64, 33), (1, 1), ())
 EXCHANGING = [case for case in CASES if case.exchanges]
 EXACT = [case for case in EXCHANGING if case.exact_rank != 0]
+DTYPES = [torch.float16, torch.bfloat16, torch.float64]
 APPLYING = [(case, law) for case in CASES for law in LAWS if not law.why_not(case.make(), case)]
 
 pytestmark = pytest.mark.kernels
 
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
-every_exact_case = pytest.mark.parametrize("case", EXACT, ids=str)
+every_case = pytest.mark.parametrize("case", rows_of(CASES), ids=str)
+every_exact_case = pytest.mark.parametrize("case", rows_of(EXACT), ids=str)
 
 
-@pytest.mark.parametrize(("case", "law"), APPLYING, ids=str)
+@pytest.mark.parametrize(("case", "law"), rows(APPLYING, unless=lambda pair: is_form(pair[0])), ids=str)
 def test_the_law_is_kept(case: Case, law: Law) -> None:
     law.try_on(case.make(), case)
 
@@ -45,8 +47,7 @@ def test_payload_bytes_equal_the_formula_and_are_fewer_than_dense(case: Case) ->
         assert (expected < dense) is case.smaller_than_dense
 
 
-@every_case
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(CASES, DTYPES), ids=str)
 def test_payload_bytes_follow_the_dtype(case: Case, dtype: torch.dtype) -> None:
     workers = Workers(case.make(), 2, zeros((60, 60), (5,), dtype=dtype))
     workers.step(normal(workers.parameters, 2, seed=0))
@@ -57,8 +58,7 @@ def assert_sent(case: Case, sent: int, expected: int) -> None:
     assert 0 < sent <= expected if case.at_most else sent == expected
 
 
-@every_case
-@pytest.mark.parametrize("buckets", [1, 5])
+@pytest.mark.parametrize(("case", "buckets"), in_turn(CASES, [1, 5], whole=is_form), ids=str)
 def test_fused_makes_as_many_collectives_for_many_buckets_as_for_one(case: Case, buckets: int) -> None:
     workers = Workers(case.make(), 2, zeros(*[(24, 40), (12, 41)] * buckets), buckets=buckets, policy="fused")
     for step in range(4):
@@ -68,8 +68,7 @@ def test_fused_makes_as_many_collectives_for_many_buckets_as_for_one(case: Case,
         assert workers.traffic.collectives - before == each * (buckets if case.travels_as_it_is else 1)
 
 
-@every_case
-@pytest.mark.parametrize("buckets", [1, 5])
+@pytest.mark.parametrize(("case", "buckets"), in_turn(CASES, [1, 5], whole=is_form), ids=str)
 def test_fifo_makes_its_collectives_for_each_bucket(case: Case, buckets: int) -> None:
     workers = Workers(case.make(), 2, zeros(*[(24, 40), (12, 41)] * buckets), buckets=buckets)
     for step in range(4):
@@ -78,8 +77,7 @@ def test_fifo_makes_its_collectives_for_each_bucket(case: Case, buckets: int) ->
         assert workers.traffic.collectives - before == buckets * case.collectives[step % len(case.collectives)]
 
 
-@every_exact_case
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("case", "world_size"), in_turn(EXACT, [1, 2, 3]), ids=str)
 def test_a_mean_that_can_be_represented_comes_back(case: Case, world_size: int) -> None:
     shapes = ((24, 40), (40,), (24, 40), (24, 40), (6, 4, 3, 3), (64, 33))  # several of one shape
     workers = Workers(case.make(), world_size, zeros(*shapes, dtype=torch.float64))
@@ -123,8 +121,7 @@ def test_zeros_do_not_harm_the_next_gradient(case: Case) -> None:
     assert_mean(case, workers.step(gradients)[0], gradients)
 
 
-@every_exact_case
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(EXACT, DTYPES), ids=str)
 def test_other_dtypes_come_back_in_their_own(case: Case, dtype: torch.dtype) -> None:
     """Gradients of rank 1 whose every element, and every mean, any of these dtypes can hold: integers and halves."""
     parameters = zeros((24, 40), (5,), (24, 40), dtype=dtype)
@@ -148,8 +145,7 @@ def integers(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randint(-3, 4, shape, generator=generator)
 
 
-@every_exact_case
-@pytest.mark.parametrize("form", ["channels-last", "transposed", "middle"])
+@pytest.mark.parametrize(("case", "form"), in_turn(EXACT, ["channels-last", "transposed", "middle"]), ids=str)
 def test_the_order_of_dimensions_in_memory_does_not_matter(case: Case, form: str) -> None:
     parameter = _laid_out(form)
     gradients = low_rank([parameter], 2, rank=1, seed=7, rule=case.rule)
@@ -159,8 +155,9 @@ def test_the_order_of_dimensions_in_memory_does_not_matter(case: Case, form: str
     assert_mean(case, workers.step(gradients)[0], gradients)
 
 
-@pytest.mark.parametrize("case", [case for case in EXACT if case.wire is None], ids=str)
-@pytest.mark.parametrize("scale", [1e-200, 1e200])
+@pytest.mark.parametrize(
+    ("case", "scale"), in_turn([case for case in EXACT if case.wire is None], [1e-200, 1e200]), ids=str
+)
 def test_extreme_scales_stay_exact(case: Case, scale: float) -> None:
     """But not on a wire of 16 bits, which cannot hold them."""
     workers = Workers(case.make(), 2, zeros((24, 40), (24, 40), dtype=torch.float64))

@@ -6,6 +6,7 @@ The table's rows, and one with private and replicated state, through real engine
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from commhooks.language import Compressor, Place
 from commhooks.language.entries import Kind
 from commhooks.wrappers.phases import phases_of
 from tests import bounds
-from tests.cases import CASES, Case
+from tests.cases import CASES, FORMS, Case
 from tests.commhooks import momentum
 from tests.commhooks.workers import Workers, largest, normal, zeros
+from tests.tiers import in_turn, thorough
 
 SHAPES = ((24, 40), (40,), (12, 8, 3), (7,))
 OF_EVERY_KIND = Case(
@@ -28,7 +30,19 @@ OF_EVERY_KIND = Case(
 REMEMBERING = [case for case in [*CASES, OF_EVERY_KIND] if phases_of(case.make())[0].is_guarded]
 OWN: tuple[Kind, ...] = ("residual", "private", "share")
 
-every_remembering_case = pytest.mark.parametrize("case", REMEMBERING, ids=str)
+OF_STATE = {
+    *FORMS, "sparse-loco", "svd-2", "demo", "random-k", "affine", "hierarchical-1", "two-hop-int8", "momentum",
+    "top-k-beside-powersgd",
+}  # fmt: skip
+"""One row for each way to keep state."""
+
+
+def of_state(cases: Iterable[Case]) -> list[Any]:
+    """Return parameters for a test: the rows of `OF_STATE`, and in the long runs all others."""
+    return thorough(cases, unless=lambda case: case.name in OF_STATE)
+
+
+every_remembering_case = pytest.mark.parametrize("case", of_state(REMEMBERING), ids=str)
 
 
 def trained(case: Case, world_size: int = 3, steps: int = 3, **settings: Any) -> Workers:
@@ -52,8 +66,7 @@ def assert_equal(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
 
 
-@every_remembering_case
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize(("case", "policy"), in_turn(REMEMBERING, ["fifo", "fused"]), ids=str)
 def test_an_atomic_step_that_is_spoiled_changes_no_state(case: Case, policy: str) -> None:
     workers = trained(case, policy=policy, atomic=True)
     before = state_of(workers)
@@ -96,7 +109,7 @@ def test_a_joined_rank_keeps_what_is_its_own_and_the_others_go_on(case: Case) ->
 
 
 # Where a whole bucket is one matrix, the residual belongs to all of it, and nothing in it is unused.
-@pytest.mark.parametrize("case", [case for case in REMEMBERING if not case.depends_on_buckets], ids=str)
+@pytest.mark.parametrize("case", of_state(case for case in REMEMBERING if not case.depends_on_buckets), ids=str)
 def test_what_no_rank_used_keeps_its_state_and_has_no_mean(case: Case) -> None:
     workers = trained(case, may_be_unused=True)
     unused = workers.parameters[0]
@@ -113,7 +126,7 @@ def test_what_no_rank_used_keeps_its_state_and_has_no_mean(case: Case) -> None:
 
 
 # A narrow wire rounds numbers of another size otherwise.
-@pytest.mark.parametrize("case", [case for case in REMEMBERING if case.wire is None], ids=str)
+@pytest.mark.parametrize("case", of_state(case for case in REMEMBERING if case.wire is None), ids=str)
 def test_state_follows_the_loss_scale(case: Case) -> None:
     """A power of two changes no digit, so the scaled run's means are the other's, times the scale if they follow it."""
     plain, scaled = trained(case), trained(case)
@@ -126,8 +139,7 @@ def test_state_follows_the_loss_scale(case: Case) -> None:
             assert torch.equal(ours, theirs * (1024 if case.follows_scale else 1))
 
 
-@every_remembering_case
-@pytest.mark.parametrize("storage", ["bf16", "host"])
+@pytest.mark.parametrize(("case", "storage"), in_turn(REMEMBERING, ["bf16", "host"]), ids=str)
 def test_own_state_is_stored_as_asked(case: Case, storage: str) -> None:
     """Stored in bf16 a residual is rounded once a step; in the host's memory, which here is all memory, not at all."""
     stored = trained(case, storage=storage)

@@ -13,6 +13,7 @@ from commhooks.codecs import E3M0, FP8, MXFP4, MXFP8, QSGD, Codebook, Codec, Int
 from tests import bounds
 from tests.cases import CASES, Case
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
+from tests.tiers import in_turn
 
 pytestmark = pytest.mark.kernels
 
@@ -51,17 +52,19 @@ def just_below_one(dtype: torch.dtype, world_size: int, *, alike: bool) -> list[
     return of_ranks
 
 
-@pytest.mark.parametrize("case", UNSCALED, ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "world_size"),
-    [(torch.float32, 1), (torch.float32, 8), (torch.bfloat16, 3), (torch.float16, 3)],
-    ids=["fp32, 1 rank", "fp32, 8 ranks", "bf16, 3 ranks", "fp16, 3 ranks"],
-)
-@pytest.mark.parametrize("alike", [True, False], ids=["alike", "of all signs"])
+WAYS = [
+    (dtype, world_size, alike)
+    for dtype, world_size in ((torch.float32, 1), (torch.float32, 8), (torch.bfloat16, 3), (torch.float16, 3))
+    for alike in (True, False)
+]
+
+
+@pytest.mark.parametrize(("case", "way"), in_turn(UNSCALED, WAYS), ids=str)
 def test_gradients_up_to_half_of_the_largest_number_have_the_mean_of_others(
-    case: Case, dtype: torch.dtype, world_size: int, alike: bool
+    case: Case, way: tuple[torch.dtype, int, bool]
 ) -> None:
     """Bit for bit, as the scale is a power of two; but a mean of magnitudes may be added up in another order."""
+    dtype, world_size, alike = way
     gradients = just_below_one(dtype, world_size, alike=alike)
     scale = 2.0 ** (math.frexp(torch.finfo(dtype).max)[1] - 1)
     usual, large = (
