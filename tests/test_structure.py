@@ -1,4 +1,4 @@
-"""Bounds on how the packages are built: circles and chains of imports, long files, and how much a step calls."""
+"""How the packages are built: circles and chains of imports, long files, how much a step calls, and tests' order."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG_FILES, in_any_order
 from tests.step_calls import COMPRESSORS, Calls, calls_of_a_step, files_of
 from tests.structure import (
     PACKAGES,
@@ -30,6 +31,13 @@ LONGEST_CHAIN = {"commhooks": 8, "ddp_core": 9, "experiments": 8, STUDIES: 8}
 """Folders, each of which imports the next."""
 SHORT_AND_NAMED_ONCE = {"commhooks": 0.06, "experiments": 0.06, STUDIES: 0.06}
 """As a share of all private functions."""
+
+
+def test_each_seed_has_an_order_of_test_files_in_which_long_ones_come_first() -> None:
+    short, long = [f"tests/test_{n}.py" for n in range(20)], [f"tests/{file}" for file in LONG_FILES]
+    orders = [in_any_order(set(short + long), seed) for seed in ("1", "1", "2")]
+    assert orders[0] == orders[1] and all(set(order[: len(long)]) == set(long) for order in orders)
+    assert orders[0][: len(long)] != orders[2][: len(long)] and orders[0][len(long) :] != orders[2][len(long) :]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
