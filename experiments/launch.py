@@ -131,16 +131,18 @@ def run_world(
     resource_tracker.ensure_running()  # a process's start would start it, and let interrupts through again
     if cluster is None:
         store = _loopback_store()
-        address, port = store.host, store.port
+        address, port, listening = store.host, store.port, None
     else:  # rank 0 makes the store: PyTorch would warn here, where it cannot be told not to, that hosts have no names
-        address, port = cluster.address(0), cluster.inside(0, _free_port)
+        listening = cluster.inside(0, _bound)
+        address, port = cluster.address(0), listening.getsockname()[1]
     world: dict[connection.Connection, tuple[int, SpawnProcess]] = {}
     try:
         for rank in range(ranks):
             host, local_rank = (0, rank) if cluster is None else divmod(rank, ranks_per_host)
             receiving, sending = context.Pipe(duplex=False)
             place = None if cluster is None else (cluster, host)
-            arguments = (function, rank, ranks, argument, sending, timeout, place)
+            stores = listening if rank == 0 else None
+            arguments = (function, rank, ranks, argument, sending, timeout, place, stores)
             process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}", daemon=True)
             torchruns = {
                 "RANK": str(rank),
@@ -153,6 +155,8 @@ def run_world(
             with environment(_rank_environment(cluster) | torchruns), _interrupts_held_back():
                 process.start()
             sending.close()
+            if stores is not None:
+                stores.close()
             world[receiving] = (rank, process)
         try:
             _listen(world, on_message, timeout)
@@ -212,17 +216,16 @@ def silent(message: object) -> None:
 
 def _loopback_store() -> TCPStore:
     """Return a store's server that other machines cannot reach; by itself one listens on all interfaces."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        address, port = listening.getsockname()
-        return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    listening = _bound("127.0.0.1")
+    address, port = listening.getsockname()
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _bound(address: str = "") -> socket.socket:
+    """Return a socket for a store, whose port nobody else can take before the store listens on it."""
+    bound = socket.socket()
+    bound.bind((address, 0))
+    return bound
 
 
 def _listen(world: Mapping[connection.Connection, tuple[int, SpawnProcess]], on_message: Send, timeout: float) -> None:
@@ -323,8 +326,9 @@ def _rank_main(
     pipe: connection.Connection,
     timeout: float,
     place: tuple[Cluster, int] | None,
+    listening: socket.socket | None,
 ) -> None:
-    """Run one rank, on its host if there is a cluster.
+    """Run one rank, on its host if there is a cluster, and with the store if it is given a socket for that.
 
     A failure is reported before the group ends, so that the cause comes before its effects.
     """
@@ -337,8 +341,15 @@ def _rank_main(
             cluster, host = place
             cluster.enter(host)  # before Gloo starts threads, which inherit it
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        limit, makes_store = timedelta(seconds=timeout), place is not None and rank == 0
-        store = TCPStore(address, port, is_master=makes_store, wait_for_workers=False, timeout=limit)
+        limit, descriptor = timedelta(seconds=timeout), None if listening is None else listening.detach()
+        store = TCPStore(
+            address,
+            port,
+            is_master=listening is not None,
+            wait_for_workers=False,
+            timeout=limit,
+            master_listen_fd=descriptor,
+        )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
         function(rank, ranks, argument, pipe.send)
         dist.barrier()

@@ -1,10 +1,12 @@
-"""What every test starts from: one thread of mathematics, and examples that repeat."""
+"""What every test starts from: one thread of mathematics, examples that repeat, and files in any order."""
 
 from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
+from collections.abc import Iterable
 
 # Ranks share few cores: read by torch in this process when it is imported, and in every rank that is spawned from it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,8 +26,11 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis.settings.load_profile("repeatable")
 torch.set_num_threads(1)
 
+# Workers inherit it, who must agree on the order.
+SEED = os.environ.setdefault("TESTS_SEED", str(random.SystemRandom().randrange(10_000)))
 
-LONGEST_FIRST = (
+
+LONG_FILES = (
     "commhooks/test_laws.py",
     "experiments/test_reproduce.py",
     "experiments/test_compare.py",
@@ -57,7 +62,21 @@ LONGEST_FIRST = (
     "commhooks/test_adaptive.py",
     "commhooks/test_noticeboard.py",
 )
-"""Files that take more than 10 s, longest first: with several workers, one that ends late keeps others waiting."""
+"""Files that take more than 10 s: with several workers, one that ends late keeps others waiting."""
+
+
+def in_any_order(files: Iterable[str], seed: str) -> list[str]:
+    """Return test files in an order that the seed decides, long ones first.
+
+    One that is always the same hides what the tests of two files share and should not.
+    """
+    shuffled = random.Random(seed).sample(ordered := sorted(files), len(ordered))
+    return sorted(shuffled, key=lambda file: file.removeprefix("tests/") not in LONG_FILES)
+
+
+def pytest_report_header() -> str:
+    """Return the line by which the same order can be had again."""
+    return f"files in the order of TESTS_SEED={SEED}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,12 +92,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files of long tests first, and give soaks time; skip tests marked `gpu` where there is no GPU."""
+    """Shuffle the files, and give soaks time; skip tests marked `gpu` where there is no GPU."""
     for item in items:
         if isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker("processes")
-    place = {f"tests/{file}": number for number, file in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+    files = [item.nodeid.partition("::")[0] for item in items]
+    place = {file: number for number, file in enumerate(in_any_order(set(files), SEED))}
+    items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
     for item in items:
         if item.get_closest_marker("soak") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(600))

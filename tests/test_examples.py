@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.world import run_world
+from tests.world.agent import agents_store, environment_of
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 LINES = 64
@@ -36,14 +36,8 @@ def run_example(name: str, *arguments: str, wanted: str = "") -> list[Any]:
 
 def on_two_ranks(function: Callable[..., Any], name: str, *arguments: Any) -> list[Any]:
     """Call a function of a script on two ranks, which meet in a store of this process, as in an agent's of torchrun."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": "2",
-    }
-    path = str(EXAMPLES / name)
+    store, path = agents_store(), str(EXAMPLES / name)
+    environment = environment_of(store, 2)
     # PyTorch's DistributedDataParallel aborts in some exits.
     return run_world(function, 2, path, *arguments, backend=None, environment=environment, check_exit=False)
 

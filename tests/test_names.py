@@ -115,7 +115,7 @@ def test_a_new_process_loads_a_saved_hook_and_imports_no_room_that_it_does_not_u
         "print(*(name for name in sys.modules if name.startswith('commhooks.')))\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "hook.pt")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     loaded, modules = ran.stdout.splitlines()
     assert loaded == "3 powerSGD_hook"
     unused = ("checkpoints", "control", "integrations", "planning")

@@ -25,7 +25,6 @@ globalThis.console = {warn: () => {}};
 var addEventListener = (name, listener) => heard.push(listener);
 var postMessage = message => said.push(message);
 """
-pytestmark = pytest.mark.timeout(150)  # the first test builds the site and the index: 8 s, a minute on a busy machine
 
 
 class Search:

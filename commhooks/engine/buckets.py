@@ -101,7 +101,8 @@ class Buckets:
     def hand_over(self, compressor: Compressor, step: int) -> None:
         """Before a step, hand over unsent state if the compressor or its phase is a new one; see `hand_over`."""
         self.phase = next(phase for phase in reversed(phases_of(compressor)) if phase.begin <= step)
-        if self._table.in_phase != (compressor, self.phase.begin):
+        known, begin = self._table.in_phase or (None, 0)
+        if known is not compressor or begin != self.phase.begin:
             hand_over(self._table, compressor, self.phase.begin, step)
             self._laid_out.clear()
 

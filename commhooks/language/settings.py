@@ -7,12 +7,17 @@ import functools
 import math
 import types
 import typing
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.errors import SettingsError
 
+Owner = TypeVar("Owner")
+Others = TypeVarTuple("Others")
+T = TypeVar("T")
 _BOUNDS = "bounds"
 _HINTS = {"Compressor": "; make one from a name with make_compressor", "Codec": ", such as Sign()"}
 
@@ -83,6 +88,23 @@ def check_settings(owner: Any) -> None:
 def refusal(owner: Any, name: str, why: str) -> SettingsError:
     """Return the error for a setting, with the reason `why`."""
     return SettingsError(f"{type(owner).__name__}({name}={getattr(owner, name)!r}): {name} {why}.")
+
+
+def cached_for_each(function: Callable[[Owner, *Others], T]) -> Callable[[Owner, *Others], T]:
+    """Cache a function's results by its first argument's identity, while that exists, and by the other arguments.
+
+    Users' compressors and codecs are not compared: their settings may be of types that cannot be, such as arrays.
+    """
+    known = WeakIdKeyDictionary()
+
+    @functools.wraps(function)
+    def cached(owner: Owner, *others: *Others) -> T:
+        results: dict[tuple[*Others], T] = known.setdefault(owner, {})
+        if others not in results:
+            results[others] = function(owner, *others)
+        return results[others]
+
+    return cached
 
 
 @functools.cache

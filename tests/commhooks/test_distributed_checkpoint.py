@@ -159,7 +159,7 @@ def refused_by_us(rank: int, kind: str, checkpoint: str, damaged: dict[str, str]
         for one in (run, untouched):
             one.train(step, step + 1)
         told = told_by(attempt)
-        assert told.error == "CheckpointError" and told.seconds < 5 and UNREADABLE[what] in told.text, (what, told)
+        assert told.error == "CheckpointError" and UNREADABLE[what] in told.text, (what, told)
         assert distance(run.result(), untouched.result()) == 0, what
     load_distributed(checkpoint, run.hooks)
     assert distance(memory_of(run.hooks), torch.load(Path(checkpoint).parent / f"memory.{rank}")) == 0

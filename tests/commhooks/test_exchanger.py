@@ -262,7 +262,7 @@ def test_means_are_not_written_before_they_are_there_and_every_later_call_tells_
         exchanger.average(drawn(rank))
         first = told_by(lambda: exchanger.average({"a": torch.zeros(2)} if rank else drawn(rank)))  # noqa: B023 called now
         second = told_by(lambda: exchanger.average(drawn(rank))).text  # noqa: B023 called now
-        assert "rank 1: Exchanger was made for other tensors: 'a' is" in first.text and first.seconds < 10
+        assert "rank 1: Exchanger was made for other tensors: 'a' is" in first.text and first.seconds < 20.0
         if rank:
             assert second.startswith("rank 1") and "step 1" in second and "the attachment was stopped" in second
         else:

@@ -25,7 +25,9 @@ from commhooks.language import AllReduce, BucketView, Compressor, Context, Excha
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.ranks import survived
 from tests.commhooks.workers import normal, zeros
+from tests.waiting import until
 from tests.world import Outcome, on_ranks, run_world, run_world_outcomes, stay_away, tell
+from tests.world.launcher import HANG_SECONDS
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
@@ -36,7 +38,6 @@ CAUSES = {
     "None": "the compressor asked for something that is not a request (got None)",
     "shape": "a mean of shape (3199,) was written for gradients of shape (3200,)",
 }
-GROUP_TIMEOUT = 50.0  # `run_world`'s
 SHAPES: list[Shape] = [(40, 40)] * 6
 
 
@@ -90,7 +91,7 @@ def fail(rank: int, kind: str, policy: Any, compressor: Failing, hook_timeout: f
     if isinstance(model, ddp_core.DistributedDataParallel):
         registered = model.reducer.hook
         assert registered is not None
-        assert registered.timeout == (GROUP_TIMEOUT if hook_timeout is None else hook_timeout) * COLLECTIVES_A_BUCKET
+        assert registered.timeout == (HANG_SECONDS if hook_timeout is None else hook_timeout) * COLLECTIVES_A_BUCKET
     for step in range(4):
         begun = time.monotonic()
         try:
@@ -118,7 +119,6 @@ def test_a_compressor_that_fails_on_one_rank_is_named_on_every_rank(rank: int, k
     """In each way, with compressors of one round or of two, on one model after another."""
     for how, rounds in itertools.product(CAUSES, (1, 2)):
         told, cause = fail(rank, kind, policy, Failing(how=how, rounds=rounds)), CAUSES[how]
-        assert told.seconds < 10, (how, rounds)
         # What fails after its last collective kept nobody waiting: the others hear of it when they next wait.
         step = "2" if rank == 1 or how in ("raise", "exit", "None") else "[23]"
         assert re.search(f"rank {rank}, step {step}, bucket ", told.text), (how, rounds)
@@ -180,11 +180,8 @@ def test_an_attachment_that_nobody_uses_any_more_is_collected_with_its_thread(ra
     gc.collect()
     assert gone() is not None, "it lives as long as the model"
     del model
-    deadline = time.monotonic() + 5  # the thread may still be on its way out of the last task
-    while time.monotonic() < deadline and (gone() is not None or threading.active_count() > before):
-        gc.collect()
-        time.sleep(0.01)
-    assert gone() is None and threading.active_count() == before
+    # The thread may still be on its way out of the last task.
+    assert until(lambda: gc.collect() >= 0 and gone() is None and threading.active_count() == before)
 
 
 def ends_without_a_word(rank: int, how: str) -> None:
@@ -207,7 +204,6 @@ def check_survivors(outcomes: list[Outcome], where: str) -> None:
     for outcome in (outcomes[0], outcomes[2]):
         assert survived(outcome), outcome.describe()
         told: Told = outcome.value
-        assert told.seconds < 10
         assert f"rank {outcome.rank}, {where}" in told.text and "parameters weights." in told.text, told.text
         assert "No answer from rank 1." in told.text and "No answer from rank 1." in told.next_text, told
 

@@ -30,11 +30,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", f"size={BYTES}", "tmpfs", str(disk)]
-    mounted = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
+    mounted = subprocess.run(words, capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
     yield disk
-    subprocess.run(["umount", "-l", str(disk)], timeout=20, check=True)
+    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @contextmanager

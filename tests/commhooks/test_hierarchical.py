@@ -377,19 +377,18 @@ class _Countdown:
         return (yield asked)
 
 
-def killed(rank: int, kind: str, policy: Any, dies_in: int, number: int) -> tuple[float, str]:
-    """Train until rank 3 is killed; return after how many seconds the step raised, and what."""
+def killed(rank: int, kind: str, policy: Any, dies_in: int, number: int) -> str:
+    """Train until rank 3 is killed; return what the step raised."""
     shapes = [(40, 40)] * 6
     model = wrap(kind, Given(*shapes), bucket_cap_mb=0.01)
     machines = Hierarchical(inner=make_compressor("powersgd", rank=2), size=2)
     commhooks.attach(model, Dying(inner=machines, step=dies_in, number=number), policy=policy)
     for step in range(4):
-        begun = time.monotonic()
         try:
             model(*normal(zeros(*shapes), 4, seed=step)[rank]).backward()
         except Exception as error:
-            return time.monotonic() - begun, str(error)
-    return 0.0, "nothing"
+            return str(error)
+    return "nothing"
 
 
 @pytest.mark.parametrize(
@@ -404,8 +403,7 @@ def test_when_a_rank_of_a_machine_is_killed_all_others_raise(
     assert outcomes[3].exit_code == -9
     for outcome in outcomes[:3]:
         assert survived(outcome), outcome.describe()
-        seconds, text = outcome.value
-        assert seconds < 10 and "No answer from rank 3." in text, text
+        assert "No answer from rank 3." in outcome.value, outcome.value
 
 
 @on_ranks(2)

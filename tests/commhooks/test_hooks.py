@@ -209,4 +209,4 @@ def test_the_state_of_powersgd_takes_pytorchs_arguments_in_pytorchs_order() -> N
 
 
 def test_wrappers_can_be_imported_first() -> None:
-    subprocess.run([sys.executable, "-c", "import commhooks.wrappers"], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", "import commhooks.wrappers"], check=True)

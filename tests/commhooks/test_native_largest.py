@@ -83,9 +83,9 @@ def test_the_worst_blocks_take_a_bounded_time() -> None:
     def seconds(rows: Tensor) -> float:
         times = []
         for _ in range(5):
-            began = time.perf_counter()
+            began = time.thread_time()  # which other programs do not advance
             selection.largest(rows, 41)
-            times.append(time.perf_counter() - began)
+            times.append(time.thread_time() - began)
         return min(times)
 
     allowed = 80 * seconds(usual)

@@ -25,6 +25,7 @@ from commhooks.language.compressor import Context
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.task import BucketTask
 from commhooks.scheduling.worker import Worker
+from tests.waiting import until
 from tests.world.launcher import ROOT
 
 TRUE_ANSWER_SECONDS = noticeboard.ANSWER_SECONDS
@@ -72,10 +73,8 @@ def board_of(store: Store, rank: int = 0, world_size: int = 2) -> Noticeboard:
 
 
 def eventually(board: Noticeboard) -> str | None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and (found := board.failure()) is None:
-        time.sleep(0.01)
-    return found
+    until(lambda: board.failure() is not None)
+    return board.failure()
 
 
 def test_a_failure_that_one_rank_posts_is_found_by_the_others_and_the_first_one_counts(store: Switched) -> None:
@@ -86,7 +85,8 @@ def test_a_failure_that_one_rank_posts_is_found_by_the_others_and_the_first_one_
     assert eventually(one) == one.failure_now() == "rank 1: it broke"
 
 
-def test_ranks_that_look_answer_the_roll(store: Switched) -> None:
+def test_ranks_that_look_answer_the_roll(store: Switched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noticeboard, "ANSWER_SECONDS", TRUE_ANSWER_SECONDS)
     asking, looking = board_of(store, 0, 3), board_of(store, 1, 3)
     silent: list[int] = []
     asker = threading.Thread(target=lambda: silent.extend(asking.silent_ranks()))
@@ -96,19 +96,20 @@ def test_ranks_that_look_answer_the_roll(store: Switched) -> None:
     assert silent == [2]
 
 
-def test_nobody_waits_for_a_store_that_is_silent_and_all_goes_on_when_it_answers_again(store: Switched) -> None:
+def test_nobody_waits_for_a_store_that_is_silent_and_all_goes_on_when_it_answers_again(
+    store: Switched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     board = board_of(store)
     store.answers.clear()
-    begun = time.monotonic()
-    for _ in range(3):
-        assert board.failure() is None
-    assert time.monotonic() - begun < ANSWER_SECONDS
+    with monkeypatch.context() as patch:
+        patch.setattr(noticeboard, "ANSWER_SECONDS", 1000.0)  # if this waited, it would be for longer than a test may
+        for _ in range(3):
+            assert board.failure() is None
     with pytest.raises(SilentStoreError, match="the store, a Switched, does not answer: its host has stopped"):
         board.failure_now()
     with pytest.raises(SilentStoreError, match="does not answer"):
         board.silent_ranks()
     board.post("rank 0: nobody will hear of it for now")
-    assert time.monotonic() - begun < 10 * ANSWER_SECONDS
     store.answers.set()
     assert eventually(board) == "rank 0: nobody will hear of it for now"
 
@@ -124,19 +125,18 @@ def test_a_store_that_is_gone_is_an_error_of_ours_that_names_it(store: Switched)
 def test_a_line_is_not_waited_for_longer_than_the_group_s_timeout_if_the_store_is_silent(store: Switched) -> None:
     store.answers.clear()
     address = Address(Section(store, 0), 0, 2, timedelta(seconds=0.3), StoreThread(store))
-    begun = time.monotonic()
     with pytest.raises(SilentStoreError, match="does not answer"):
         Connection(address)
-    assert time.monotonic() - begun < 5
 
 
 def test_ranks_that_come_late_are_not_taken_for_a_store_that_is_silent() -> None:
     """Gloo waits for one rank after the other, each time as long as the timeout: longer than a store may be silent."""
-    store, timeout = HashStore(), timedelta(seconds=1)
+    store = HashStore()
     told: dict[int, str] = {}
 
     def come(rank: int) -> None:
-        time.sleep(rank * 0.7)
+        time.sleep(rank * 0.5)
+        timeout = timedelta(seconds=10 if rank else 1)  # rank 0 is the first to give up
         try:
             Connection(address := Address(Section(store, rank), rank, 3, timeout, StoreThread(store)))
         except CollectiveError as error:
@@ -155,11 +155,14 @@ def test_ranks_that_come_late_are_not_taken_for_a_store_that_is_silent() -> None
 class NeverDone:
     """A communicator that starts collectives which never end."""
 
+    has_started = threading.Event()
+
     def __init__(self, inner: Communicator) -> None:
         self.rank, self.world_size = inner.rank, inner.world_size
 
     def start(self, collective: Collective) -> NeverDone:
         self.result = collective.tensor
+        self.has_started.set()
         return self
 
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -181,7 +184,7 @@ def test_stopping_waits_until_it_is_known_whether_work_is_left_also_if_the_store
     exchange = AllReduceMean().compress(bucket, Context(0, 1, 0))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     worker.submit(lane, BucketTask(exchange, bucket, future, 0, True, lambda: "p", 1))
-    time.sleep(0.1)
+    assert NeverDone.has_started.wait(60.0)
     store.answers.clear()
     worker.stop()
     assert worker.abandoned is not None  # so the end of the process knows of it
@@ -206,9 +209,7 @@ left = SlowToGo()
 
 
 def test_a_call_that_comes_back_while_the_process_ends_does_not_kill_it() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", AT_EXIT], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    run = subprocess.run([sys.executable, "-c", AT_EXIT], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 
 

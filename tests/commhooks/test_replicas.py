@@ -26,6 +26,7 @@ import commhooks
 from tests.commhooks.models import MODELS, Given, digest_of, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
 from tests.world import run_world
+from tests.world.launcher import HANG_SECONDS
 
 KINDS, WORLD_SIZES = ["core", "torch"], [2, 3, 4]
 both_ddps = pytest.mark.parametrize("kind", KINDS)
@@ -129,7 +130,7 @@ def dawdle(delays: random.Random, probability: float, gradient: Tensor | None = 
 def check(kind: str, world_size: int, steps: int, seed: int, chosen: list[Run]) -> None:
     """Assert that every rank had the same gradients in every step, and other ones in the next step."""
     arguments = (kind, chosen, steps, seed)
-    ranks = run_world(digests_of_runs, world_size, *arguments, check_exit=True, timeout=50.0 + 2 * steps)
+    ranks = run_world(digests_of_runs, world_size, *arguments, check_exit=True, timeout=HANG_SECONDS + 2 * steps)
     for number, run in enumerate(chosen):
         digests = [rank[number] for rank in ranks]
         differ = [step for step, of_ranks in enumerate(zip(*digests, strict=True)) if len(set(of_ranks)) > 1]

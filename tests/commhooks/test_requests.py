@@ -45,7 +45,7 @@ class Scripted(Compressor):
     """Run a script, and note what it returns, by rank, step and bucket; the gradient stays as it is."""
 
     script: Script = dataclasses.field(repr=False)
-    noted: dict[tuple[int, int, int], Any] = dataclasses.field(default_factory=dict, hash=False, repr=False)
+    noted: dict[tuple[int, int, int], Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def state(self, place: Place) -> Declared:
         return {"commits": Entry(kind="replicated", shape=(1,))}

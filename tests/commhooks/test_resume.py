@@ -17,6 +17,7 @@ from tests.commhooks.mirrored import largest_error
 from tests.commhooks.models import wrap
 from tests.commhooks.resuming import Run, distance, network
 from tests.world import on_ranks, run_world
+from tests.world.launcher import HANG_SECONDS
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 pytestmark = pytest.mark.kernels
@@ -71,7 +72,7 @@ def resumed(rank: int, kind: str, policy: str, folder: str, steps: int, cases: l
 
 def save_and_resume(folder: Path, world_size: int, kind: str, policy: str, steps: int, cases: list[str]) -> None:
     given = (kind, policy, str(folder), steps, cases)
-    timeout = 50.0 if cases else 280.0  # of every row
+    timeout = HANG_SECONDS if cases else 280.0  # of every row
     run_world(saved_and_whole, world_size, *given, timeout=timeout)
     run_world(resumed, world_size, *given, timeout=timeout)
 

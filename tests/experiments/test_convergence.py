@@ -18,8 +18,6 @@ from experiments.results.intervals import Interval
 from experiments.specs import Spec
 from experiments.training.lockstep import SCORES, train_in_lockstep
 
-pytestmark = pytest.mark.timeout(120)  # ten seconds of work, on a machine that may have much else to do
-
 TASK = load_sized("digits", SIZE)
 SCORE = SCORES["digits"]
 WORKERS = 4

@@ -122,7 +122,7 @@ def test_cuda_devices_are_told_by_kind_and_memory(monkeypatch: pytest.MonkeyPatc
 def test_the_commit_is_that_of_the_checkout_that_tracks_the_file(tmp_path: Path) -> None:
     def git(*words: str) -> str:
         own = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
-        return subprocess.run(own, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        return subprocess.run(own, capture_output=True, text=True, check=True).stdout.strip()
 
     tracked, installed = tmp_path / "tracked.py", tmp_path / "site-packages.py"
     for file in (tracked, installed):

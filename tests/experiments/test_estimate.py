@@ -234,7 +234,6 @@ def test_steps_that_were_measured_just_now_are_read_as_those_of_another_day(
     assert "Of 3 step times" in table and (tmp_path / "checked.md").read_text() == table
 
 
-@pytest.mark.timeout(120)  # it starts two processes, which takes long on a busy machine
 def test_real_steps_are_taken_in_turns_with_steps_that_send_nothing() -> None:
     # 10 Mbit/s: 218 kB of gradients take 174 ms, beside which a busy machine's noise in the compute is nothing
     world = World(task="gpt:size=tiny", ranks=2, hooks=("all-reduce", "int8"), rates=(1e7,), turns=2, kind="emulated")
@@ -245,7 +244,6 @@ def test_real_steps_are_taken_in_turns_with_steps_that_send_nothing() -> None:
     assert stored.made_of(StepsAt, json.loads(json.dumps(dataclasses.asdict(steps)))) == steps
 
 
-@pytest.mark.timeout(120)  # it starts two processes, which takes long on a busy machine
 def test_costs_are_measured_in_steps_for_each_round_and_grow_only_where_answers_do() -> None:
     small, large = Model((32, 32), 16, 1 / 64), Model((64, 64), 16, 1 / 16)
     plan = Plan(

@@ -25,8 +25,6 @@ from experiments.sweeps.lock import claimed
 from tests.experiments.standing_samples import rows, runs
 from tests.experiments.test_report import Links
 
-pytestmark = pytest.mark.timeout(120)  # a world is an import of torch: 5 s, or 30 s on a machine with much else to do
-
 ONLY = ["--hook", "fp16", "--task", "digits", "--seeds", "2", "--steps", "3", "--workers", "2", "--processes", "2"]
 REFUSED = [LeftOut("terngrad + EF", "its residual would <grow>")]
 

@@ -113,7 +113,7 @@ def test_the_demo_runs_a_second_time(out: Path, monkeypatch: pytest.MonkeyPatch)
     # Without what a make around this one hands on: it would have this one tell of its folders.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     command = ["make", "-n", "--no-print-directory", "demo"]
-    recipe = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=20, check=True)
+    recipe = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     words = shlex.split(recipe.stdout.splitlines()[-1])
     assert words[1] == "compare"
     monkeypatch.chdir(out.parents[1])
@@ -256,7 +256,6 @@ def _make_a_folder_where_a_file_belongs(path: Path) -> None:
 @pytest.mark.parametrize(
     "make", [Path.touch, _make_a_dangling_link, _make_a_pipe_among_results, _make_a_folder_where_a_file_belongs]
 )
-@pytest.mark.timeout(20)
 def test_what_cannot_be_written_to_is_refused_before_training(
     make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -393,7 +393,6 @@ def test_dots_stand_for_doubling() -> None:
     assert numbers_in("3,...,10,20") == (3, 6, 10, 20)
 
 
-@pytest.mark.timeout(120)  # it starts a process, which takes long on a busy machine
 def test_a_real_measurement_has_every_bucket_round_and_payload() -> None:
     asked = Asked(
         task=Spec.parse("gpt:size=tiny", "task"),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.world.agent import agents_store, environment_of
 from tests.world.launcher import run_world
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,30 +58,13 @@ def run_command(command: list[str], *, timeout: float, cwd: Path | None = None, 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 55.0, **kwargs: Any) -> list[Any]:
     """Run a module-level `function(rank, *args)` on every rank, without a process group: a framework makes its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = agents_store()
+    environment = QUIET | environment_of(store, ranks)
     return run_world(
-        _as_under_torchrun,
-        ranks,
-        function,
-        ranks,
-        port,
-        args,
-        timeout=timeout,
-        backend=None,
-        environment=QUIET,
-        **kwargs,
+        _as_under_torchrun, ranks, function, args, timeout=timeout, backend=None, environment=environment, **kwargs
     )
 
 
-def _as_under_torchrun(rank: int, function: Callable[..., Any], ranks: int, port: int, args: tuple[Any, ...]) -> Any:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+def _as_under_torchrun(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     return function(rank, *args)

@@ -30,7 +30,7 @@ from tests.frameworks.huggingface import (
 from tests.frameworks.launch import ROOT
 from tests.world import run_world, run_world_outcomes
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.frameworks
 
 STEPS, SAVED_AT, BATCH = 12, 6, 4
 PLAIN: dict[str, Any] = {"compressor": "powersgd"}

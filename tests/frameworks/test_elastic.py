@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,16 +16,17 @@ from typing import Any
 import pytest
 
 from tests.frameworks.launch import QUIET, ROOT
+from tests.world.agent import agents_store
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.frameworks
 
 SCRIPT = ROOT / "tests" / "frameworks" / "elastic_diloco.py"
 
 
 @contextlib.contextmanager
-def agent(ranks: int, port: int, folder: Path, *, hosts: bool) -> Iterator[subprocess.Popen[str]]:
+def agent(ranks: int, port: int, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Run torchrun with so many ranks of a job of one or two agents; on leaving, kill all of it."""
-    conf = f"is_host={int(hosts)},last_call_timeout=2,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=4"
+    conf = "is_host=0,last_call_timeout=2,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=4"
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", str(ranks)]
     command += ["--max-restarts", "5", "--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-conf", conf]
     command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", str(SCRIPT), str(folder)]
@@ -74,15 +74,13 @@ def told_by(folder: Path, ranks: int, after: int, seconds: float = 60.0) -> list
 def test_ranks_that_leave_and_come_back_go_on_with_their_own_residuals(tmp_path: Path) -> None:
     """4, 3 and 4 ranks again: torchrun's rendezvous starts them anew, from the newest checkpoint."""
     (tmp_path / "told").mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with agent(3, port, tmp_path, hosts=True) as first:
-        with agent(1, port, tmp_path, hosts=False):
+    store = agents_store()
+    with agent(3, store.port, tmp_path) as first:
+        with agent(1, store.port, tmp_path):
             four = told_by(tmp_path, 4, 0)
         three = told_by(tmp_path, 3, 0)
         began = time.time_ns()
-        with agent(1, port, tmp_path, hosts=False) as second:
+        with agent(1, store.port, tmp_path) as second:
             again = told_by(tmp_path, 4, began)
             (tmp_path / "stop").touch()
             assert (first.wait(30), second.wait(30)) == (0, 0)

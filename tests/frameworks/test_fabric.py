@@ -13,7 +13,7 @@ from tests.frameworks.launch import ROOT, run_ranks
 from tests.frameworks.lightning_in_worlds import digest, error_of, run_script
 from tests.world import WorldError
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.frameworks
 
 EXAMPLE = ROOT / "docs" / "examples" / "fabric_ddp.py"
 ERRORS = {

@@ -12,7 +12,7 @@ from tests.frameworks.launch import run_ranks
 from tests.guard.situations import RIGHT
 from tests.world import run_world
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.frameworks
 
 
 def accelerated(rank: int) -> dict[str, worlds.Ended]:

@@ -12,7 +12,7 @@ from tests.frameworks import lightning_in_worlds as worlds
 from tests.frameworks.launch import ROOT, run_ranks, torchrun
 from tests.world import WorldError
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.frameworks
 
 EXAMPLE = ROOT / "docs" / "examples" / "lightning_ddp.py"
 ERRORS = {

@@ -16,7 +16,7 @@ from tests.frameworks.launch import ROOT, run_ranks, torchrun
 from tests.frameworks.lightning_in_worlds import EPOCHS, STEPS_AN_EPOCH, digest, error_of, run_script
 from tests.world import WorldError
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.frameworks
 
 EXAMPLE = ROOT / "docs" / "examples" / "lightning_diloco.py"
 ERRORS = {

@@ -24,7 +24,7 @@ import commhooks
 from commhooks.integrations.torchft import compress
 from tests.frameworks.launch import QUIET, ROOT, run_ranks, torchrun
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.frameworks
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from commhooks.state.table import RESIDUAL_STORAGES, StateTable
 from tests.commhooks.alone import ALONE, bucket_of, run_alone
 from tests.gpu.late import LATE, LateCommunicator
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.gpu
 
 SHAPE = (300, 400)
 DEVICE = "cuda"

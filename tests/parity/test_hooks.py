@@ -82,7 +82,6 @@ on_both_world_sizes = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.timeout(200)
 @on_both_world_sizes
 def test_pytorchs_hooks_give_the_same_bits_on_both(world_size: int, cases: list[str]) -> None:
     assert_equal_histories(world_size, cases, STEPS, timeout=180)

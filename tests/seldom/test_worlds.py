@@ -274,7 +274,7 @@ def test_what_one_rank_does_wrong_is_told_to_all(rank: int, what: str) -> None:
     complaint = (
         "'0.weight' no longer requires a gradient" if what == "frozen" else "AdamW is about to take a second step"
     )
-    assert f"rank 1: {complaint}" in told.text and told.seconds < 10, told
+    assert f"rank 1: {complaint}" in told.text and told.seconds < 20.0, told
 
 
 class Clumsy(commhooks.AllReduceMean):

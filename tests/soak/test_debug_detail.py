@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch._C._distributed_c10d import get_debug_level
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -34,7 +33,6 @@ def with_allreduce_hook() -> tuple[object, Any]:
     return None, default_hooks.allreduce_hook
 
 
-@pytest.mark.timeout(200)
 def test_training_under_detail_gives_the_bits_of_training_without() -> None:
     assert {variant.case for variant in chosen()} == set(CASES)
     plain, detailed = (

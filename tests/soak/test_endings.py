@@ -88,7 +88,6 @@ def count_endings(
     return counted
 
 
-@pytest.mark.timeout(200)
 def test_six_processes_end_with_exit_code_0(tmp_path: Path) -> None:
     assert count_endings("ours", 4, 0, tmp_path) == {"exit code 0": 4}
     assert count_endings("ours", 0, 2, tmp_path, endings=[False]) == {"exit code 0": 2}

@@ -205,7 +205,6 @@ def flat(value: Any) -> Any:
     return [flat(held) for held in value] if isinstance(value, (list, tuple)) else value
 
 
-@pytest.mark.timeout(150)
 def test_a_run_that_is_killed_while_saving_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     job = Job(steps=12, places=("shared.pt@0@2",))
     _, watch = run_and_kill(job, tmp_path, 120)

@@ -208,7 +208,6 @@ FAULTS = [("stop", 0), ("pull", 0), ("pull", 2)]
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(120)
 @both_ddps
 @both_policies
 @pytest.mark.parametrize("limited_by", ["hook_timeout", "group"])
@@ -243,7 +242,6 @@ def test_every_running_rank_raises_in_time_and_ends(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("kind", "policy"), [*itertools.product(["core", "torch"], ["fifo", "fused"]), ("diloco", "fused")]
 )

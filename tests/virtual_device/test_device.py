@@ -18,7 +18,7 @@ from tests.virtual_device import BuildError, begin, building, ranks, report, tor
 from tests.virtual_device.backends import LockstepGroup
 from tests.world import WorldError, run_world
 
-pytestmark = [pytest.mark.virtual_device, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.virtual_device
 
 RUNS = ["eager", "late", "random:1", "random:2"]
 CUDA = torch.device("cuda", 0)

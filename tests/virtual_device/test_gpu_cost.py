@@ -15,7 +15,7 @@ from experiments.studies.gpu_cost.page import MODELS
 from experiments.studies.gpu_cost.rank import count, fake_group
 from tests.virtual_device import begin, report
 
-pytestmark = [pytest.mark.virtual_device, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.virtual_device
 
 CUDA = torch.device("cuda", 0)
 SMALL = [(96, 64), (64,)]

@@ -30,7 +30,7 @@ from tests.virtual_device.combinations import (
 from tests.virtual_device.device import HostWait
 from tests.virtual_device.worlds import DeviceWorld, Seen, see, steps
 
-pytestmark = [pytest.mark.virtual_device, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.virtual_device
 
 ROOT = Path(__file__).parents[2]
 

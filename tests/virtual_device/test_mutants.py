@@ -17,7 +17,7 @@ from tests.virtual_device.mutants import MUTANTS, NUMBER, RACE, WAIT, Mutant, No
 from tests.virtual_device.scenarios import SCENARIOS, Scenario
 from tests.virtual_device.worlds import Seen, see
 
-pytestmark = [pytest.mark.virtual_device, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.virtual_device
 
 RUNS = ("late", "random:1")
 IN_ORDER = "eager"

@@ -17,7 +17,7 @@ import commhooks
 from tests.virtual_device import begin, ranks, report, training
 from tests.world import WorldError, run_world
 
-pytestmark = [pytest.mark.virtual_device, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.virtual_device
 
 RUNS = ["eager", "late", "random:1", "random:2"]
 SCENARIOS = [

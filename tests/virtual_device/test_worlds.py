@@ -12,7 +12,7 @@ from tests.commhooks.workers import Workers, normal, zeros
 from tests.virtual_device import begin, report
 from tests.virtual_device.worlds import DeviceWorld, see, steps
 
-pytestmark = [pytest.mark.virtual_device, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.virtual_device
 
 SHAPES: list[Shape] = [(30, 50), (50,), (40, 30), (1,), (16, 24), (7,)]
 GRADIENTS = [normal(zeros(*SHAPES), 2, seed=step) for step in range(3)]

@@ -22,6 +22,7 @@ from typing import Any
 from tests.world.rank import STACK_SIGNAL, Assignment, Options, main, output_file, stack_file
 
 ROOT = Path(__file__).resolve().parents[2]
+HANG_SECONDS = 100.0  # after which a world hangs, however busy the machine is
 GRACE_SECONDS = 3.0  # how long the other ranks may run on once one has failed
 EXIT_SECONDS = 20.0  # how long a rank may take to end once told to leave
 OUTPUT_LINES = 40  # of each rank, in an error
@@ -87,7 +88,7 @@ def run_world(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 50.0,
+    timeout: float = HANG_SECONDS,
     backend: str | None = "gloo",
     check_exit: bool | None = None,
     destroy_group: bool = True,
@@ -129,7 +130,7 @@ def run_world_outcomes(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 50.0,
+    timeout: float = HANG_SECONDS,
     backend: str | None = "gloo",
     check_exit: bool | None = None,
     destroy_group: bool = True,

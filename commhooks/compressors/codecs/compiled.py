@@ -18,6 +18,7 @@ from torch import Tensor
 from commhooks.compressors.codecs.codec import Codec
 from commhooks.compressors.codecs.passes import Passes, Places
 from commhooks.language.noise import Keys, Noise
+from commhooks.language.settings import cached_for_each
 from commhooks.native.passes import Form, Message
 from commhooks.native.passes import Noise as NativeNoise
 from commhooks.native.passes import Passes as NativePasses
@@ -91,7 +92,7 @@ def _is_redefined(kind: type[Codec]) -> bool:
     return any(name in vars(one) for one in heirs for name in ("encode", "decode", "decode_into", "scales"))
 
 
-@functools.cache
+@cached_for_each
 def _agree(codec: Codec, native: NativePasses) -> bool:
     """Return whether a codec's compiled passes agree with its `encode` and `decode` on some blocks; warn if not."""
     eager, compiled = Passes(codec, None), CompiledPasses(codec, None, native)

@@ -6,7 +6,6 @@ processor's cache. Legend: k blocks of n elements; W ranks; b rows for each in a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from commhooks.compressors.codecs.codec import Codec
 from commhooks.errors import CompressorError
 from commhooks.language.memory import elements_at_once
 from commhooks.language.noise import Noise
+from commhooks.language.settings import cached_for_each
 from commhooks.tensors import mean_in_order
 
 
@@ -122,7 +122,7 @@ class Passes:
             yield from self.decode([payload.flatten(0, 1) for payload in of_some]).unflatten(0, (len(of_some[0]), -1))
 
 
-@functools.cache
+@cached_for_each
 def payloads_of(codec: Codec, dtype: torch.dtype) -> Sequence[tuple[torch.Size, torch.dtype]]:
     """Return the shape, without the first dimension, and the dtype of each tensor of a code of blocks of a dtype."""
     block = torch.zeros(1, codec.block, dtype=dtype, device="cpu")
