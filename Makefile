@@ -13,20 +13,25 @@ BENCH ?=
 export NO_MKDOCS_2_WARNING := 1
 # Tests start hundreds of processes: none compiles again what another one has, also where no bytecode is to be kept.
 export PYTHONDONTWRITEBYTECODE :=
-# Two files at a time: many tests wait more than they compute. Facts of one world must run in one process, so by file.
-TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
+# As many files at a time as there are cores, from two, as many tests wait more than they compute, to eight. Facts of one
+# world must run in one process, so by file.
+WORKERS := $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo leaderboard test test-eager test-frameworks test-processors test-torch test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard gpu gpu-cost many-ranks clean
+.PHONY: help demo leaderboard test test-fast test-all test-eager test-frameworks test-processors test-torch test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard gpu gpu-cost many-ranks clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
 	@echo "make leaderboard  train under every compressor; report in runs/leaderboard, tables and plots in docs/guide/leaderboard"
-	@echo "make test         the test suite"
+	@echo "make test-fast    the tests that start no process, one row of each form of compressor (for editing)"
+	@echo "make test         the test suite: every compressor, every mechanism and command once"
+	@echo "make test-all     every row, exit, processor, framework and device, and another PyTorch; continues where it was stopped"
 	@echo "make test-eager   the compressors' laws again without the passes that are compiled"
 	@echo "make test-frameworks  the integrations with Lightning, Accelerate, Trainer, Ray and torchft, in .venv-frameworks; and the wheel by itself"
 	@echo "make test-processors  what depends on a processor's kernels, under two others than its own"
 	@echo "make test-torch TORCH=2.15.0  what depends on PyTorch, with this version in an environment of its own, which KEEP=1 keeps;"
-	@echo "                  PAGE=1 writes a row of docs/versions.md, PYTHON=python3.12 chooses the interpreter (about 10 minutes and a download)"
+	@echo "                  PAGE=1 writes a row of docs/versions.md, PYTHON=python3.12 chooses the interpreter (about 10 minutes and a download),"
+	@echo "                  SHORT=1 tries what most often fails (3 minutes)"
 	@echo "make test-torch-suite  most of PyTorch's own DDP tests, with ddp_core's class in place of theirs"
 	@echo "make guard        programs whose replicas drift apart, and sound ones, under every wrapper: which the guard notices (5 minutes)"
 	@echo "make test-virtual-device  the CUDA code, late and in odd orders, on a device that lives in the CPU (needs g++)"
@@ -74,22 +79,28 @@ leaderboard: $(STAMP)
 	$(BIN)/commhooks leaderboard --out runs/leaderboard --overwrite --docs docs/guide/leaderboard \
 		--accuracy commhooks/planning/accuracy.json
 
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest --fast -n $(WORKERS) --dist worksteal
+
 test: $(STAMP)
-	$(BIN)/python -m pytest $(TWO_AT_ONCE)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+
+test-all: $(STAMP)
+	$(BIN)/python -m tests.all
 
 test-eager: $(STAMP)
-	COMMHOOKS_COMPILED=off $(BIN)/python -m pytest -n 2 --dist worksteal tests/commhooks/test_laws.py \
+	COMMHOOKS_COMPILED=off $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/commhooks/test_laws.py \
 		tests/commhooks/test_codecs.py tests/commhooks/test_sparse_family.py
 
 test-frameworks: $(FRAMEWORKS_STAMP)
-	.venv-frameworks/bin/python -m pytest -m frameworks $(TWO_AT_ONCE) tests/frameworks
+	.venv-frameworks/bin/python -m pytest -m frameworks $(SIDE_BY_SIDE) tests/frameworks
 
 test-processors: $(STAMP)
-	$(BIN)/python -m tests.processors $(TWO_AT_ONCE)
+	$(BIN)/python -m tests.processors $(SIDE_BY_SIDE)
 
 test-torch:
 	@test -n "$(TORCH)" || { echo "make test-torch: say which version, such as TORCH=2.15.0"; exit 2; }
-	$(PYTHON) -m tests.versions $(TORCH) $(if $(KEEP),--keep) $(if $(PAGE),--page)
+	$(PYTHON) -m tests.versions $(TORCH) $(if $(KEEP),--keep) $(if $(PAGE),--page) $(if $(SHORT),--short)
 
 test-torch-suite: $(STAMP)
 	$(BIN)/python -m pytest -m "torch_suite and not soak" tests/torch_suite
@@ -100,12 +111,13 @@ guard: $(STAMP)
 # A process of its own: the device stays until it ends. VIRTUAL_DEVICE_REQUIRED=1: a device that cannot be built is an error.
 test-virtual-device: $(STAMP)
 	$(BIN)/python -m pytest -p tests.virtual_device.plugin --virtual-device=late,random:1 \
-		-m "(gpu or virtual_device) and not soak" -n 2 --dist worksteal tests/gpu tests/virtual_device
+		-m "(gpu or virtual_device) and not soak" -n $(WORKERS) --dist worksteal tests/gpu tests/virtual_device
 
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.virtual_device.mutants | cmp - docs/guide/virtual-device/mutants.md
 	$(BIN)/mkdocs build --strict # with --quiet it would overlook warnings
 
 docs: $(STAMP)
@@ -141,7 +153,7 @@ soak-network: $(STAMP)
 
 # All combinations of row, policy, residuals and guard.
 soak-virtual-device: $(STAMP)
-	$(BIN)/python -m pytest -p tests.virtual_device.plugin -m "virtual_device and soak" -n 2 --dist worksteal tests/virtual_device
+	$(BIN)/python -m pytest -p tests.virtual_device.plugin -m "virtual_device and soak" -n $(WORKERS) --dist worksteal tests/virtual_device
 
 soak-cluster: $(STAMP)
 	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_slow_cluster.py

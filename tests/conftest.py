@@ -6,7 +6,7 @@ import gc
 import os
 import random
 import signal
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 
 # Ranks share few cores: read by torch in this process when it is imported, and in every rank that is spawned from it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -107,6 +107,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+KNOWN_SKIPS = (
+    "needs a CUDA device",
+    "no variable gives a process other kernels here",
+)
+"""Reasons that a machine of CI may have to skip a test; with TESTS_SKIPS=known any other is a failure."""
+
+
+def reason_unknown(reason: str) -> str | None:
+    """Return why a skip is an error where all that tests need should be there; None if it is none."""
+    return None if any(known in reason for known in KNOWN_SKIPS) else f"skipped, which must not be here: {reason}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let a skip fail whose reason is not known."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("TESTS_SKIPS") == "known":
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if complaint := reason_unknown(reason):
+            report.outcome, report.longrepr = "failed", complaint
+    return report
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

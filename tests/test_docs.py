@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import thorough
 from tests.world import run_world
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +71,7 @@ def test_every_sample_on_the_page_runs_on_two_ranks(page: Path, tmp_path: Path) 
     run_world(run_blocks, 2, [block for block in blocks_of(page) if not block.title], str(tmp_path))
 
 
-@pytest.mark.parametrize("block", SCRIPTS, ids=lambda block: block.place)
+@pytest.mark.parametrize("block", [SCRIPTS[0], *thorough(SCRIPTS[1:])], ids=lambda block: block.place)
 def test_a_whole_script_runs_under_torchrun(block: Block, tmp_path: Path) -> None:
     (tmp_path / block.title).write_text(block.code, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", block.title]

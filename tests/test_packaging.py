@@ -24,6 +24,7 @@ import commhooks
 from experiments.commands import front, needs, purpose
 from experiments.commands.cli import app
 from tests.commhooks.test_plan import a_probe, a_profile, hook
+from tests.tiers import THOROUGH
 
 ROOT = Path(__file__).parent.parent
 OTHERS = needs.EXTRAS["experiments"].keys() - needs.EXTRAS["cli"].keys()
@@ -128,6 +129,7 @@ def test_a_wheel_without_a_compiler_is_pure_and_says_why_its_passes_are_eager(so
     )
 
 
+@THOROUGH
 @pytest.mark.skipif(not commhooks.compiled().levels, reason=str(commhooks.compiled()))
 def test_a_wheel_with_a_compiler_is_of_a_platform_and_of_any_python(sources: Path, tmp_path: Path) -> None:
     built = built_with({}, sources, tmp_path)
@@ -290,6 +292,7 @@ def without_others(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, 
     return json.loads((folder / "ended.json").read_text()), said
 
 
+@THOROUGH
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", [words[0] for words in THAT_NEITHER_DRAW_NOR_REPORT])
 def test_a_command_that_neither_draws_nor_reports_runs_with_typer_and_rich_alone(

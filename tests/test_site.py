@@ -18,6 +18,8 @@ import quickjs
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
+from tests.tiers import THOROUGH
+
 ROOT = Path(__file__).parent.parent
 WORKER = """
 var self = globalThis, said = [], heard = [];
@@ -50,6 +52,9 @@ class Search:
         while self._context.execute_pending_job():
             pass
         return json.loads(self._context.eval("JSON.stringify(said[0])"))
+
+
+pytestmark = THOROUGH
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The packages import themselves in no circle (`python -m tests.structure` tells more), and tests have an order."""
+"""The packages import themselves in no circle; `python -m tests.structure` tells more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LONG_FILES, in_any_order
 from tests.structure import (
     PACKAGES,
     STUDIES,
@@ -16,13 +15,6 @@ from tests.structure import (
     sources_of,
     words_of,
 )
-
-
-def test_each_seed_has_an_order_of_test_files_in_which_long_ones_come_first() -> None:
-    short, long = [f"tests/test_{n}.py" for n in range(20)], [f"tests/{file}" for file in LONG_FILES]
-    orders = [in_any_order(set(short + long), seed) for seed in ("1", "1", "2")]
-    assert orders[0] == orders[1] and all(set(order[: len(long)]) == set(long) for order in orders)
-    assert orders[0][: len(long)] != orders[2][: len(long)] and orders[0][len(long) :] != orders[2][len(long) :]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

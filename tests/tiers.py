@@ -23,6 +23,7 @@ from tests.world import launcher
 
 THOROUGH = pytest.mark.thorough
 A_ROW = pytest.mark.a_row
+_INSIDE = ("fget", "func", "__func__")
 _STARTERS = (
     subprocess.Popen,
     subprocess.run,
@@ -69,9 +70,9 @@ def starts_processes(item: pytest.Function) -> bool:
 
 def refuse_processes() -> None:
     """Make starting a process an error: that the names in a test's code do not say so, a mark has to."""
-    subprocess.Popen.__init__ = _refuse  # type: ignore[method-assign,assignment]  # for the rest of this process
-    BaseProcess.start = _refuse  # type: ignore[method-assign,assignment]
-    os.fork = _refuse  # type: ignore[assignment]
+    subprocess.Popen.__init__ = _refuse  # type: ignore[method-assign]  # for the rest of this process
+    BaseProcess.start = _refuse  # type: ignore[method-assign]
+    os.fork = _refuse
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:
@@ -97,11 +98,11 @@ def _reaches_a_start(function: object) -> bool:
 def _used_by(one: Any) -> Iterator[Any]:
     """Return what the names in a function's code, or in a class's, stand for."""
     if isinstance(one, type):
-        yield from vars(one).values()
+        for value in vars(one).values():  # a property, or a method of the class, is no function itself
+            yield next((inner for name in _INSIDE if (inner := getattr(value, name, None))), value)
     elif not isinstance(one, types.FunctionType):
         yield type(one)
-    for wrapped in ("__wrapped__", "__func__", "fget", "func"):
-        yield getattr(one, wrapped, None)
+    yield getattr(one, "__wrapped__", None)
     yield from _enclosed(one)
     if isinstance(one, types.FunctionType):
         names = set(_names(one.__code__))

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,14 @@ PARTS = {
     ),
 }
 """The parts of the promise, and the tests that show each."""
+EVERY_ROW = "not soak and not gpu and not bench and not torch_suite and not frameworks and not virtual_device"
+"""What `make test` runs, and what it leaves to `make test-all`."""
+SHORT = {
+    "hooks": "tests/commhooks/test_registration.py",
+    "FSDP2": "tests/sharded/test_attach.py",
+    "commands": "tests/test_versions.py",
+}
+"""What most often fails with a new version: names that it no longer has, registration, and FSDP2. A few minutes."""
 MATHEMATICS = ("loss", "unbiased", "convergence")
 """Laws that repeat a compressor many times, and ask little of PyTorch."""
 PROMISE = runpy.run_path(str(ROOT / "commhooks" / "versions.py"))
@@ -117,17 +125,19 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="add the row to commhooks/versions.json and write the page")
     parser.add_argument("--keep", action="store_true", help="keep the environment")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
+    parser.add_argument("--short", action="store_true", help="only what most often fails, in a few minutes")
     asked = parser.parse_args()
     if asked.torch is None:
         write_page(json.loads(ROWS.read_text(encoding="utf-8")))
         return 0
-    if asked.page and asked.part:
-        parser.error("--page needs a row of all parts; leave --part out")
+    if asked.page and (asked.part or asked.short):
+        parser.error("--page needs a row of all parts; leave --part and --short out")
     folder = ROOT / f".venv-torch-{asked.torch}-{platform.python_version()}"
     try:
         if not (folder / "bin" / "python").exists():  # else it was kept
             build(folder, asked.torch)
-        row = run(folder, asked.torch, asked.part or parts_with(asked.torch))
+        parts = {part: PARTS[part] for part in asked.part or parts_with(asked.torch)}
+        row = run(folder, asked.torch, SHORT if asked.short else parts)
     finally:
         if not asked.keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -162,12 +172,12 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def run(folder: Path, torch: str, parts: list[str]) -> dict[str, Any]:
+def run(folder: Path, torch: str, parts: Mapping[str, str]) -> dict[str, Any]:
     """Run the tests of these parts in the environment; return a row of the table."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         report = Path(place) / "report.xml"
-        tests = [test for part in parts for test in PARTS[part].split()]
+        tests = [test for tests in parts.values() for test in tests.split()]
         command = [
             str(folder / "bin" / "python"),
             "-m",
@@ -180,6 +190,7 @@ def run(folder: Path, torch: str, parts: list[str]) -> dict[str, Any]:
             "loadfile",
         ]
         options = ["-q", "--no-loadscope-reorder", "--continue-on-collection-errors", f"--junitxml={report}"]
+        options += [] if parts is SHORT else ["-m", EVERY_ROW]
         options += ["--timeout-method=thread"]  # which ends a test that hangs in C++, as PyTorch 2.6 may at its end
         ended = subprocess.run([*command, *options, *tests], cwd=ROOT, env=_environment(), check=False)
         if ended.returncode not in (0, 1):  # 1: some tests failed

@@ -26,6 +26,7 @@ from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from experiments.training.worker import RunDone, Work, train_all
 from tests.experiments.odd_task import ELEMENTS
+from tests.tiers import THOROUGH
 
 pytestmark = pytest.mark.timeout(500)
 PATIENCE = 200  # seconds, for what takes 10 when the machine has nothing else to do
@@ -282,6 +283,7 @@ def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[psuti
             started.kill()
 
 
+@THOROUGH
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     with training(tmp_path) as (started, ranks):
         os.killpg(started.pid, signal.SIGINT)  # as a terminal does: the ranks get it too

@@ -29,9 +29,12 @@ from experiments.studies.reproduce.notes import PARTS, Notes
 from experiments.studies.reproduce.results import MEASURED, RESULTS, Results, page
 from experiments.studies.reproduce.running import Request, reproduce
 from tests.experiments.standing_ranks import StandingRanks
+from tests.tiers import thorough
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ROOT / "docs" / "reproductions"
+OF_EACH_WAY = ("powersgd-data-sent", "powersgd-rank", "ddp-figure-6", "diloco-table-4", "control-link", "sharded-loss")
+"""Reproductions that between them count, train, time, simulate, and shard."""
 LONGEST_SECONDS = 600.0
 
 
@@ -241,7 +244,7 @@ def standing() -> Iterator[StandingRanks]:
     ranks.close()
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", thorough(MODULES, unless=lambda name: name in OF_EACH_WAY))
 def test_every_reproduction_runs_at_its_tiny_size(
     name: str, tmp_path: Path, standing: StandingRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from commhooks.sharded.gathering import Cut, Run, code_of
 from tests.commhooks.ranks import of_every_rank, survived
 from tests.commhooks.told import Told, told_by
 from tests.sharded.models import FP32, MIXED, NARROW, Network, batch, furthest, sgd, sharded, shards, train
+from tests.tiers import in_turn
 from tests.world import on_ranks, run_world_outcomes
 
 MODULES = ["the model", "first", "second.wide"]
@@ -66,8 +67,7 @@ class Seen:
 
 
 @on_ranks("ranks")
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("gather", ["int8", "int4:block=32", "fp8", "mxfp4", "fp16"])
+@pytest.mark.parametrize(("gather", "ranks"), in_turn(["int8", "int4:block=32", "fp8", "mxfp4", "fp16"], [2, 3]))
 def test_all_ranks_compute_with_what_the_codes_represent(rank: int, ranks: int, gather: str) -> None:
     """Their own shard included; each block is one rank's, and the ends of shards travel as they are."""
     for policy in (FP32, MIXED):

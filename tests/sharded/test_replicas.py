@@ -48,10 +48,15 @@ from tests.sharded.models import (
     train,
     with_grad_dtypes,
 )
+from tests.tiers import in_turn, thorough
 from tests.world import on_ranks, run_world_outcomes, stay_away, tell
 
 STEPS = 20
 POLICIES = ["fifo", "fused"]
+FIFO_ELSE_LATER, FUSED_ELSE_LATER = (
+    pytest.mark.parametrize("policy", thorough(POLICIES, unless=policy.__eq__)) for policy in POLICIES
+)
+"""Tests take turns with the policies; `make test-all` runs each with both."""
 MODULES = ["the model", "first", "second.wide"]
 
 
@@ -107,8 +112,7 @@ def assert_replicas_are_equal(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize(("policy", "make"), in_turn(POLICIES, [sgd, adamw]))
 def test_without_loss_shards_are_those_of_native_hsdp_bit_for_bit(rank: int, policy: str, make: Make) -> None:
     """With reduce_dtype=bf16 "fused" averages in the parameters' fp32, and is more precise than HSDP."""
     mesh = sites()
@@ -270,7 +274,7 @@ def test_flexdemo_trains_within_sites_on_means_between_them(rank: int) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("policy", POLICIES)
+@FIFO_ELSE_LATER
 def test_both_hops_are_compressed_in_any_order_of_attaching(rank: int, policy: str) -> None:
     mesh = sites()
     for within_first in (True, False):
@@ -294,7 +298,7 @@ def test_both_hops_are_compressed_in_any_order_of_attaching(rank: int, policy: s
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("policy", POLICIES)
+@FUSED_ELSE_LATER
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(rank: int, policy: str, tmp_path: Path) -> None:
     """One checkpoint of torch.distributed holds the state of every shard, of its true shape."""
     mesh = sites()
@@ -352,7 +356,7 @@ def accumulating(name: str, model: Any, step: int) -> bool:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("policy", POLICIES)
+@FIFO_ELSE_LATER
 def test_modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit_for_bit(
     rank: int, policy: str
 ) -> None:
@@ -388,7 +392,7 @@ def test_modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", POLICIES)
+@FUSED_ELSE_LATER
 def test_a_watched_optimizer_may_step_while_a_module_keeps_its_gradients(rank: int, policy: str) -> None:
     """Also on the zeros that `zero_grad(set_to_none=False)` leaves in `.grad`."""
     mesh = alone()
@@ -406,7 +410,7 @@ def test_a_watched_optimizer_may_step_while_a_module_keeps_its_gradients(rank: i
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", POLICIES)
+@FIFO_ELSE_LATER
 def test_what_was_kept_before_a_backward_pass_that_failed_is_dropped_as_native_hsdp_drops_it(
     rank: int, policy: str
 ) -> None:
@@ -471,7 +475,7 @@ def test_what_would_act_on_gradients_that_are_kept_is_named(rank: int, ends_by_h
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", POLICIES)
+@FUSED_ELSE_LATER
 def test_means_add_up_and_what_was_not_averaged_before_is_named(rank: int, policy: str) -> None:
     """Under "fifo" each module's new gradients alone are averaged, whatever `.grad` holds."""
     mesh, (inputs, targets) = alone(), batch(rank, 0)
@@ -513,7 +517,7 @@ class Branches(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", POLICIES)
+@FIFO_ELSE_LATER
 def test_modules_that_some_replicas_do_not_use_hang_nobody(rank: int, policy: str) -> None:
     """At once, they send zeros; per module, the ranks disagree in words, and what no rank uses is left alone."""
     mesh = alone()
@@ -537,7 +541,7 @@ def test_modules_that_some_replicas_do_not_use_hang_nobody(rank: int, policy: st
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", POLICIES)
+@FUSED_ELSE_LATER
 def test_gradients_that_are_kept_add_up_by_parameter_if_passes_use_others(rank: int, policy: str) -> None:
     """Both layers are of one size, and of one FSDP module, which reduces either alone unless zeros fill its place."""
     found, mesh = [], alone()
@@ -596,7 +600,7 @@ def shard_of_gradient(parameter: Any) -> Tensor:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("policy", POLICIES)
+@FIFO_ELSE_LATER
 def test_the_ranks_of_a_site_have_gradients_of_the_same_parameters(rank: int, policy: str) -> None:
     """Of an embedding that wants no average, one shard alone may be owed a residual; clipping takes collectives."""
     mesh = sites()
@@ -616,7 +620,7 @@ def test_the_ranks_of_a_site_have_gradients_of_the_same_parameters(rank: int, po
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", POLICIES)
+@FUSED_ELSE_LATER
 def test_parameters_frozen_since_attaching_are_named(rank: int, policy: str) -> None:
     mesh = alone()
     model = sharded(mesh=mesh["shards"])
@@ -779,7 +783,7 @@ def test_a_module_that_runs_thrice_is_averaged_once(rank: int) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("policy", POLICIES)
+@FIFO_ELSE_LATER
 def test_memory_is_that_of_shards_and_residuals_follow_the_loss_scale(rank: int, policy: str) -> None:
     mesh = sites()
     model = sharded(mesh=mesh["shards"])
@@ -804,7 +808,7 @@ def test_memory_is_that_of_shards_and_residuals_follow_the_loss_scale(rank: int,
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", POLICIES)
+@FUSED_ELSE_LATER
 def test_detaching_frees_residuals_at_once(rank: int, policy: str) -> None:
     model = sharded(mesh=alone()["shards"])
     attachment = attached(model, alone(), "int8", policy)
@@ -821,7 +825,7 @@ def test_detaching_frees_residuals_at_once(rank: int, policy: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", POLICIES)
+@FIFO_ELSE_LATER
 def test_training_goes_on_after_a_backward_pass_that_failed(rank: int, policy: str) -> None:
     """On every rank, as for a batch that is too large."""
     mesh, (inputs, targets) = alone(), batch(rank, 0)
@@ -893,7 +897,7 @@ def without_a_peer(rank: int, how: str, policy: str) -> Told | None:
     return told
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@FUSED_ELSE_LATER
 @pytest.mark.parametrize("how", ["killed", "late"])
 def test_a_rank_that_dies_or_does_not_come_is_named(how: str, policy: str) -> None:
     first, _ = run_world_outcomes(without_a_peer, 2, how, policy)
@@ -1030,7 +1034,7 @@ def test_buffers_that_are_dtensors_are_shared_too(rank: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", POLICIES)
+@FIFO_ELSE_LATER
 def test_frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> None:
     mesh = alone()
     model = OnCodes(rank)
@@ -1047,7 +1051,7 @@ def test_frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", POLICIES)
+@FUSED_ELSE_LATER
 def test_an_optimizer_that_steps_on_gradients_of_one_rank_is_stopped(rank: int, policy: str) -> None:
     mesh = alone()
     model = sharded(mesh=mesh["shards"])

@@ -29,6 +29,7 @@ from commhooks.checkpoints.contents import read_contents
 from commhooks.checkpoints.folder import checkpoints_in
 from tests.soak.places import PLACES
 from tests.soak.train_and_resume import read_arguments, train
+from tests.tiers import THOROUGH
 from tests.world import run_world
 from tests.world.launcher import ROOT
 
@@ -205,6 +206,7 @@ def flat(value: Any) -> Any:
     return [flat(held) for held in value] if isinstance(value, (list, tuple)) else value
 
 
+@THOROUGH
 def test_a_run_that_is_killed_while_saving_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     job = Job(steps=12, places=("shared.pt@0@2",))
     _, watch = run_and_kill(job, tmp_path, 120)
