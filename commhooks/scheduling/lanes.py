@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -33,8 +35,9 @@ _MAGIC = 0x636F6D6D686F6F6B
 class Lane:
     """An engine's place on a line."""
 
-    def __init__(self, number: int = 0, name: str = "", policy: PolicyName = "fifo") -> None:
-        self.number = number
+    def __init__(self, ordinal: int = 0, name: str = "", policy: PolicyName = "fifo") -> None:
+        self.ordinal = ordinal
+        """How many lanes of its name the line had before."""
         self.name = name
         """The name of the tensors averaged on it, such as a fragment of a model; messages then call its steps
         rounds."""
@@ -48,6 +51,8 @@ class Lane:
         """The error if ranks disagreed when the lane was to open. Every task handed in then fails."""
         self.kernels = Kernels()
         """What ranks compare, with their settings, of the kernels that compute for the lane."""
+        self.is_first = False
+        """True if it is open, and was the first one on its line."""
         self.is_closed = False
         """True once it takes no more tasks; those handed in continue."""
         self._make_policy = POLICIES[policy]
@@ -56,11 +61,21 @@ class Lane:
     @property
     def title(self) -> str:
         """The lane's name in messages."""
-        return self.name or f"lane {self.number}"
+        return self.name or f"lane {self.ordinal}"
+
+    @property
+    def unique(self) -> str:
+        """Its name among all lanes of its line, which ranks compare."""
+        return f"{self.title}, {self.ordinal}" if self.name and self.ordinal else self.title
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """A number that stands for `unique`: not the place of the lane, which ranks may count differently."""
+        return int.from_bytes(hashlib.blake2b(self.unique.encode(), digest_size=7).digest())
 
     def at(self, step: int) -> str:
         """Return the name, in messages, of one of its steps, with the lane."""
-        return f"round {step}, {self.name}" if self.name else f"lane {self.number}, step {step}"
+        return f"round {step}, {self.name}" if self.name else f"{self.title}, step {step}"
 
     def open(self, communicator: Communicator, wait: Wait, complete: Finish) -> Policy:
         """Connect the lane, counting its collectives separately, and return its policy; see `Lanes.open`."""
@@ -105,6 +120,7 @@ class Lanes:
 
     def open(self, lane: Lane, communicator: Communicator, complete: Finish) -> None:
         """Open a lane, between two units; `complete` passes a task's mean to its future."""
+        lane.is_first = not self._lanes
         self._policies.append(lane.open(communicator, self._wait, complete))
         self._lanes.append(lane)
 
@@ -117,7 +133,7 @@ class Lanes:
             if self._check is not None or (issuing is not None and issuing.is_issuing):
                 return False
             self._issuing = lane
-            header = torch.tensor([_MAGIC, lane.number, task.step, task.bucket.index], dtype=torch.int64, device="cpu")
+            header = torch.tensor([_MAGIC, lane.digest, task.step, task.bucket.index], dtype=torch.int64, device="cpu")
             pending = policy.communicator.start(Collective("all-gather", header.to(task.bucket.memory.device)))
             self._check = _Check(lane, task, header, pending)
         else:
@@ -187,7 +203,7 @@ class Lanes:
         )
 
     def _described(self, of_ranks: list[list[int]]) -> Iterator[str]:
-        lanes = {lane.number: lane for lane in self._lanes}
-        for rank, (magic, number, step, bucket) in enumerate(of_ranks):
-            what = f"{lanes.get(number, Lane(number)).at(step)}, bucket {bucket}"
+        lanes = {lane.digest: lane for lane in self._lanes}
+        for rank, (magic, digest, step, bucket) in enumerate(of_ranks):
+            what = f"{lanes[digest].at(step)}, bucket {bucket}" if digest in lanes else f"step {step} of another lane"
             yield f"rank {rank}: {what}" if magic == _MAGIC else f"rank {rank}: settings to compare"

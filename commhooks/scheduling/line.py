@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any, Protocol
 
 import torch
@@ -40,8 +41,8 @@ class Line(Protocol):
         """Return whether requests may name a group of some of the ranks, for gradients on this device."""
         ...
 
-    def join(self) -> int:
-        """Reserve a lane, and return its number."""
+    def join(self, name: str = "") -> int:
+        """Reserve a lane, and return how many of its name were reserved before."""
         ...
 
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> Scheduler:
@@ -86,7 +87,7 @@ class ProcessGroupLine:
         """Its name in the store; it may change until the line has its place there."""
         self._is_placed_late = is_placed_late
         self._lanes = 0
-        self._joined = 0
+        self._joined = Counter[str]()
         self._worker: Worker | None = None
         self._inline: InlineScheduler | None = None
         self._process_group = weakref.ref(process_group)
@@ -120,13 +121,14 @@ class ProcessGroupLine:
         """Return True except on NCCL, where groups would need their own communicators."""
         return not runs_on_streams(self._backend(device))
 
-    def join(self) -> int:
-        """Reserve a lane, and return its number."""
+    def join(self, name: str = "") -> int:
+        """Reserve a lane, and return how many of its name were reserved before."""
         # Not at construction: who is refused before joining has taken no part in the order.
         if self._address is None and not self._is_placed_late:
             self._address = self._place()
-        self._lanes, self._joined = self._lanes + 1, self._joined + 1
-        return self._joined - 1
+        self._lanes += 1
+        self._joined[name] += 1
+        return self._joined[name] - 1
 
     def leave(self) -> None:
         """Leave a lane; when all have left, the thread stops and the private group is dropped."""

@@ -198,7 +198,8 @@ class Gather:
         self._layout = Layout(tuple(names), tuple(chunks))
         self._cut = Cut(code.block, names, chunks) if isinstance(code, Codec) else None
         self._round = 0
-        self._lane = Lane(line.join(), f"gather of {unit.name}")
+        name = f"gather of {unit.name}"
+        self._lane = Lane(line.join(name), name)
         self._leave = weakref.finalize(self, line.leave)
         self._leave.atexit = False
         self._scheduler: Scheduler | None = None

@@ -294,6 +294,22 @@ def test_garbage_that_ranks_collect_at_different_times_counts_on_all_of_them(ran
     exchanger.close()
 
 
+ALONE = "lane, in the order of first use: {} (rank 0), {} (rank 1)"
+
+
+@on_ranks(2, check_exit=False)
+def test_on_a_shared_line_named_exchangers_may_be_kept_alone_and_nameless_ones_are_refused(rank: int) -> None:
+    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
+    names = ["a", "kept", "b", "", ""] if rank else ["a", "b", ""]
+    made = [Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line, name=name) for name in names]
+    common = [one for one in made[:-1] if one.name in "ab"]
+    for _ in range(2):
+        assert [mean_of(rank, one) for one in common] == [0.5, 0.5]
+    refused = told_by(lambda: mean_of(rank, made[-1]))
+    assert refused.error == "AttachError" and f"ranks disagree. {ALONE.format('lane 0', 'lane 1')}" in refused.text
+    assert [mean_of(rank, one) for one in common] == [0.5, 0.5]
+
+
 @on_ranks(3)
 def test_a_rank_that_joins_unnoticed_finds_the_others_once_they_have_closed_their_lines(rank: int) -> None:
     """Rank 2 takes the place of rank 1, and goes again: rank 0 keeps its number in a group of the same size."""

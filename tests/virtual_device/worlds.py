@@ -37,16 +37,16 @@ class DeviceLine:
         self.scheduler: InlineScheduler | None = None
         self._communicator = ProcessGroupCommunicator(group, has_tensor_forms=True)
         self._hook_timeout = hook_timeout
-        self._joined = 0
+        self._joined = Counter[str]()
 
     def carries_groups(self, device: torch.device) -> bool:
         """Return False, as over NCCL."""
         return False
 
-    def join(self) -> int:
-        """Reserve a lane, and return its number."""
-        self._joined += 1
-        return self._joined - 1
+    def join(self, name: str = "") -> int:
+        """Reserve a lane, and return how many of its name were reserved before."""
+        self._joined[name] += 1
+        return self._joined[name] - 1
 
     def check_ranks(self) -> None:
         """Do nothing: the ranks stay."""
