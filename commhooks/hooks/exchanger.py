@@ -109,12 +109,23 @@ class Exchanger(Handle):
 
     `tensors` names them: on every rank the same names, shapes, strides and dtypes, dense and of floating point. Only
     names, shapes, strides, dtypes and devices are read from it; for tensors in pinned memory, `room` is pinned too. The
-    other arguments are those of `attach`. `line` replaces the process group: exchangers that share one
-    `ProcessGroupLine` share its thread and private group, each on a lane of its own. They must be made, and must begin
-    their rounds, in the same order on every rank. Errors name the round and the exchanger, "round 3, <name>".
-    `lockstep_lines` are for workers in one process, see `average_in_lockstep`. `policy` is "fused", or the line's.
-    `weighted`: `begin` takes this rank's weight in the mean; compressors that count votes raise `SettingsError`.
-    Exchangers that share `memory` keep their tensors in it, and take turns: see `InTurns`.
+    other arguments are those of `attach`. `policy` is "fused", or the line's. `weighted`: `begin` takes this rank's
+    weight in the mean; compressors that count votes raise `SettingsError`. Exchangers that share `memory` keep their
+    tensors in it, and take turns: see `InTurns`.
+
+    Making an exchanger has no effect on other ranks. Like PyTorch's collectives, exchangers are paired in the order of
+    their first use, which must be the same on every rank: the first round, `open`, `replace` or `load_state_dict`.
+    Ranks then compare `name`, tensors, compressor and settings, and raise `AttachError` if these differ. Exchangers
+    that are equal in all of them are paired by order alone. A wrong pair of those is noticed only if ranks made them in
+    one order: the first use that is out of that order on some ranks raises `AttachError`, and earlier means may be
+    wrong. So give each a `name`. If first rounds may begin in any order, as in several threads, call `open` on each in
+    one order before.
+
+    `line` replaces the process group: exchangers that share one `ProcessGroupLine` share its thread and private group,
+    each on a lane of its own, and begin all their rounds in the same order on every rank. Those of one line that have
+    no name, or the same, are told apart by the order of making: there, one that a single rank makes and keeps needs a
+    name of its own, or the others' first use raises `AttachError`. Errors name the round and the exchanger,
+    "round 3, <name>". `lockstep_lines` are for workers in one process, see `average_in_lockstep`.
     """
 
     def __init__(

@@ -198,7 +198,6 @@ class PowerSGDState(Handle):
                 label="PowerSGDState",
                 policy=self.policy,
                 hook_timeout=self.hook_timeout,
-                is_placed_late=True,
             )
             compressor = self._make_compressor()
             self._engine = Engine(compressor, line, residuals=self.residuals, atomic=self.atomic, loss_scale=loss_scale)
