@@ -281,6 +281,19 @@ def test_buffers_that_a_module_replaces_are_averaged_too(delay: int) -> None:
         take_round(team)
 
 
+def test_a_saved_buffer_that_is_added_later_is_named_and_one_that_is_not_saved_may_come() -> None:
+    """Each rank would keep its own, as a parameter that is added would be."""
+    for first in (nn.Linear(2, 2), with_buffers(0)):
+        first.register_buffer("later", torch.zeros(0))
+        (worker,) = team_of([first], every=2)
+        first.register_buffer("later_cache", torch.zeros(2), persistent=False)
+        worker.step()
+        first.later = torch.zeros(2)
+        for _ in range(2):
+            with pytest.raises(CompressorError, match="buffer 'later' was added since DiLoCo was made.*persistent=Fal"):
+                worker.step()
+
+
 @pytest.mark.parametrize("heaviest", [3.0, 1e30])
 def test_buffers_are_weighed_as_fragments_are(heaviest: float) -> None:
     """A rank of weight 0 is left out, whatever its buffers are; if all have weight 0, each keeps its own."""
