@@ -24,6 +24,7 @@ from commhooks.errors import CheckpointError, CommHooksError, CompressorError, S
 from commhooks.hooks.exchanger import WEIGHTS, Exchanger, is_weight
 from commhooks.hooks.exchangers import Exchangers
 from commhooks.hooks.grouped import read_groups
+from commhooks.hooks.handle import check_flags
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.ledger import total
 from commhooks.scheduling.line import Line, ProcessGroupLine
@@ -114,6 +115,7 @@ class DiLoCo:
             raise SettingsError(f"DiLoCo(line={line!r}): line must be one of lockstep_lines; pass a process_group.")
         group = group_of_ranks(process_group) if line is None else None
         try:
+            check_flags("DiLoCo", on_host=on_host, weighted=weighted)
             beginning = Beginning.checked(
                 model,
                 optimizer,
