@@ -340,7 +340,10 @@ class RunResult:
             with _part("evaluations"):
                 raw["evaluations"] = tuple(_record(EvaluationRecord, one) for one in raw["evaluations"])
             with _part("probes"):
-                raw["probes"] = tuple(_probe(one) for one in raw["probes"])
+                probes = [(_of_type("a probe", one, dict), one["layers"]) for one in raw["probes"]]
+                raw["probes"] = tuple(
+                    _record(ProbeRecord, {**one, "layers": _records(LayerRecord, layers)}) for one, layers in probes
+                )
             with _part("goal"):  # files of earlier versions have none
                 raw["goal"] = None if raw.get("goal") is None else _record(Goal, raw["goal"])
             with _part("versions"):
@@ -390,10 +393,6 @@ def _records(kind: type, columns: Any) -> tuple[Any, ...]:
         raise ValueError(f"{wrong[0]} has {lengths[wrong[0]]} values, others have {max(lengths.values())}")
     rows = zip(*columns.values(), strict=True)
     return tuple(_record(kind, dict(zip(columns, row, strict=True))) for row in rows)
-
-
-def _probe(raw: Any) -> ProbeRecord:
-    return _record(ProbeRecord, {**_of_type("a probe", raw, dict), "layers": _records(LayerRecord, raw["layers"])})
 
 
 def _check_machine(raw: Any) -> None:
