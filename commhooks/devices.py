@@ -65,8 +65,9 @@ def device_in_use() -> torch.device | None:
 
 
 def model_of(device: torch.device) -> str:
-    """Return the name of an accelerator's model, as its maker calls it."""
-    return torch.cuda.get_device_name(device)
+    """Return the name of an accelerator's model, as its maker calls it, or its kind if PyTorch knows no model."""
+    name_of = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return device.type if name_of is None else str(name_of(device))
 
 
 def matmul_settings(like: Tensor) -> Any:

@@ -19,7 +19,7 @@ from commhooks.compressors.codecs import Vote
 from commhooks.engine.engine import Engine
 from commhooks.errors import CommHooksError, CompressorError, SettingsError
 from commhooks.hooks.flat import FlatBucket, InTurns, allocated, places_of
-from commhooks.hooks.handle import Handle, check_compressor_for, check_run_settings, checked_compressor
+from commhooks.hooks.handle import Handle, check_compressor_for, check_flags, check_run_settings, checked_compressor
 from commhooks.hooks.sockets import group_or_default
 from commhooks.language.compressor import Compressor, inner_of
 from commhooks.scheduling.line import Line, ProcessGroupLine
@@ -144,12 +144,13 @@ class Exchanger(Handle):
         weighted: bool = False,
         memory: InTurns | None = None,
     ) -> None:
-        check_run_settings("Exchanger", policy or "fused", hook_timeout)
+        check_run_settings("Exchanger", "fused" if policy is None else policy, hook_timeout)
+        check_flags("Exchanger", atomic=atomic, weighted=weighted)
         compressor = checked_compressor("Exchanger", compressor)
         if weighted:
             check_takes_weights(compressor)
-        if not tensors:
-            raise SettingsError("Exchanger(tensors={}): tensors must name at least one tensor.")
+        if not isinstance(tensors, Mapping) or not tensors:
+            raise SettingsError(f"Exchanger(tensors={tensors!r:.80}): tensors must name at least one tensor.")
         for key, tensor in tensors.items():
             if tensor.layout != torch.strided or not tensor.is_floating_point():
                 raise SettingsError(f"Exchanger: {key!r} must be dense and of floating point (got {tensor.dtype}).")

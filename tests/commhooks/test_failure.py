@@ -15,6 +15,7 @@ import time
 import weakref
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -220,12 +221,17 @@ def test_when_a_rank_is_killed_the_others_raise(kind: str, policy: str, rounds: 
 
 @pytest.mark.parametrize(
     ("kind", "policy", "rounds", "hook_timeout"),
-    [("core", "fifo", 2, 0.5), ("core", "fused", 1, 0.5), ("torch", "fifo", 1, 0.5), ("torch", "fused", 2, 2.0)],
+    [
+        ("core", "fifo", 2, numpy.float32(0.5)),
+        ("core", "fused", 1, 0.5),
+        ("torch", "fifo", 1, 0.5),
+        ("torch", "fused", 2, 2.0),
+    ],
 )
 def test_a_rank_that_does_not_come_in_time_is_given_up(
     kind: str, policy: str, rounds: int, hook_timeout: float
 ) -> None:
-    stalling = Failing(how="stall", rounds=rounds, stall_seconds=hook_timeout + 2)
+    stalling = Failing(how="stall", rounds=rounds, stall_seconds=float(hook_timeout) + 2)
     prompt, late = run_world(fail, 2, kind, policy, stalling, hook_timeout, check_exit=True)
     assert hook_timeout < prompt.seconds < 10
     for told in (prompt, late):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -271,7 +272,7 @@ def outputs_of(model: nn.Module, rank: int, *, set_to_none: bool) -> list[Tensor
 
 
 def train_replicas(rank: int, policy: Any) -> list[Tensor]:
-    """Return what the whole model makes of the same batch after every step; see `train_sharded`."""
+    """Return what the whole model makes of one batch after every step, and last the gradients that it keeps aside."""
     mesh = init_device_mesh("cuda", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
     model = Net().cuda()
     for root in model.children():
@@ -279,8 +280,13 @@ def train_replicas(rank: int, policy: Any) -> list[Tensor]:
         root.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]  # FSDPModule's
     attachment = commhooks.attach_replicas(model, "all-reduce", mesh.get_group("replicas"), policy=policy)
     outputs = outputs_of(model, rank, set_to_none=policy == "fused")
-    attachment.detach()
-    return outputs
+    for root in model.children():
+        root.set_requires_all_reduce(False)  # type: ignore[operator]  # FSDPModule's
+    model(torch.linspace(-1, 1, 40).view(2, 20).cuda()).square().mean().backward()
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # gradients that were kept are in `.grad` now
+        attachment.detach()
+    named: list[Any] = [*model.parameters()]
+    return [*outputs, *(parameter.grad.to_local().cpu() for parameter in named if parameter.grad is not None)]
 
 
 def train_sharded(rank: int, compressor: str | None, gather: str | None, *, apart: bool = False) -> list[Tensor]:
