@@ -158,6 +158,14 @@ def copied_to(device: torch.device, tensor: Tensor) -> Tensor:
     return pinned.copy_(tensor).to(device, non_blocking=True)
 
 
+def copied_to_host(tensor: Tensor) -> tuple[Tensor, Mark | None]:
+    """Return a tensor's values on the CPU, and the mark after which they are there; itself and None on the CPU."""
+    if not runs_later(tensor):
+        return tensor, None
+    pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return pinned, _queue(pinned, tensor)
+
+
 def queue_copy(kept: Tensor, value: Tensor) -> None:
     """Copy a GPU's tensor into memory that may be the host's, when the current stream reaches this point."""
     if kept.device == value.device and runs_later(kept):
