@@ -105,7 +105,7 @@ class InlineScheduler(Scheduler):
         """Stop the watch, if there is one, and the calls to the store; warn of ranks that differed at the end."""
         before = self.error
         if os.getpid() == self._process:  # a fork has no device
-            self._read_headers(functools.partial(_rest, time.monotonic() + JOIN_SECONDS))
+            self._read_headers(functools.partial(_check_time, time.monotonic() + JOIN_SECONDS))
         if self.error is not before:
             warnings.warn(str(self.error), stacklevel=2)
         if self._watch is not None:
@@ -129,11 +129,10 @@ class InlineScheduler(Scheduler):
                 self.end(error, f"rank {self.rank}", [])
 
     def _look_around(self) -> None:
-        """Rest while the host waits for headers; raise the failure that has ended the line, here or on another rank."""
+        """Raise the failure that has ended the line, if any; called while the host waits for headers."""
         if self.error is not None:  # the watch's: the device may wait for ever
             raise self.error
         self.listen()
-        time.sleep(POLL_SECONDS)
 
     @property
     def _stream(self) -> SideStream:
@@ -169,11 +168,10 @@ class InlineScheduler(Scheduler):
             self._watch.expect(_Stage(lane, task, self._stream, None, self._stream.mark()))
 
 
-def _rest(until: float) -> None:
-    """Rest while the host waits for headers; raise `CollectiveError` after a time."""
+def _check_time(until: float) -> None:
+    """Raise `CollectiveError` after a time; called while the host waits for headers."""
     if time.monotonic() > until:
         raise CollectiveError("it is not known whether the ranks handed in the same: the device is not done.")
-    time.sleep(POLL_SECONDS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,6 +27,11 @@ _UNITS_TO_KEEP = 2**14
 """The longest round, in units, that is surely recognised; units of a longer one may be waited for."""
 _MOST_UNREAD = 2048
 """Headers that the host leaves unread at most, each in pinned memory of its own."""
+
+
+_LOOKS_IN_A_ROW = 2000
+"""So often the host looks whether headers have come before it rests in between, for `_REST_SECONDS`."""
+_REST_SECONDS = 0.0005
 
 
 class Turn(NamedTuple):
@@ -119,6 +125,7 @@ class Turns:
 
         Each is compared before the next is waited for: after ranks have differed, the next may never arrive.
         """
+        looks = 0
         while self._unread:
             if self._unread[0].have_arrived():
                 own, of_ranks, _ = self._unread.popleft()
@@ -127,6 +134,8 @@ class Turns:
                 return
             else:
                 (look_around or self._look_around)()
+                time.sleep(_REST_SECONDS if looks > _LOOKS_IN_A_ROW else 0)
+                looks += 1
 
 
 def spoil(bucket: BucketView, differs: Tensor) -> None:

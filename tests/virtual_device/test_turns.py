@@ -25,7 +25,7 @@ from tests.world import run_world
 pytestmark = [pytest.mark.virtual_device, pytest.mark.timeout(120)]
 
 COMMHOOKS = str(Path(commhooks.__file__).parent)
-STEPS = 8
+STEPS = 6
 ELEMENTS = 47
 
 

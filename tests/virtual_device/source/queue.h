@@ -4,6 +4,7 @@
 // is the schedule's choice: as soon as possible (eager), only what the host waits for (late), or any (random, seeded).
 #pragma once
 #include <torch/csrc/utils/pybind.h>
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <deque>
@@ -281,12 +282,15 @@ inline bool wait_until(const TicketPtr& ticket, double limit = INFINITY) {
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
 }
-inline bool look(const TicketPtr& ticket) {  // time passes for the device whenever the host looks
+// Time passes for the device whenever the host looks: more of it if the host does nothing else, and looks again and again.
+inline int looks_in_vain = 0;
+inline bool look(const TicketPtr& ticket) {
   Lock lock;
   if (!ticket) return true;
   last_call = now();
   if (!ticket->done)
-    for (int steps = chance() % 4; steps-- > 0;) step_any();
+    for (int steps = (chance() % 4) << std::min(looks_in_vain / 16, 8); steps-- > 0 && !ticket->done;) step_any();
+  looks_in_vain = ticket->done ? 0 : looks_in_vain + 1;
   if (ticket->done) join(host, ticket->clock);
   return ticket->done;
 }
