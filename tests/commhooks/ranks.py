@@ -17,10 +17,11 @@ def of_every_rank(value: Any) -> list[Any]:
 
 
 def survived(outcome: Outcome) -> bool:
-    """Return whether a rank whose peer was killed came to its end by itself.
+    """Return whether a rank whose peer was killed, or dropped its connections, came to its end by itself.
 
-    In about 2 of 100 worlds of a busy machine Gloo never ends one of the survivors' collectives, though both peers are
-    gone by then. Its group cannot be destroyed; such a process leaves with exit code 1, and says why.
+    In about 2 of 100 such ends Gloo never ends one of the survivors' collectives, though both peers are gone by then:
+    most often on a busy machine, and with PyTorch 2.14 and newer. Its group cannot be destroyed; such a process leaves
+    with exit code 1, and says why.
     """
     stuck = outcome.returned and outcome.exit_code == 1 and "a collective is still under way at exit" in outcome.output
     return outcome.ok or stuck

@@ -155,7 +155,7 @@ def test_ranks_that_come_late_are_not_taken_for_a_store_that_is_silent() -> None
 class NeverDone:
     """A communicator that starts collectives which never end."""
 
-    has_started = threading.Event()
+    has_started: threading.Event
 
     def __init__(self, inner: Communicator) -> None:
         self.rank, self.world_size = inner.rank, inner.world_size
@@ -175,6 +175,7 @@ def test_stopping_waits_until_it_is_known_whether_work_is_left_also_if_the_store
 ) -> None:
     monkeypatch.setattr(noticeboard, "ANSWER_SECONDS", TRUE_ANSWER_SECONDS)
     monkeypatch.setattr(ProcessGroupCommunicator, "is_busy", lambda self: True)
+    monkeypatch.setattr(NeverDone, "has_started", threading.Event(), raising=False)
     address = Address(Section(store, 0), 0, 1, timedelta(seconds=30), StoreThread(store))
     worker = Worker(address, NeverDone, None)
     lane = Lane()

@@ -130,7 +130,7 @@ def test_ranks_on_two_hosts_share_a_link_of_the_stated_rate_and_its_counters_are
     with Cluster.create(2, up=100e6, down=100e6) as cluster:
         assert cluster in clusters()
         # Both functions are typed for any message; this rank function sends such tuples.
-        run_world(sum_a_megabyte, 2, None, results.append, timeout=30, cluster=cluster)  # type: ignore[arg-type]
+        run_world(sum_a_megabyte, 2, None, results.append, timeout=120, cluster=cluster)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=f"there is a cluster '{cluster.name}' already"):
             Cluster.create(2, name=cluster.name)
         cluster.set_rate(1e6, direction="down", host=1)
@@ -141,8 +141,8 @@ def test_ranks_on_two_hosts_share_a_link_of_the_stated_rate_and_its_counters_are
     assert not list(Path("/run/netns").glob(f"commhooks-{cluster.name}-*"))
     for seconds, sent, address, interface in results:
         # Two ranks exchange halves twice: each sends as many bytes as the message has. The last packet of 16 kB arrives
-        # when its transmission begins; a busy machine may be late.
-        assert 0.95 < seconds / (8 * MEGABYTE * 1514 / 1448 / 100e6) < 2, seconds
+        # when its transmission begins; a busy machine may be late, though not as late as if bytes were bits.
+        assert 0.95 < seconds / (8 * MEGABYTE * 1514 / 1448 / 100e6) < 8, seconds
         assert 1.0 < sent / MEGABYTE < 1.05, sent
         assert (address, interface) == ("10.77.0.1", "eth0")
     assert len(results) == 2

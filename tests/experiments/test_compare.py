@@ -82,7 +82,7 @@ def continued(tmp_path_factory: pytest.TempPathFactory) -> Continued:
             time.sleep(0.02)
         ranks = psutil.Process(started.pid).children(recursive=True)
         started.kill()
-    _, survivors = psutil.wait_procs(ranks, timeout=10)
+    _, survivors = psutil.wait_procs(ranks, timeout=PATIENCE)
     kept = {path.name: path.read_bytes() for path in (out / "results").glob("*.json")}
     (out / "results" / "digits.json.part").write_text('{\n "format": 2,\n "par')  # killed while it wrote
     ended = CliRunner().invoke(app, command[3:])
@@ -287,12 +287,12 @@ def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[psuti
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     with training(tmp_path) as (started, ranks):
         os.killpg(started.pid, signal.SIGINT)  # as a terminal does: the ranks get it too
-        assert started.wait(20) == 130
+        assert started.wait(PATIENCE) == 130
         assert started.stderr is not None
         said = started.stderr.read()
         assert "0 of 1 runs are finished" in said
         assert "stopped; the ranks are ended" in said
-        _, alive = psutil.wait_procs(ranks, timeout=5)
+        _, alive = psutil.wait_procs(ranks, timeout=PATIENCE)
         assert not alive
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from experiments.sweeps.execute import RunFailed
 from experiments.sweeps.tensorboard import LiveLogs
 from experiments.training.worker import Evaluated, RunDone, StepDone
 from tests.experiments.synthetic import DENSE_BYTES, STARTED, result, with_slow_probes
+from tests.waiting import until
 
 LAYERS = tuple(
     LayerRecord(name=f"layer{n}.weight", elements=10 * n, payload_bytes=None, error=n / 100, residual=None)
@@ -59,6 +59,10 @@ def events(path: Path) -> EventAccumulator:
     return found
 
 
+def losses_in(found: EventAccumulator) -> int:
+    return len(found.Scalars("loss/train")) if "loss/train" in found.Tags()["scalars"] else 0
+
+
 def status(found: EventAccumulator) -> int | None:
     """Return how TensorBoard says that the run ended; None: not at all."""
     if "_hparams_/session_end_info" not in found.PluginTagToContent("hparams"):
@@ -85,10 +89,9 @@ def test_a_run_can_be_followed_while_it_goes(tmp_path: Path, monkeypatch: pytest
     logs = LiveLogs(tmp_path)
     for message in messages(run, until=15):
         logs(run.settings, message)
-    deadline, folder = time.monotonic() + 30, tmp_path / run.settings.log_folder
-    while not (found := events(folder)).Tags()["scalars"] or len(found.Scalars("loss/train")) < 15:
-        assert time.monotonic() < deadline, "the writer flushes by itself"
-        time.sleep(0.02)
+    folder = tmp_path / run.settings.log_folder
+    assert until(lambda: losses_in(events(folder)) == 15), "the writer flushes by itself"
+    found = events(folder)
     assert [event.step for event in found.Scalars("loss/held_out")] == [10]
     assert status(found) is None
     columns = HParamsPluginData.FromString(found.SummaryMetadata("_hparams_/experiment").plugin_data.content).experiment

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -291,19 +292,25 @@ class Clumsy(commhooks.AllReduceMean):
 @on_ranks(2, check_exit=False)
 def test_a_round_that_failed_is_not_forgotten_by_whoever_catches_the_error(rank: int) -> None:
     """Each rank would go on by itself: its round is neither free nor due again."""
+    store = dist.distributed_c10d._get_default_store()
     for what, complaint in (
         ("compressor", "rank 1, round 1, fragment 0 of 1.*RuntimeError: of its own"),
         ("outer optimizer", "RuntimeError: of its own|^of its own$"),
-        ("late", "hook_timeout=1"),
+        ("late", "hook_timeout=1.5"),
     ):
-        worker = Worker(rank, every=4, compressor=Clumsy(), hook_timeout=1.0 if what == "late" else 20.0)
+        worker = Worker(rank, every=4, compressor=Clumsy(), hook_timeout=1.5 if what == "late" else 20.0)
         worker.train(0, 7)
         if rank and what == "outer optimizer":
             worker.diloco.outer_optimizer.register_step_pre_hook(_fail)
         Clumsy.fails = rank == 1 and what == "compressor"
         if rank and what == "late":
-            time.sleep(2.0)
-        told = [told_by(functools.partial(worker.train, step, step + 1)) for step in range(7, 17)]
+            store.wait(["rank 0 gave up"], timedelta(seconds=60))
+            time.sleep(0.5)  # it drops its connections meanwhile
+        told = []
+        for step in range(7, 17):
+            told.append(told_by(functools.partial(worker.train, step, step + 1)))
+            if rank == 0 and "hook_timeout=1.5" in told[-1].text:
+                store.set("rank 0 gave up", "")
         Clumsy.fails = False
         failed = next(number for number, one in enumerate(told) if one.error != "nothing")
         # Who came late has the other's part of the sum already, and learns of its end in the next round.

@@ -86,7 +86,7 @@ def _one_never_comes(rank: int, policy: Any) -> str:
     begun = time.monotonic()
     with pytest.raises(commhooks.CollectiveError) as caught:
         run.step(1)
-    assert time.monotonic() - begun < 3.5
+    assert time.monotonic() - begun < 4, "it waited for the device"
     with pytest.raises(RuntimeError, match="Timed out"):  # until then the device waits
         torch.cuda.synchronize()
     failed = True
