@@ -270,7 +270,7 @@ def only_on_rank_1(rank: int, name: str, stays: bool) -> None:
 
 @pytest.mark.parametrize("name", [*MISTAKES, "never joins in"])
 def test_a_mistake_of_one_rank_ends_both_with_exit_code_1_and_words(name: str) -> None:
-    outcomes = run_world_outcomes(only_on_rank_1, 2, name, False, timeout=40.0, check_exit=True)
+    outcomes = run_world_outcomes(only_on_rank_1, 2, name, False, check_exit=True)
     for outcome in outcomes:
         assert (outcome.stack, outcome.exit_code) == (None, 1), outcome.describe()
         assert outcome.traceback is not None and "mistaken_hook', bucket " in outcome.traceback, outcome.describe()
@@ -285,7 +285,7 @@ def with_a_peer_that_stays() -> Iterator[dict[str, concurrent.futures.Future[lis
     """Run the worlds at the same time: their ranks sleep for most of it."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         yield {
-            name: pool.submit(run_world_outcomes, only_on_rank_1, 2, name, True, timeout=40.0, check_exit=True)
+            name: pool.submit(run_world_outcomes, only_on_rank_1, 2, name, True, check_exit=True)
             for name in WITH_A_PEER_THAT_STAYS
         }
 
@@ -299,5 +299,4 @@ def test_a_rank_whose_peer_is_there_but_never_joins_in_raises_after_hook_timeout
     assert "HookTimeoutError: rank 0: " in waiting.traceback and "after 0.5 s" in waiting.traceback
     assert (waiting.stack, waiting.exit_code) == (None, 1), waiting.describe()
     assert "still under way at exit" in waiting.output
-    assert waiting.seconds < 20
     assert absent.stack is None
