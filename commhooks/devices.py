@@ -65,8 +65,9 @@ def device_in_use() -> torch.device | None:
 
 
 def model_of(device: torch.device) -> str:
-    """Return the name of an accelerator's model, as its maker calls it."""
-    return torch.cuda.get_device_name(device)
+    """Return the name of an accelerator's model, as its maker calls it, or its kind if PyTorch knows no model."""
+    name_of = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return device.type if name_of is None else str(name_of(device))
 
 
 def matmul_settings(like: Tensor) -> Any:
@@ -155,6 +156,14 @@ def copied_to(device: torch.device, tensor: Tensor) -> Tensor:
         return tensor.to(device)
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(tensor).to(device, non_blocking=True)
+
+
+def copied_to_host(tensor: Tensor) -> tuple[Tensor, Mark | None]:
+    """Return a tensor's values on the CPU, and the mark after which they are there; itself and None on the CPU."""
+    if not runs_later(tensor):
+        return tensor, None
+    pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return pinned, _queue(pinned, tensor)
 
 
 def queue_copy(kept: Tensor, value: Tensor) -> None:

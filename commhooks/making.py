@@ -157,7 +157,8 @@ def _imported_before(name: str, types_of_setting: tuple[type, ...]) -> Any:
     if (imported := sys.modules.get(module)) is None:
         raise SettingsError(
             f"compressor {name!r}: the name comes from a file, for which no module is imported, and {module} is not "
-            f"imported yet; if you know it, import {module} in your program first."
+            f"imported yet; if you know it, import {module} in your program first, or pass --import {module} to the "
+            "command."
         )
     found = vars(imported).get(attribute)
     kinds = (Compressor, Codec, *(types_of_setting if dataclasses.is_dataclass(found) else ()))

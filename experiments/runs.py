@@ -8,7 +8,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -329,23 +330,37 @@ class RunResult:
 
         """
         try:
-            raw: dict[str, Any] = read_json(path)
-            if (number := raw.pop("format")) != FORMAT:
+            raw = _of_type("a result", read_json(path), dict)
+            if (number := raw.pop("format", None)) != FORMAT:
                 raise ValueError(f"it is of format {number}, which another version of commhooks wrote")
-            raw["settings"] = RunSettings.from_dict(raw["settings"])
-            raw["steps"] = _records(StepRecord, raw["steps"])
-            raw["evaluations"] = tuple(_record(EvaluationRecord, one) for one in raw["evaluations"])
-            raw["probes"] = tuple(
-                _record(ProbeRecord, {**one, "layers": _records(LayerRecord, one["layers"])}) for one in raw["probes"]
-            )
-            raw["goal"] = Goal(**raw["goal"]) if raw.get("goal") else None  # files of earlier versions have none
+            with _part("settings"):
+                raw["settings"] = RunSettings.from_dict(_of_type("settings", raw["settings"], dict))
+            with _part("steps"):
+                raw["steps"] = _records(StepRecord, raw["steps"])
+            with _part("evaluations"):
+                raw["evaluations"] = tuple(_record(EvaluationRecord, one) for one in raw["evaluations"])
+            with _part("probes"):
+                probes = [(_of_type("a probe", one, dict), one["layers"]) for one in raw["probes"]]
+                raw["probes"] = tuple(
+                    _record(ProbeRecord, {**one, "layers": _records(LayerRecord, layers)}) for one, layers in probes
+                )
+            with _part("goal"):  # files of earlier versions have none
+                raw["goal"] = None if raw.get("goal") is None else _record(Goal, raw["goal"])
+            with _part("versions"):
+                for name, version in _of_type("versions", raw["versions"], dict).items():
+                    _of_type(name, version, str)
+            with _part("machine"):
+                _check_machine(raw["machine"])
             result = _typed(cls(**raw))
+            for step in result.steps:
+                if not step.compute + step.compression + step.waiting > 0:
+                    raise ValueError(f"step {step.step}: compute + compression + waiting must be above zero")
             asked, evaluated = result.settings.steps, [one.step for one in result.evaluations]
             made = len(result.steps)
             if made < asked or (made > asked and result.goal is None) or not {asked, made} <= {*evaluated}:
                 raise ValueError(f"it has {made} of {asked} steps, evaluated after {evaluated or 'none'}")
             return result
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (*_WRONG, AttributeError) as error:
             raise ValueError(
                 f"{path}: expected a result file of format {FORMAT} ({error}); move it away, and run again"
             ) from error
@@ -360,24 +375,71 @@ def _columns(kind: type, records: tuple[Any, ...]) -> dict[str, list[Any]]:
     return {each.name: [getattr(record, each.name) for record in records] for each in dataclasses.fields(kind)}
 
 
-def _records(kind: type, columns: Mapping[str, list[Any]]) -> tuple[Any, ...]:
+_WRONG = (ValueError, KeyError, TypeError, OverflowError)
+"""What a value that a file should not have raises when it is read."""
+
+
+@contextmanager
+def _part(name: str) -> Iterator[None]:
+    try:
+        yield
+    except _WRONG as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _records(kind: type, columns: Any) -> tuple[Any, ...]:
+    lengths = {name: len(_of_type(name, column, list)) for name, column in _of_type("records", columns, dict).items()}
+    if wrong := [name for name in lengths if lengths[name] != max(lengths.values())]:
+        raise ValueError(f"{wrong[0]} has {lengths[wrong[0]]} values, others have {max(lengths.values())}")
     rows = zip(*columns.values(), strict=True)
     return tuple(_record(kind, dict(zip(columns, row, strict=True))) for row in rows)
 
 
-def _record(kind: type[T], raw: dict[str, Any]) -> T:
-    return _typed(kind(**_with_nan(raw)))
+def _check_machine(raw: Any) -> None:
+    """Raise if what a report says of a machine is missing or of another type."""
+    known = _of_type("machine", raw, dict)
+    for name in ("processor", "system"):
+        _of_type(name, known[name], str)
+    for name in ("cores", "load", "threads_per_rank"):
+        _of_type(name, known[name], (int, float))
+
+
+def _record(kind: type[T], raw: Any) -> T:
+    return _typed(kind(**_with_nan(_of_type("a record", raw, dict))))
 
 
 _PLAIN = {"int": (int, float), "float": (int, float), "bool": (bool,), "str": (str,)}
+_ABOVE_ZERO = {"seconds", "dilation"}
+_FINITE = {"compute", "compression", "waiting", "hidden", "ended", "compute_here"}  # rounded, a part may be below zero
+_LARGEST = 1e30
+"""No number of bytes, elements or seconds is larger; sums and products of a few such numbers are still finite."""
+
+
+def _of_type(name: str, value: Any, kind: type | tuple[type, ...]) -> Any:
+    if not isinstance(value, kind):
+        wanted = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+        raise TypeError(f"{name} must be of type {wanted} (got {value!r:.80})")
+    return value
 
 
 def _typed(record: T) -> T:
-    """Return a record that was read; raise TypeError if a plain field has another type than its own."""
+    """Return a record that was read.
+
+    Raises TypeError if a plain field has another type than its own, ValueError for a number that nothing can have.
+    """
     for each in dataclasses.fields(record):  # type: ignore[arg-type]  # every record is a dataclass
         value, kind = getattr(record, each.name), str(each.type).removesuffix(" | None")
-        if not (kind not in _PLAIN or isinstance(value, _PLAIN[kind]) or (value is None and kind != each.type)):
+        if kind not in _PLAIN or (value is None and kind != each.type):
+            continue
+        if not isinstance(value, _PLAIN[kind]) or (isinstance(value, bool) and kind != "bool"):
             raise TypeError(f"{each.name} must be of type {kind} (got {value!r:.80})")
+        number: Any = value
+        if each.name in _ABOVE_ZERO and not 0 < number <= _LARGEST:
+            raise ValueError(f"{each.name} must be above zero and finite (got {value!r:.80})")
+        if kind == "int" and not 0 <= number <= _LARGEST:
+            raise ValueError(f"{each.name} must be at least zero and finite (got {value!r:.80})")
+        if each.name in _FINITE and not abs(number) <= _LARGEST:
+            raise ValueError(f"{each.name} must be finite (got {value!r:.80})")
     return record
 
 
@@ -392,9 +454,10 @@ def strict(value: Any) -> Any:
 
 def _with_nan(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the record with its non-finite numbers as floats in place of text or null."""
-    metrics = {"metrics": {key: _number(value) for key, value in raw["metrics"].items()}} if "metrics" in raw else {}
+    given = _of_type("metrics", raw.get("metrics", {}), dict)
+    metrics = {"metrics": {key: _number(key, value) for key, value in given.items()}} if "metrics" in raw else {}
     numbers = {
-        key: _number(value)
+        key: _number(key, value)
         for key, value in raw.items()
         if key != "name"
         and ((value is None and key in _NAN_FOR_NULL) or (isinstance(value, str) and value in NOT_FINITE))
@@ -402,5 +465,8 @@ def _with_nan(raw: dict[str, Any]) -> dict[str, Any]:
     return {**raw, **numbers, **metrics}
 
 
-def _number(value: float | str | None) -> float:
-    return math.nan if value is None else float(value)
+def _number(name: str, value: Any) -> float:
+    """Return a number that a file has as one, as text if it is not finite, or, in earlier versions, as null."""
+    if value is None:
+        return math.nan
+    return float(value if isinstance(value, str) and value in NOT_FINITE else _of_type(name, value, (int, float)))

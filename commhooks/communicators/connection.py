@@ -85,7 +85,7 @@ class Address:
         own = PrefixStore(f"commhooks/{parents_name}", parents_store)
         is_elastic = type(parent) is not dist.ProcessGroup  # a subclass may change its ranks in its own ways
         sections = sections_under.setdefault(parent, Sections())
-        section = sections.make(own, label, members_of(parent), is_elastic=is_elastic)
+        section = sections.begin(own, label, members_of(parent), is_elastic=is_elastic)
         return cls(section, parent.rank(), parent.size(), timeout_of(parent), StoreThread(section.base))
 
     @property
@@ -100,7 +100,6 @@ class Address:
 
     def meet(self) -> concurrent.futures.Future[Store]:
         """Let all ranks meet, without a group; the future is done when they have, within the parent's timeout."""
-        self.section.begin()
         return self.store_thread.submit(self._meet)
 
     def _meet(self) -> Store:
@@ -128,7 +127,6 @@ class Connection:
     ) -> None:
         self.timeout = address.timeout.total_seconds()
         everyone = range(address.world_size)
-        address.section.begin()
         try:
             group = _open_group(address, "", everyone, self.timeout)
         finally:

@@ -27,7 +27,7 @@ def refusal_as_fingerprint(reason: Exception) -> str:
 def describe(fingerprints: Sequence[str]) -> str:
     """Return a sentence on the differences between fingerprints, of which at least two differ, with their ranks."""
     refusals = [
-        f"{_ranks([rank])} cannot take part: {text.removeprefix(_REFUSAL)}"
+        f"{_ranks([rank])} cannot take part: {text.splitlines()[0].removeprefix(_REFUSAL)}"
         for rank, text in enumerate(fingerprints)
         if text.startswith(_REFUSAL)
     ]

@@ -1,10 +1,8 @@
 """The section of a parent group's store in which the ranks of one private group meet: its place, and its number.
 
-The place is the number of sections made before under the same label: ranks make them in one order, and may begin them
-in another, or at other times, since models' first buckets come in any order. Places are counted anew once the parent
-has other ranks, since a rank that has joined has made none. A section that is dropped before any rank can have met in
-it, for example because one rank's settings were refused, gives its place back, unless a later one was made: a rank that
-keeps such a section needs another order than the others.
+The place is the number of sections begun before under the same label: ranks begin them in one order. Places are
+counted anew once the parent has other ranks, since a rank that has joined has begun none. A section in which the ranks
+failed to meet gives its place back, unless a later one has begun.
 
 At one place, several sections may follow each other, also those of an earlier group of the same name. Rank 0 takes a
 number from the store, which has counted them, and gives it to each rank that asks. An answer is never meant for an
@@ -26,7 +24,10 @@ _NUMBER, _ASKED, _ANSWERED = "number", "asked", "answered"
 
 
 class Section:
-    """A numbered section of a store; all methods but `begin` and `release` run on the store's thread."""
+    """A numbered section of a store, in which the ranks meet once those of the last one at its place have.
+
+    All methods but `release` run on the store's thread.
+    """
 
     def __init__(self, base: Store, rank: int, place: Place | None = None) -> None:
         self.base = base
@@ -37,30 +38,17 @@ class Section:
         """True once the ranks have met."""
         self.is_over = False
         """True once the ranks have met, or failed to."""
-        self.has_begun = False
-        """True if the ranks may meet."""
         self._rank = rank
         self._place = place
-        self._dropped = weakref.finalize(self, place.release) if place is not None else None
-        if self._dropped is not None:
-            self._dropped.atexit = False
-        self._before: Section | None = None
+        self._before = place.begin(self) if place is not None else None
         self._question = 0
         self._answered = -1
         self._number = ""
 
-    def begin(self) -> None:
-        """Let the ranks meet from now on, after those of earlier sections; a second call does nothing."""
-        if not self.has_begun and self._place is not None:
-            assert self._dropped is not None, "there is one with each place"
-            self._dropped.detach()
-            self._before = self._place.begin(self)
-        self.has_begun = True
-
     def release(self) -> None:
-        """Make no more use of the place, and give it back if no rank can have met in this section."""
+        """Make no more use of the place, and give it back if the ranks have failed to meet in this section."""
         if self._place is not None:
-            self._place.release(is_used=self.has_begun and (self.has_met or not self.is_over))
+            self._place.release(is_used=self.has_met or not self.is_over)
 
     def look(self) -> Store | None:
         """Ask for the number, or give it to those that ask; return the section once its number is known."""
@@ -99,17 +87,17 @@ class Places:
     members: tuple[int, ...]
     """What is known of these ranks."""
     sections: weakref.WeakValueDictionary[int, Section]
-    """The last section that has begun at each place, also of other ranks."""
-    made: int = 0
+    """The last section at each place, also of other ranks."""
+    begun: int = 0
     given_back: set[int] = dataclasses.field(default_factory=set)
     held: set[int] = dataclasses.field(default_factory=set)
     """The places that are not released yet."""
 
     def next(self) -> Place:
         """Return the next place."""
-        self.held.add(self.made)
-        self.made += 1
-        return Place(self, self.made - 1)
+        self.held.add(self.begun)
+        self.begun += 1
+        return Place(self, self.begun - 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,12 +108,12 @@ class Place:
     number: int
 
     def begin(self, section: Section) -> Section | None:
-        """Note that a section begins, and return the one that has begun here before, if it still exists."""
+        """Note that a section begins, and return the last one at this place, if it still exists."""
         before = self.places.sections.get(self.number)
         self.places.sections[self.number] = section
         return before
 
-    def release(self, *, is_used: bool = False) -> None:
+    def release(self, *, is_used: bool) -> None:
         """Release the place, and give it back if it is not used; a second call does nothing.
 
         Nothing happens in a garbage collection, since other ranks collect the same garbage at another time.
@@ -136,18 +124,18 @@ class Place:
         places.held.remove(self.number)
         if not is_used:
             places.given_back.add(self.number)
-        while places.made - 1 in places.given_back:  # not below a later one: the other ranks have counted that too
-            places.made -= 1
-            places.given_back.remove(places.made)
+        while places.begun - 1 in places.given_back:  # not below a later one: the other ranks have counted that too
+            places.begun -= 1
+            places.given_back.remove(places.begun)
 
 
 class Sections:
-    """The sections that this process has made under one parent group."""
+    """The sections that this process has begun under one parent group."""
 
     def __init__(self) -> None:
         self._places: dict[str, Places] = {}
 
-    def make(self, store: Store, label: str, members: tuple[int, ...], *, is_elastic: bool = False) -> Section:
+    def begin(self, store: Store, label: str, members: tuple[int, ...], *, is_elastic: bool = False) -> Section:
         """Return a new section, at the next place under this label.
 
         `members` begin with this rank's number, and say what else is known of the parent's ranks. If it `is_elastic`,

@@ -285,7 +285,8 @@ def _encoded(member: _Member, memory: Tensor) -> _Encoded:
 def _to_the_median(means: Tensor, bins: Tensor) -> Tensor:
     """Return the factors [W, 1] that scale ranks' elements, given as means [W, 4] and bins [W, n], to the median norm.
 
-    Squares are added up one bin after the other, so that ranks with different processors have the same bits.
+    Squares are added up one bin after the other, so that ranks with different processors have the same sums. Their
+    roots may differ in the last bit: see `needs_equal_kernels`.
     """
     largest = means.abs().amax().clamp(min=torch.finfo(means.dtype).tiny)
     of_bins = [(bins == number).sum(1) * (means[:, number] / largest).square() for number in range(4)]

@@ -50,6 +50,8 @@ class Buckets:
         """The compressor's phase in the current step."""
         self.pool = Pool()
         """The pool of memory from which all buckets' exchanges borrow."""
+        self._in_use: Compressor | None = None
+        self._phases: tuple[Phase, ...] = ()
         self._table = table
         self._by_parameter = by_parameter
         self._views: dict[Key, BucketView] = {}
@@ -100,7 +102,9 @@ class Buckets:
 
     def hand_over(self, compressor: Compressor, step: int) -> None:
         """Before a step, hand over unsent state if the compressor or its phase is a new one; see `hand_over`."""
-        self.phase = next(phase for phase in reversed(phases_of(compressor)) if phase.begin <= step)
+        if self._in_use is not compressor:  # by identity: a user's settings may be arrays, which cannot be compared
+            self._in_use, self._phases = compressor, phases_of(compressor)
+        self.phase = next(phase for phase in reversed(self._phases) if phase.begin <= step)
         known, begin = self._table.in_phase or (None, 0)
         if known is not compressor or begin != self.phase.begin:
             hand_over(self._table, compressor, self.phase.begin, step)

@@ -66,7 +66,7 @@ class Engine:
         self.policy = policy or line.policy
         # Before the lane: it may be refused.
         self.state = StateTable(line.rank, line.world_size, residuals, is_sharded=is_sharded)
-        self.lane = Lane(line.join(), name, self.policy)
+        self.lane = Lane(line.join(name), name, self.policy)
         """The engine's place on its line, and its counts."""
         self.scheduler: Scheduler | None = None
         """The scheduler of the lane; None before the first bucket or `open`."""
@@ -192,7 +192,7 @@ class Engine:
         """
         self._begun += 1
         board, scale = self.scheduler.board if self.scheduler is not None else None, self.loss_scale.of_gradients
-        if not isinstance(board, Noticeboard) or self.lane.number or isinstance(scale, Tensor):
+        if not isinstance(board, Noticeboard) or not self.lane.is_first or isinstance(scale, Tensor):
             return
         if self._told is not None:
             (begun, step, told), self._told = self._told, None
@@ -324,7 +324,7 @@ class Engine:
         return (
             f"compressor: {compressor!r}\nmessage formats: {message_formats(compressor) or 'the first ones'}\n"
             f"unused parameters: {self._may_be_unused}\npolicy: {self.policy!r}\n"
-            f"atomic: {self._undo is not None}\n{passes}lane: {self.lane.number} {self.lane.name}\n"
+            f"atomic: {self._undo is not None}\n{passes}lane, in the order of first use: {self.lane.unique}\n"
             f"{self.resumed.fingerprint}\n{self._fingerprint}"
         )
 

@@ -14,7 +14,7 @@ from commhooks.communicators.connection import WrapCommunicator
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, SettingsError
 from commhooks.hooks.facts import check_hook_is_called, check_step_has_an_end, searches_for_unused, sparse_parameters
-from commhooks.hooks.handle import Handle, check_run_settings, checked_compressor, refusal_of
+from commhooks.hooks.handle import Handle, check_flags, check_run_settings, checked_compressor, refusal_of
 from commhooks.hooks.sockets import Socket, caller_of_hook, check_is_free, group_or_default, socket_of
 from commhooks.hooks.watching import Watch, optimizer_of
 from commhooks.language.compressor import Compressor
@@ -163,6 +163,7 @@ def attach(
     ddp = find_ddp("attach", model)
     compressor = checked_compressor("attach", compressor)
     check_run_settings("attach", policy, hook_timeout)
+    check_flags("attach", atomic=atomic)
     if guard is not None:
         try:
             check_mode("attach", guard)

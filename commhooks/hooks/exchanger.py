@@ -19,7 +19,7 @@ from commhooks.compressors.codecs import Vote
 from commhooks.engine.engine import Engine
 from commhooks.errors import CommHooksError, CompressorError, SettingsError
 from commhooks.hooks.flat import FlatBucket, InTurns, allocated, places_of
-from commhooks.hooks.handle import Handle, check_compressor_for, check_run_settings, checked_compressor
+from commhooks.hooks.handle import Handle, check_compressor_for, check_flags, check_run_settings, checked_compressor
 from commhooks.hooks.sockets import group_or_default
 from commhooks.language.compressor import Compressor, inner_of
 from commhooks.scheduling.line import Line, ProcessGroupLine
@@ -109,12 +109,23 @@ class Exchanger(Handle):
 
     `tensors` names them: on every rank the same names, shapes, strides and dtypes, dense and of floating point. Only
     names, shapes, strides, dtypes and devices are read from it; for tensors in pinned memory, `room` is pinned too. The
-    other arguments are those of `attach`. `line` replaces the process group: exchangers that share one
-    `ProcessGroupLine` share its thread and private group, each on a lane of its own. They must be made, and must begin
-    their rounds, in the same order on every rank. Errors name the round and the exchanger, "round 3, <name>".
-    `lockstep_lines` are for workers in one process, see `average_in_lockstep`. `policy` is "fused", or the line's.
-    `weighted`: `begin` takes this rank's weight in the mean; compressors that count votes raise `SettingsError`.
-    Exchangers that share `memory` keep their tensors in it, and take turns: see `InTurns`.
+    other arguments are those of `attach`. `policy` is "fused", or the line's. `weighted`: `begin` takes this rank's
+    weight in the mean; compressors that count votes raise `SettingsError`. Exchangers that share `memory` keep their
+    tensors in it, and take turns: see `InTurns`.
+
+    Making an exchanger has no effect on other ranks. Like PyTorch's collectives, exchangers are paired in the order of
+    their first use, which must be the same on every rank: the first round, `open`, `replace` or `load_state_dict`.
+    Ranks then compare `name`, tensors, compressor and settings, and raise `AttachError` if these differ. Exchangers
+    that are equal in all of them are paired by order alone. A wrong pair of those is noticed only if ranks made them in
+    one order: the first use that is out of that order on some ranks raises `AttachError`, and earlier means may be
+    wrong. So give each a `name`. If first rounds may begin in any order, as in several threads, call `open` on each in
+    one order before.
+
+    `line` replaces the process group: exchangers that share one `ProcessGroupLine` share its thread and private group,
+    each on a lane of its own, and begin all their rounds in the same order on every rank. Those of one line that have
+    no name, or the same, are told apart by the order of making: there, one that a single rank makes and keeps needs a
+    name of its own, or the others' first use raises `AttachError`. Errors name the round and the exchanger,
+    "round 3, <name>". `lockstep_lines` are for workers in one process, see `average_in_lockstep`.
     """
 
     def __init__(
@@ -133,12 +144,13 @@ class Exchanger(Handle):
         weighted: bool = False,
         memory: InTurns | None = None,
     ) -> None:
-        check_run_settings("Exchanger", policy or "fused", hook_timeout)
+        check_run_settings("Exchanger", "fused" if policy is None else policy, hook_timeout)
+        check_flags("Exchanger", atomic=atomic, weighted=weighted)
         compressor = checked_compressor("Exchanger", compressor)
         if weighted:
             check_takes_weights(compressor)
-        if not tensors:
-            raise SettingsError("Exchanger(tensors={}): tensors must name at least one tensor.")
+        if not isinstance(tensors, Mapping) or not tensors:
+            raise SettingsError(f"Exchanger(tensors={tensors!r:.80}): tensors must name at least one tensor.")
         for key, tensor in tensors.items():
             if tensor.layout != torch.strided or not tensor.is_floating_point():
                 raise SettingsError(f"Exchanger: {key!r} must be dense and of floating point (got {tensor.dtype}).")

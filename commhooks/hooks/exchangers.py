@@ -25,7 +25,8 @@ class Exchangers(Grouped[Exchanger]):
 
     All share one thread and one private group. Each group has its own count of rounds, so seeds and warm-up do not
     depend on the other groups; no name may be in two of them. Every rank must name the same groups, and begin their
-    rounds in one order. Errors name them as "round 3, <label>".
+    rounds in one order. Making them has no effect on other ranks; see `Exchanger` on which are paired. Errors name them
+    as "round 3, <label>".
 
     `compressor` is one for all groups, or one for each by label; the other arguments are those of `Exchanger`.
     `in_turns`: no round begins before the last one's means are written or dropped, so the groups share their memory,

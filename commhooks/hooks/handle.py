@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
-from typing import Any, Unpack
+from typing import Any, TypeGuard, Unpack
 
 import numpy
 from torch import Tensor
@@ -243,11 +243,24 @@ class Handle(ABC):
 
 def check_run_settings(caller: str, policy: str, hook_timeout: float | None) -> None:
     """Raise `SettingsError` if the policy does not exist or the timeout is not a positive, finite number."""
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise SettingsError(f"{caller}(policy={policy!r}): policy must be one of {', '.join(POLICIES)}.")
     number = int | float | numpy.floating | numpy.integer
-    if hook_timeout is not None and not (isinstance(hook_timeout, number) and 0 < hook_timeout < math.inf):
+    is_number = isinstance(hook_timeout, number) and not isinstance(hook_timeout, bool)
+    if hook_timeout is not None and not (is_number and 0 < hook_timeout < math.inf):
         raise SettingsError(f"{caller}(hook_timeout={hook_timeout!r}): hook_timeout must be above 0 s, and finite.")
+
+
+def check_flags(caller: str, **flags: object) -> None:
+    """Raise `SettingsError` for the first of these settings that is neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool | numpy.bool_):
+            raise SettingsError(f"{caller}({name}={value!r}): {name} must be True or False.")
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return whether a setting is an int, and not True or False."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def checked_compressor(caller: str, compressor: Compressor | str) -> Compressor:

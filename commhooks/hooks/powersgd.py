@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import torch
@@ -40,10 +40,12 @@ class PowerSGDState(Handle):
     Use it as `model.register_comm_hook(PowerSGDState(process_group, ...), powerSGD_hook)`, or with
     `batched_powerSGD_hook`, on ddp_core's or PyTorch's DDP; make one for each model. Making, unpickling or copying one
     has no effect on other ranks: they meet at its first bucket. States are told apart by the shapes of that bucket's
-    parameters, and those with equal shapes by the order of their first buckets. As with a plain DDP, that order must
-    then be the same on every rank: otherwise two models' gradients are averaged with each other. If a state is later
-    used with another model, everything starts over, including the warm-up; models that take turns raise
-    `SettingsError`. The arguments that may be passed by position, and their defaults, are PyTorch's:
+    parameters and, on ddp_core's DDP, by their names. Those of equal models are paired in the order of their first
+    buckets, as with a plain DDP, so make and use them in the same order on every rank. One that only some ranks use in
+    another order than that of making raises `AttachError`, after earlier ones may have been averaged with each other.
+    If ranks differ in both orders, nothing shows it. If a state is later used with another model, everything starts
+    over, including the warm-up; models that take turns raise `SettingsError`. The arguments that may be passed by
+    position, and their defaults, are PyTorch's:
 
     - `matrix_approximation_rank`: lower: smaller messages, but more left in the residual.
     - `start_powerSGD_iter`: the number of initial steps that use a plain all-reduce. Unlike in PyTorch, 0 and 1 are
@@ -198,7 +200,6 @@ class PowerSGDState(Handle):
                 label="PowerSGDState",
                 policy=self.policy,
                 hook_timeout=self.hook_timeout,
-                is_placed_late=True,
             )
             compressor = self._make_compressor()
             self._engine = Engine(compressor, line, residuals=self.residuals, atomic=self.atomic, loss_scale=loss_scale)
@@ -270,9 +271,11 @@ class PowerSGDState(Handle):
         if self._warm_up is None and engine.step >= self.start_powerSGD_iter:
             self._warm_up = engine.statistics()
         if engine.scheduler is None:
-            # Two models' first buckets may come in another order on each rank.
-            shapes = repr([tuple(parameter.shape) for parameter in bucket.parameters()])
-            self._line.label = f"PowerSGDState {hashlib.blake2b(shapes.encode(), digest_size=16).hexdigest()}"
+            # Two models' first buckets may come in another order on each rank. Names only from a bucket, as ddp_core's
+            # has them: of those that `bind` tells, another rank may not know.
+            names: Callable[[], list[str]] = getattr(bucket, "names", list)
+            what = repr((names(), [tuple(parameter.shape) for parameter in bucket.parameters()]))
+            self._line.label = f"PowerSGDState {hashlib.blake2b(what.encode(), digest_size=16).hexdigest()}"
         return deliver(engine.run(bucket), bucket)
 
     def _begin_anew(self, last: Engine) -> Engine:

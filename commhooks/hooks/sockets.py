@@ -130,7 +130,7 @@ class Socket:
             return
         register: Any = model.register_comm_hook
         has_limit = "hook_timeout" in inspect.signature(register).parameters
-        limit = {"hook_timeout": seconds * COLLECTIVES_A_BUCKET} if has_limit else {}
+        limit = {"hook_timeout": float(seconds) * COLLECTIVES_A_BUCKET} if has_limit else {}
         try:
             self._removable = register(self, attachment_hook, **limit)
         except Exception:

@@ -179,7 +179,8 @@ class TrainWithDiLoCo(Callback):
                 f"{OWNER}: ranks begin with checkpoints of different saves ("
                 + "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(told))
                 + "). Pass the same trainer.fit(ckpt_path=...) on every rank, which must see the file that it wrote. "
-                "Remove the file of a rank that was not there when rank 0's was written."
+                "Remove the file of a rank that was not there when rank 0's was written. After a save that was cut "
+                "short, resume from another checkpoint."
             )
         if state is None or _ABSENT not in state:
             return state

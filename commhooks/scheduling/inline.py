@@ -13,6 +13,7 @@ import functools
 import os
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -46,7 +47,7 @@ class InlineScheduler(Scheduler):
         hook_timeout: float | None = None,
         board: Board | None = None,
     ) -> None:
-        super().__init__(communicator.rank, self._wait, board)
+        super().__init__(communicator.rank, self._wait, board, self._look_around)
         self._streams = streams
         self._way = 0
         """The number of the stream in use."""
@@ -55,6 +56,7 @@ class InlineScheduler(Scheduler):
         self._communicator = communicator
         self._agree = agree
         self._watch = _Watch(hook_timeout, self) if hook_timeout is not None else None
+        self._process = os.getpid()
 
     def open(self, lane: Lane, fingerprint: str) -> None:
         """Open a lane, once every rank has passed the same fingerprint."""
@@ -71,7 +73,8 @@ class InlineScheduler(Scheduler):
         with self._stream.entered():
             try:
                 self.listen()
-                self._lanes.add(lane, task)
+                is_added = self._lanes.add(lane, task)
+                assert is_added, "every unit is issued before the next is handed in, unless that was interrupted"
                 while self._lanes.turn():
                     pass
             except Exception as error:
@@ -80,12 +83,14 @@ class InlineScheduler(Scheduler):
 
     def agree(self, lane: Lane, fingerprint: str, caller: str) -> None:
         """Compare with the other ranks from this thread."""
+        if self.error is not None:  # a collective may be left over, which this one would meet
+            raise self.error
         self._agree(fingerprint, lane.kernels)
 
     def drain(self, lane: Lane, caller: str) -> None:
         """Cut short a step whose last bucket has not come; make the caller's stream wait for the buckets handed in.
 
-        The host waits only for the watch, without which futures are completed.
+        The host waits for the watch, which completes futures, and for the headers of several lanes' units.
         """
         assert lane.policy is not None, "an inline lane is open from the beginning"
         lane.policy.cut_short(f"{caller} came before its last bucket")
@@ -94,9 +99,15 @@ class InlineScheduler(Scheduler):
         self._step = None
         for stream in self._streams:
             stream.let_caller_follow()
+        self._read_headers(self._look_around)
 
     def stop(self) -> None:
-        """Stop the watch, if there is one, and the calls to the store."""
+        """Stop the watch, if there is one, and the calls to the store; warn of ranks that differed at the end."""
+        before = self.error
+        if os.getpid() == self._process:  # a fork has no device
+            self._read_headers(functools.partial(_rest, time.monotonic() + JOIN_SECONDS))
+        if self.error is not before:
+            warnings.warn(str(self.error), stacklevel=2)
         if self._watch is not None:
             self._watch.stop()
         if self.board is not None:
@@ -108,6 +119,21 @@ class InlineScheduler(Scheduler):
         self._fail_all(waiting, failure)
         if failure.__cause__ is error and self.board is not None:
             self.board.post(str(failure))  # last, since it may take a while
+
+    def _read_headers(self, look_around: Callable[[], None]) -> None:
+        """Read the headers that the host has left for later; end the line if ranks differ."""
+        if self.error is None:
+            try:
+                self._lanes.read_headers(look_around)
+            except Exception as error:
+                self.end(error, f"rank {self.rank}", [])
+
+    def _look_around(self) -> None:
+        """Rest while the host waits for headers; raise the failure that has ended the line, here or on another rank."""
+        if self.error is not None:  # the watch's: the device may wait for ever
+            raise self.error
+        self.listen()
+        time.sleep(POLL_SECONDS)
 
     @property
     def _stream(self) -> SideStream:
@@ -141,6 +167,13 @@ class InlineScheduler(Scheduler):
             task.succeed()
         else:
             self._watch.expect(_Stage(lane, task, self._stream, None, self._stream.mark()))
+
+
+def _rest(until: float) -> None:
+    """Rest while the host waits for headers; raise `CollectiveError` after a time."""
+    if time.monotonic() > until:
+        raise CollectiveError("it is not known whether the ranks handed in the same: the device is not done.")
+    time.sleep(POLL_SECONDS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,14 +4,16 @@ A unit is a bucket (fifo) or a step (fused) of one lane; it takes its place on t
 in. All requests of a unit are issued before the next unit's first, so the order of collectives is the order of hand-in,
 whatever has arrived. Ranks must hand units in in one order. Before each unit, a line of several lanes therefore
 compares whose turn it is: every rank gathers `HEADER_BYTES` from each other rank. A line of one lane, such as an
-attachment's, sends only its requests.
+attachment's, sends only its requests. On NCCL the host reads most of what is gathered late, see `Turns`.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterator
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,10 +21,12 @@ from torch import Tensor
 from commhooks.communicators import Collective, Communicator, Pending, RecordingCommunicator
 from commhooks.communicators.collective import Traffic
 from commhooks.communicators.kernels import Kernels
+from commhooks.devices import copied_to
 from commhooks.errors import CollectiveError, CommHooksError
 from commhooks.scheduling.ledger import Ledger
 from commhooks.scheduling.policy import POLICIES, Finish, Policy, PolicyName, Wait
 from commhooks.scheduling.task import BucketTask
+from commhooks.scheduling.turns import Turns, spoil
 
 HEADER_BYTES = 32
 """The size of a header, equal to that of a comparison of settings, so that the two can meet and be told apart."""
@@ -33,8 +37,9 @@ _MAGIC = 0x636F6D6D686F6F6B
 class Lane:
     """An engine's place on a line."""
 
-    def __init__(self, number: int = 0, name: str = "", policy: PolicyName = "fifo") -> None:
-        self.number = number
+    def __init__(self, ordinal: int = 0, name: str = "", policy: PolicyName = "fifo") -> None:
+        self.ordinal = ordinal
+        """How many lanes of its name the line had before."""
         self.name = name
         """The name of the tensors averaged on it, such as a fragment of a model; messages then call its steps
         rounds."""
@@ -48,19 +53,33 @@ class Lane:
         """The error if ranks disagreed when the lane was to open. Every task handed in then fails."""
         self.kernels = Kernels()
         """What ranks compare, with their settings, of the kernels that compute for the lane."""
+        self.is_first = False
+        """True if it is open, and was the first one on its line."""
         self.is_closed = False
         """True once it takes no more tasks; those handed in continue."""
+        self.differs: Tensor | None = None
+        """A flag on the device, true if a rank hands in another unit than the current one; None if none does."""
         self._make_policy = POLICIES[policy]
         self._complete: Finish
 
     @property
     def title(self) -> str:
         """The lane's name in messages."""
-        return self.name or f"lane {self.number}"
+        return self.name or f"lane {self.ordinal}"
+
+    @property
+    def unique(self) -> str:
+        """Its name among all lanes of its line, which ranks compare."""
+        return f"{self.title}, {self.ordinal}" if self.name and self.ordinal else self.title
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """A number that stands for `unique`: not the place of the lane, which ranks may count differently."""
+        return int.from_bytes(hashlib.blake2b(self.unique.encode(), digest_size=7).digest())
 
     def at(self, step: int) -> str:
         """Return the name, in messages, of one of its steps, with the lane."""
-        return f"round {step}, {self.name}" if self.name else f"lane {self.number}, step {step}"
+        return f"round {step}, {self.name}" if self.name else f"{self.title}, step {step}"
 
     def open(self, communicator: Communicator, wait: Wait, complete: Finish) -> Policy:
         """Connect the lane, counting its collectives separately, and return its policy; see `Lanes.open`."""
@@ -76,6 +95,8 @@ class Lane:
 
     def _finish(self, task: BucketTask) -> None:
         assert self.traffic is not None, "a task is finished before its lane is open"
+        if self.differs is not None:
+            spoil(task.bucket, self.differs)  # first: an undo log judges the means
         task.settle()
         self.ledger.enter(task, self.traffic)
         self._complete(task)
@@ -87,16 +108,22 @@ class _Check:
 
     lane: Lane
     task: BucketTask
-    header: torch.Tensor
+    header: Tensor
+    sent: Tensor
+    """The header on the gradients' device."""
     pending: Pending
 
 
 class Lanes:
-    """The opened lanes of one line, served in the order in which their units were handed in."""
+    """The opened lanes of one line, served in the order in which their units were handed in.
 
-    def __init__(self, rank: int, wait: Wait) -> None:
+    If there is a `look_around`, headers are read late, and it is called while the host waits for them.
+    """
+
+    def __init__(self, rank: int, wait: Wait, look_around: Callable[[], None] | None = None) -> None:
         self._rank = rank
         self._wait = wait
+        self._turns = Turns(self._compare, look_around) if look_around is not None else None
         self._lanes: list[Lane] = []
         self._policies: list[Policy] = []
         self._check: _Check | None = None
@@ -105,6 +132,7 @@ class Lanes:
 
     def open(self, lane: Lane, communicator: Communicator, complete: Finish) -> None:
         """Open a lane, between two units; `complete` passes a task's mean to its future."""
+        lane.is_first = not self._lanes
         self._policies.append(lane.open(communicator, self._wait, complete))
         self._lanes.append(lane)
 
@@ -116,10 +144,13 @@ class Lanes:
             issuing = self._issuing.policy if self._issuing is not None else None
             if self._check is not None or (issuing is not None and issuing.is_issuing):
                 return False
+            if self._turns is not None:  # before a collective that ranks which have failed will not answer
+                self._turns.look()
             self._issuing = lane
-            header = torch.tensor([_MAGIC, lane.number, task.step, task.bucket.index], dtype=torch.int64, device="cpu")
-            pending = policy.communicator.start(Collective("all-gather", header.to(task.bucket.memory.device)))
-            self._check = _Check(lane, task, header, pending)
+            header = torch.tensor([_MAGIC, lane.digest, task.step, task.bucket.index], dtype=torch.int64, device="cpu")
+            sent = copied_to(task.bucket.memory.device, header)
+            pending = policy.communicator.start(Collective("all-gather", sent))
+            self._check = _Check(lane, task, header, sent, pending)
         else:
             policy.add(task)
         return True
@@ -127,7 +158,7 @@ class Lanes:
     def turn(self) -> bool:
         """Do one thing; return False if there is nothing to do before something else is handed in."""
         if self._check is not None:
-            self._compare(self._check)
+            self._go_on_with(self._check)
             return True
         if len(self._policies) == 1:
             return self._policies[0].turn()
@@ -171,15 +202,27 @@ class Lanes:
             lane.policy = None
         self._policies, self._check, self._issuing = [], None, None  # the lanes stay, for messages
 
-    def _compare(self, check: _Check) -> None:
-        """Continue with the unit if it is every rank's turn; otherwise raise `CollectiveError`, naming the turns."""
+    def read_headers(self, look_around: Callable[[], None] | None = None) -> None:
+        """Wait for all headers that are still to be read; raise `CollectiveError` if ranks differ."""
+        if self._turns is not None:
+            self._turns.read(look_around=look_around)
+
+    def _go_on_with(self, check: _Check) -> None:
+        """Issue the unit, if whose turn it is has been compared or will be later; see `Turns.take`."""
         if not self._wait(check.pending):
             return
-        of_ranks = check.pending.result.cpu().view(torch.int64)
-        if bool((of_ranks == check.header).all()):
-            self._check = None
-            assert check.lane.policy is not None, "the lane is open"
-            check.lane.policy.add(check.task)
+        of_ranks = check.pending.result.view(torch.int64)
+        if self._turns is None:
+            self._compare(check.header, of_ranks.cpu())
+        else:
+            check.lane.differs = self._turns.take(check.header, check.sent, of_ranks)
+        self._check = None
+        assert check.lane.policy is not None, "the lane is open"
+        check.lane.policy.add(check.task)
+
+    def _compare(self, own: Tensor, of_ranks: Tensor) -> None:
+        """Raise `CollectiveError`, naming the turns, unless it was every rank's turn."""
+        if bool((of_ranks == own).all()):
             return
         raise CollectiveError(
             "ranks hand in different things: " + "; ".join(self._described(of_ranks.tolist())) + ". Every rank must "
@@ -187,7 +230,7 @@ class Lanes:
         )
 
     def _described(self, of_ranks: list[list[int]]) -> Iterator[str]:
-        lanes = {lane.number: lane for lane in self._lanes}
-        for rank, (magic, number, step, bucket) in enumerate(of_ranks):
-            what = f"{lanes.get(number, Lane(number)).at(step)}, bucket {bucket}"
+        lanes = {lane.digest: lane for lane in self._lanes}
+        for rank, (magic, digest, step, bucket) in enumerate(of_ranks):
+            what = f"{lanes[digest].at(step)}, bucket {bucket}" if digest in lanes else f"step {step} of another lane"
             yield f"rank {rank}: {what}" if magic == _MAGIC else f"rank {rank}: settings to compare"

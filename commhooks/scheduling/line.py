@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections import Counter
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +27,8 @@ from ddp_core.guard import warn_of_one_rank
 class Line(Protocol):
     """One rank's line to the others: its number, and the lanes through which engines reach them.
 
-    Engines that share a line share its thread and its group. They are made in the same order on every rank, as the
-    first engines of all lines are, and each opens its own lane with its first bucket.
+    Engines that share a line share its thread and its group. Each opens its own lane with its first bucket, in the same
+    order on every rank.
     """
 
     rank: int
@@ -40,8 +42,8 @@ class Line(Protocol):
         """Return whether requests may name a group of some of the ranks, for gradients on this device."""
         ...
 
-    def join(self) -> int:
-        """Reserve a lane, and return its number."""
+    def join(self, name: str = "") -> int:
+        """Reserve a lane, and return how many of its name were reserved before."""
         ...
 
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> Scheduler:
@@ -65,8 +67,10 @@ class ProcessGroupLine:
     `wrap_communicator` takes the private group's communicator, and returns the one to use in its place. It warns of a
     process group of one rank, once, unless that `may_be_alone`; None: if it is a dimension of a mesh.
 
-    Lines of one label are told apart by the order in which ranks reserve their first lanes, or, if a line
-    `is_placed_late`, in which they open them: then a line that one rank alone makes has no effect on others.
+    Lines of one label are paired in the order in which ranks open their first lanes, so a line that one rank alone
+    makes has no effect on others; those of several labels may be opened in any order. A wrong pair raises `AttachError`
+    if what ranks compare differs. If nothing does, that happens once a line is opened after an equal one that was made
+    later, on some of the ranks.
     """
 
     def __init__(
@@ -79,14 +83,15 @@ class ProcessGroupLine:
         hook_timeout: float | None = None,
         may_bypass: bool = False,
         may_be_alone: bool | None = None,
-        is_placed_late: bool = False,
     ) -> None:
         self.policy = policy
         self.label = label
         """Its name in the store; it may change until the line has its place there."""
-        self._is_placed_late = is_placed_late
+        self._made = next(_made)
+        self._overtaken = Counter[str]()
+        """The lines made later that were opened while this one was not, by label and fingerprint."""
         self._lanes = 0
-        self._joined = 0
+        self._joined = Counter[str]()
         self._worker: Worker | None = None
         self._inline: InlineScheduler | None = None
         self._process_group = weakref.ref(process_group)
@@ -105,6 +110,7 @@ class ProcessGroupLine:
         self._wrap = wrap_communicator
         self.hook_timeout = hook_timeout
         self._may_bypass = may_bypass  # the user knows that a group without Gloo only provides its ranks
+        _unopened.add(self)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -120,13 +126,11 @@ class ProcessGroupLine:
         """Return True except on NCCL, where groups would need their own communicators."""
         return not runs_on_streams(self._backend(device))
 
-    def join(self) -> int:
-        """Reserve a lane, and return its number."""
-        # Not at construction: who is refused before joining has taken no part in the order.
-        if self._address is None and not self._is_placed_late:
-            self._address = self._place()
-        self._lanes, self._joined = self._lanes + 1, self._joined + 1
-        return self._joined - 1
+    def join(self, name: str = "") -> int:
+        """Reserve a lane, and return how many of its name were reserved before."""
+        self._lanes += 1
+        self._joined[name] += 1
+        return self._joined[name] - 1
 
     def leave(self) -> None:
         """Leave a lane; when all have left, the thread stops and the private group is dropped."""
@@ -136,8 +140,6 @@ class ProcessGroupLine:
                 running.stop()
         if self._lanes == 0 and self._address is not None:
             self._address.section.release()
-            if not self._address.section.has_begun:  # its place may be another's from now on
-                self._address = None
 
     def check_ranks(self) -> None:
         """Raise `AttachError` if the process group has changed its size, its ranks, or this rank's number.
@@ -162,10 +164,14 @@ class ProcessGroupLine:
 
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> Scheduler:
         """Open a reserved lane; on NCCL this waits for all ranks, otherwise the thread does."""
-        if self._address is None and self._lanes:
-            self._address = self._place()
+        # The line takes its place here, in the same order on every rank, and not on the thread.
         if self._address is None:
-            raise CollectiveError(f"rank {self.rank}: not started: the attachment was stopped before its first bucket.")
+            if lane.is_closed:
+                raise CollectiveError(
+                    f"rank {self.rank}: not started: the attachment was stopped before its first bucket."
+                )
+            self._address = self._place()
+            fingerprint += f"\n{_USED_BEFORE}: {self._overtake(fingerprint)}"
         backend = self._backend(device)
         running: InlineScheduler | Worker
         if runs_on_streams(backend) or self._inline is not None:
@@ -179,7 +185,21 @@ class ProcessGroupLine:
         process_group = self._process_group()
         if process_group is None:
             raise AttachError("the process group was destroyed.")
+        self.check_ranks()
         return Address.under(process_group, self.label)
+
+    def _overtake(self, fingerprint: str) -> int:
+        """Return how many equal lines were made later than this one and opened before it.
+
+        If ranks make equal lines in one order, these numbers differ as soon as their order of opening does: they are
+        the inversions of that order. Lines that are never opened do not count.
+        """
+        _unopened.discard(self)
+        what = f"{self.label}\n{fingerprint}"
+        for other in list(_unopened):
+            if other._made < self._made and other._process_group is self._process_group:
+                other._overtaken[what] += 1
+        return self._overtaken[what]
 
     def _backend(self, device: torch.device) -> str:
         process_group = self._process_group()
@@ -202,8 +222,14 @@ class ProcessGroupLine:
         process_group = self._process_group()
         if process_group is not None and backend != "gloo" and not self._may_bypass:
             warn_of_bypass(process_group, backend)
-        address.section.begin()  # here, in the same order on every rank, and not on the thread
         return Worker(address, self._wrap, self.hook_timeout)
+
+
+_made = itertools.count()
+"""The number of lines that this process has made."""
+_unopened: weakref.WeakSet[ProcessGroupLine] = weakref.WeakSet()
+"""The lines that are not open yet."""
+_USED_BEFORE = "equal ones made later and used earlier (use all in one order, or give each Exchanger a name)"
 
 
 def _exchanged(before: tuple[int, ...], now: tuple[int, ...]) -> str:

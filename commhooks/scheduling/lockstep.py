@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import torch
@@ -27,16 +27,16 @@ class LockstepLine(Scheduler):
         self.policy = policy
         self._communicator = communicator
         self._queue: deque[tuple[Lane, BucketTask]] = deque()
-        self._joined = 0
+        self._joined = Counter[str]()
 
     def carries_groups(self, device: torch.device) -> bool:
         """Return True."""
         return True
 
-    def join(self) -> int:
-        """Reserve a lane, and return its number."""
-        self._joined += 1
-        return self._joined - 1
+    def join(self, name: str = "") -> int:
+        """Reserve a lane, and return how many of its name were reserved before."""
+        self._joined[name] += 1
+        return self._joined[name] - 1
 
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> LockstepLine:
         """Open a reserved lane; workers of one process are given the same fingerprint."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from commhooks.errors import AttachError, CollectiveError, CommHooksError, CompressorError
@@ -48,12 +48,14 @@ class Board(Protocol):
 class Scheduler(ABC):
     """Runs the bucket tasks of a line's lanes, and completes their futures. The first failure ends all lanes."""
 
-    def __init__(self, rank: int, wait: Wait, board: Board | None = None) -> None:
+    def __init__(
+        self, rank: int, wait: Wait, board: Board | None = None, look_around: Callable[[], None] | None = None
+    ) -> None:
         self.error: CommHooksError | None = None
         """The first failure."""
         self.rank = rank
         self.board = board
-        self._lanes = Lanes(rank, wait)
+        self._lanes = Lanes(rank, wait, look_around)
         self._keeping = threading.Lock()
         self._listened = 0.0
 

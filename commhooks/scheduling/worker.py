@@ -97,7 +97,8 @@ class Worker(Scheduler):
 
     def open(self, lane: Lane, fingerprint: str) -> None:
         """Queue the opening of a lane, once every rank has passed the same fingerprint."""
-        caller = f"the first average of {lane.title}" if lane.number else ""  # the first lane connects the line
+        # The first lane connects the line: before that, there is nobody to announce it to.
+        caller = f"the first average of {lane.title}" if self._thread is not None else ""
         self.submit(lane, Halt(lane.opened, fingerprint, caller, opens=True))
 
     def submit(self, lane: Lane, item: BucketTask | Halt) -> None:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.hooks.grouped import read_groups
+from commhooks.hooks.handle import is_whole
 from commhooks.language.compressor import Compressor
 from commhooks.seldom.counts import DiLoCoStatistics
 from commhooks.seldom.diloco import DiLoCo
@@ -58,7 +59,7 @@ class ModelAverager(averagers.ModelAverager):
         residuals: ResidualStorage = "fp32",
     ) -> None:
         super().__init__(process_group)
-        if not isinstance(warmup_steps, int) or warmup_steps < 0:
+        if not is_whole(warmup_steps) or warmup_steps < 0:
             raise SettingsError(f"ModelAverager(warmup_steps={warmup_steps!r}): must be an int of at least 0.")
         self.warmup_steps = warmup_steps
         self._diloco = DiLoCo(

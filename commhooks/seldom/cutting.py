@@ -5,11 +5,12 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from commhooks.errors import SettingsError
+from commhooks.hooks.handle import is_whole
 
 Arrangement = Literal["strided", "sequential", "even"]
 """The ways of making fragments: layer i goes to fragment i modulo their number; or layers are cut into runs of about
@@ -31,8 +32,8 @@ def cut(
     if arrangement not in get_args(Arrangement):
         options = ", ".join(get_args(Arrangement))
         raise SettingsError(f"DiLoCo(arrangement={arrangement!r}): arrangement must be one of {options}.")
-    if not isinstance(fragments, int):
-        return _matched(named, [[given] if isinstance(given, str) else list(given) for given in fragments])
+    if not is_whole(fragments):
+        return _matched(named, _patterns(fragments))
     if not 1 <= fragments <= len(named):
         raise SettingsError(
             f"DiLoCo(fragments={fragments}): fragments must be at least 1, and at most as many as the trained "
@@ -47,6 +48,17 @@ def cut(
     if arrangement == "strided":
         return [[name for layer in in_order[first::fragments] for name in layer] for first in range(fragments)]
     return _runs(in_order, [sum(named[name].numel() for name in layer) for layer in in_order], fragments)
+
+
+def _patterns(fragments: Any) -> list[list[str]]:
+    listed = isinstance(fragments, Sequence) and not isinstance(fragments, str)
+    parts: list[Any] = [[one] if isinstance(one, str) else one for one in fragments] if listed else [None]
+    if not all(isinstance(part, Sequence) and all(isinstance(one, str) for one in part) for part in parts):
+        raise SettingsError(
+            f"DiLoCo(fragments={fragments!r}): fragments must be an int or shell patterns, one or a list of them for "
+            "each fragment."
+        )
+    return [list(part) for part in parts]
 
 
 def _layer_of(name: str) -> str:

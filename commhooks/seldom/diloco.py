@@ -24,6 +24,7 @@ from commhooks.errors import CheckpointError, CommHooksError, CompressorError, S
 from commhooks.hooks.exchanger import WEIGHTS, Exchanger, is_weight
 from commhooks.hooks.exchangers import Exchangers
 from commhooks.hooks.grouped import read_groups
+from commhooks.hooks.handle import check_flags
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.ledger import total
 from commhooks.scheduling.line import Line, ProcessGroupLine
@@ -114,6 +115,7 @@ class DiLoCo:
             raise SettingsError(f"DiLoCo(line={line!r}): line must be one of lockstep_lines; pass a process_group.")
         group = group_of_ranks(process_group) if line is None else None
         try:
+            check_flags("DiLoCo", on_host=on_host, weighted=weighted)
             beginning = Beginning.checked(
                 model,
                 optimizer,
@@ -138,6 +140,7 @@ class DiLoCo:
         """The number of calls of `step`, including those before a resume."""
         self._calls = 0
         self._model = bare(model)
+        self._names_of_buffers = self._all_buffers()
         kept = everything_kept(self._model, beginning.named.values())
         share_from_rank_0("DiLoCo", kept, kept_buffers(self._model, saved=False), group)
         self._make_parts(beginning, on_host=on_host)
@@ -193,8 +196,9 @@ class DiLoCo:
 
         Every rank must call it equally often: once after each step, including steps that a gradient scaler skips; with
         gradient accumulation, once per optimizer step. Raises the error of an exchange that failed, naming round,
-        fragment and rank, and `CompressorError` on every rank if the optimizer took two steps, or if parameters were
-        frozen, added or replaced. After an error within a step, whatever its cause, every later call raises.
+        fragment and rank, and `CompressorError` on every rank if the optimizer took two steps, if parameters were
+        frozen, added or replaced, or if a saved buffer was added. After an error within a step, whatever its cause,
+        every later call raises.
         """
         if self.process_group is None and self.rank_and_world_size[1] > 1:
             raise CompressorError("DiLoCo.step: workers of one process meet in step_in_lockstep.")
@@ -305,14 +309,26 @@ class DiLoCo:
         )
 
     def _check_parameters(self) -> None:
-        """Fail on all ranks if the trained parameters are not those of construction."""
+        """Fail on all ranks if the trained parameters, or the saved buffers, are not those of construction."""
         self._shards.reshard()
         now = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         is_same = len(now) == len(self._named) and all(map(operator.is_, now, self._named.values()))
         if not is_same and (change := difference_of(self._named, trained(self._model))):
             self.exchangers.fail(f"{change}: {_EXCHANGED}")
+        if new := self._all_buffers() - self._names_of_buffers:
+            if added := sorted(new & kept_buffers(self._model).keys()):
+                self.exchangers.fail(
+                    f"buffer {added[0]!r} was added since DiLoCo was made, so that each rank would keep its own: "
+                    "register it before, or with persistent=False."
+                )
+            self._names_of_buffers |= new
         if self._inner.parameters() != self._held and (wrong := mismatch(self._inner.optimizer, self._named)):
             self.exchangers.fail(wrong)
+
+    def _all_buffers(self) -> set[str]:
+        """Return the names of all buffers that are not empty."""
+        held = self._model.named_buffers(remove_duplicate=False)
+        return {plain_name(name) for name, buffer in held if buffer.numel()}
 
     def _replacement(self) -> str:
         """Return a sentence about the first exchanged parameter that the model does not have any longer; or ""."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from commhooks.communicators.parent_group import name_and_store
 from commhooks.errors import SettingsError
 from commhooks.hooks.exchanger import check_takes_weights
-from commhooks.hooks.handle import check_run_settings, checked_compressor
+from commhooks.hooks.handle import check_run_settings, checked_compressor, is_whole
 from commhooks.hooks.sockets import group_or_default
 from commhooks.hooks.watching import optimizer_of
 from commhooks.language.compressor import Compressor
@@ -85,9 +85,9 @@ class Beginning:
     ) -> Beginning:
         """Return the checked arguments; raise `CommHooksError` if they cannot work on this rank."""
         check_run_settings("DiLoCo", "fused", hook_timeout)
-        if not isinstance(every, int) or every < 1:
+        if not is_whole(every) or every < 1:
             raise SettingsError(f"DiLoCo(every={every!r}): every must be an int of at least 1.")
-        if not isinstance(delay, int) or not 0 <= delay < every:
+        if not is_whole(delay) or not 0 <= delay < every:
             raise SettingsError(f"DiLoCo(delay={delay!r}): delay must be an int from 0 to {every - 1}, below every.")
         if not isinstance(mixing, int | float | numpy.floating | numpy.integer) or not 0 <= mixing <= 1:
             raise SettingsError(f"DiLoCo(mixing={mixing!r}): mixing must be a number in [0, 1].")

@@ -21,7 +21,7 @@ import functools
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -246,10 +246,10 @@ class Unit:
         known = dtypes - {None}
         return functools.reduce(torch.promote_types, known) if known and known == dtypes else None  # type: ignore[arg-type]
 
-    def shards(self) -> list[torch.nn.Parameter]:
-        """Return this rank's shards of the trained parameters, in the order of `parameters`."""
+    def shards(self, numbers: Iterable[int] | None = None) -> list[torch.nn.Parameter]:
+        """Return this rank's shards of the parameters with these numbers; by default of the trained ones, in order."""
         held = _held(self._group, "fsdp_params")
-        return [_held(held[index], "sharded_param") for index in self.trained()]
+        return [_held(held[index], "sharded_param") for index in (self.trained() if numbers is None else numbers)]
 
     def forms(self) -> Iterator[tuple[object, Tensor]]:
         """Yield what takes a parameter's place in the module, its shard or all of it, with FSDP2's object for it."""

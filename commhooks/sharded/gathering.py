@@ -197,8 +197,11 @@ class Gather:
         self._device = held[0].device
         self._layout = Layout(tuple(names), tuple(chunks))
         self._cut = Cut(code.block, names, chunks) if isinstance(code, Codec) else None
+        self._plans: dict[Any, Any] = {}
+        """Those of the bucket, which is made anew for each gather."""
         self._round = 0
-        self._lane = Lane(line.join(), f"gather of {unit.name}")
+        name = f"gather of {unit.name}"
+        self._lane = Lane(line.join(name), name)
         self._leave = weakref.finalize(self, line.leave)
         self._leave.atexit = False
         self._scheduler: Scheduler | None = None
@@ -267,7 +270,7 @@ class Gather:
                 "be gathered as codes: leave out gather="
             )
         assert self._scheduler is not None, "opened before the module knows of it"
-        bucket = BucketView(0, input_tensor, output=output_tensor)
+        bucket = BucketView(0, input_tensor, plans=self._plans, output=output_tensor)
         bucket.layout = self._layout  # the ledger tells layouts apart by identity
         bucket.scratch.loans.pool = self._pool
         if isinstance(self.code, Codec):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ from commhooks.state.loss_scale import Scaler
 from commhooks.state.memory import MemoryReport
 from commhooks.state.table import ResidualStorage
 from commhooks.tensors import local
+from commhooks.units import counted
 from commhooks.unwrapping import difference_of, everything_kept, kept_buffers, plain_name, unwrapped
 
 Hook = Callable[[Tensor], None]
@@ -45,6 +47,27 @@ _ACTS_EARLY = (
     "has a hook that runs as soon as its gradient is there (register_post_accumulate_grad_hook), which is before the "
     "replicas have averaged it; pass policy='fifo'."
 )
+
+
+class Kept:
+    """The gradients that a module keeps aside, with each one's place in them: (shape, padded elements, dtype)."""
+
+    def __init__(self, unit: Unit, reduced: Tensor) -> None:
+        self.reduced = reduced.clone()
+        self._unit = unit
+        self._numbers = unit.trained()
+        self._places = [(one.own_shape, one.chunk, one.grad_dtype) for one in unit.parameters()]
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Add the gradients to `.grad`."""
+        parts = self.reduced.split([chunk for _, chunk, _ in self._places])
+        for shard, part, (shape, _, dtype) in zip(self._unit.shards(self._numbers), parts, self._places, strict=True):
+            if shard.grad is None:
+                shard.grad = torch.zeros_like(shard, dtype=dtype)
+            grad = local(shard.grad)
+            grad.add_(part[: shape.numel()].view(shape).to(grad.device))
+        keep_until_read([self.reduced])  # it was allocated on a stream of FSDP2's
 
 
 class Passes:
@@ -63,7 +86,7 @@ class Passes:
         """What to do at the end of each pass, after FSDP2 and after gradients that are kept have left `.grad`."""
         self.may_send_less: Sequence[Unit] = ()
         """The modules of which FSDP2 reduces no parameter that a pass does not use, unless gradients are kept."""
-        self._kept: dict[Unit, Tensor] = {}
+        self._kept: dict[Unit, Kept] = {}
         self._noted: set[Unit] = set()
         """The modules whose kept gradients FSDP2 would drop in `reset_iter_state`, since it has been told of them."""
         self._whole: set[Unit] = set()
@@ -91,12 +114,12 @@ class Passes:
         self._noted.discard(unit)
         if unit.wants_replicas:
             if (kept := self._kept.pop(unit, None)) is not None:
-                reduced.add_(kept)
+                reduced.add_(kept.reduced)
             return False
         if unit in self._kept:
-            self._kept[unit].add_(reduced)
+            self._kept[unit].reduced.add_(reduced)
         else:
-            self._kept[unit] = reduced.clone()
+            self._kept[unit] = Kept(unit, reduced)
         reduced.zero_()
         self._to_empty += [shard for shard in unit.shards() if shard.grad is None]
         self.await_end()
@@ -104,7 +127,7 @@ class Passes:
 
     def kept_bytes(self) -> int:
         """Return the number of bytes of the gradients that are kept."""
-        return sum(kept.nbytes for kept in self._kept.values())
+        return sum(kept.reduced.nbytes for kept in self._kept.values())
 
     def await_end(self) -> None:
         """Have the end of this backward pass noticed, unless it is that of the outermost one."""
@@ -117,6 +140,9 @@ class Passes:
     def _before_forward(self, *_: object) -> None:
         if torch._C._current_graph_task_id() != -1:  # computed again
             return
+        self._drop_what_failed()
+
+    def _drop_what_failed(self) -> None:
         if self._outermost != -1 or self._to_empty:  # the last pass failed, and never came to its end
             self._kept.clear()
             self._to_empty.clear()
@@ -144,15 +170,22 @@ class Passes:
             if unit.is_there:
                 unit.end_sending_unused()
 
-    def close(self) -> None:
-        """Drop what is kept, and let FSDP2 send what it would send."""
-        self._kept.clear()
+    def close(self) -> list[str]:
+        """Give back what is kept, and let FSDP2 send what it would send; return the names of the modules that kept."""
+        self._drop_what_failed()
         while self._noted:
-            if (unit := self._noted.pop()).is_there:
+            unit = self._noted.pop()
+            if not unit.is_there or unit.was_reset:
+                self._kept.pop(unit, None)
+            else:
                 unit.note_kept(None)
+        names = [unit.name for unit in self._kept]
+        while self._kept:
+            self._kept.popitem()[1].give_back()
         for unit in self.may_send_less:
             self._send(unit, is_whole=False)
         self.at_end = _do_nothing  # it belongs to what holds this: residuals would stay until cycles are collected
+        return names
 
     def _come_last(self) -> None:
         """Queue the end behind FSDP2's own callbacks for the end of the pass, one for each root."""
@@ -166,7 +199,7 @@ class Passes:
             self._to_empty.pop().grad = None
         for unit, kept in self._kept.items():
             if unit.is_there:
-                unit.note_kept(kept)
+                unit.note_kept(kept.reduced)
                 self._noted.add(unit)
         self.at_end()
 
@@ -410,7 +443,8 @@ class ReplicasAttachment(ModulesAttachment[Exchanger]):
     def detach(self) -> None:
         """Remove the hooks from the modules. A second call does nothing.
 
-        Every rank must detach between the same two steps.
+        Every rank must detach between the same two steps. Gradients that modules keep aside, after
+        `set_requires_all_reduce(False)`, are added to `.grad`, of this replica alone, and rank 0 warns of them.
         """
         self._end_watching()
         while self._on_model:
@@ -421,9 +455,17 @@ class ReplicasAttachment(ModulesAttachment[Exchanger]):
                 unit.set_all_reduce_hook(None)
             if unit.is_there and self._sends_unused:
                 unit.end_sending_unused()
-        self._passes.close()
+        kept = self._passes.close()
         for exchanger in self.values():
             exchanger.close()
+        if kept and self._line.rank == 0:
+            more = f" and {counted(len(kept) - 1, 'other module')}" if len(kept) > 1 else ""
+            warnings.warn(
+                f"commhooks, attach_replicas: {kept[0]}{more} kept gradients aside (set_requires_all_reduce(False)); "
+                "detach has added them to .grad, where each replica has its own: average them, or call "
+                "optimizer.zero_grad(), before the optimizer steps.",
+                stacklevel=2,
+            )
 
     def _shards(self, label: str) -> dict[Tensor, str]:
         return {parameter.shard: parameter.name for unit in self._units[label] for parameter in unit.parameters()}

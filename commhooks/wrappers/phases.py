@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from commhooks.language.compressor import Compressor, inner_of, loss_of_a_matrix
-from commhooks.language.settings import cached_for_each
 from commhooks.wrappers.hierarchical import Hierarchical
 from commhooks.wrappers.per_parameter import PerParameter
 from commhooks.wrappers.start_after import StartAfter
@@ -26,7 +25,6 @@ class Phase(NamedTuple):
     """True if there may be state to guard. It is the same on every rank, because guards lengthen messages."""
 
 
-@cached_for_each
 def phases_of(compressor: Compressor) -> tuple[Phase, ...]:
     """Return a compressor's phases in order, beginning at step 0."""
     switches = sorted(one.steps for one in _running(compressor, None) if isinstance(one, StartAfter))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .links import constant_link, links_in
-from .options import LINK, BucketCap, Hooks, json_option, latency_option, rate_option, task_option
+from .options import LINK, BucketCap, Hooks, Imports, json_option, latency_option, rate_option, task_option
 from .terminal import check_unused, errors_in_words, write_json
 
 _RATE, _LATENCY = "1Gbit/s", "50us"
@@ -50,6 +50,7 @@ def estimate(
     costs: Annotated[
         Path | None, typer.Option(help="A file that --measure-costs wrote; default: the package's costs.")
     ] = None,
+    imports: Imports = None,
     measure_costs: Annotated[
         Path | None,
         typer.Option(
@@ -66,6 +67,7 @@ def estimate(
         from ..estimate.request import Request, estimated
         from ..estimate.showing import as_json, show
         from ..planning.worlds import check_place
+        from ..tasks.importing import import_named
 
         if measure_costs is not None:
             if parameters or task or costs:
@@ -77,6 +79,7 @@ def estimate(
         if task is not None:
             check_unused(context, ["matrix"], "with --task, whose shapes are known")
         check_place(json)
+        import_named(imports or ())
         if link is not None and rate is not None:
             raise ValueError(
                 "--link and --rate each name a link, but an estimate is for one link: leave one of them out"

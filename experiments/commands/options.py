@@ -101,6 +101,12 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Remove the results of earlier commands in that folder first.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show nothing during the runs.")]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import", help=f"A module to import first: a file may name a compressor of yours, my_module:Class.{REPEAT}"
+    ),
+]
 WorldRanks = Annotated[
     int | None, typer.Option("--ranks", help="Processes on this machine; default: 2, or torchrun's world size.")
 ]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import BucketCap, Ddp, Hooks, Unsteady, WorldLink, WorldRanks, json_option, task_option
+from .options import BucketCap, Ddp, Hooks, Imports, Unsteady, WorldLink, WorldRanks, json_option, task_option
 from .terminal import announce, check_unused, errors_in_words, write_json
 
 _VALIDATE_SECONDS = 30.0
@@ -31,6 +31,7 @@ def plan(
     profile: Annotated[
         Path | None, typer.Option(help="A file that 'profile --json' wrote, instead of profiling.")
     ] = None,
+    imports: Imports = None,
     backend: Annotated[str | None, typer.Option(help="none: sending uses no CPU time; default: as probed.")] = None,
     sharded: Annotated[bool, typer.Option("--sharded", help="Predict steps of FSDP2 too.")] = False,
     json: Annotated[Path | None, json_option("plan, probe and profile")] = None,
@@ -52,6 +53,7 @@ def plan(
         from ..planning.sharded import sharded_sentences, sharded_table
         from ..planning.worlds import check_place, check_world
         from ..specs import Spec
+        from ..tasks.importing import import_named
 
         _check_used(context, probe, profile, validate=validate)
         is_measured = validate or probe is None or profile is None
@@ -64,6 +66,7 @@ def plan(
         if probe is None:
             check_probe(number, probe_seconds)
         check_place(json)
+        import_named(imports or ())
         asked = Asked(
             profile=ProfileAsked(
                 task=Spec.parse(task or "gpt", "task"),
@@ -79,6 +82,7 @@ def plan(
             validate_seconds=_VALIDATE_SECONDS if validate else None,
             backend=backend,
             sharded=sharded,
+            imports=tuple(imports or ()),
             **load(probe, profile),
         )
         if is_measured:

@@ -24,6 +24,7 @@ from ..links.link import LinkSettings, format_rate
 from ..report.table import plain_table
 from ..report.words import percent, range_of_seconds, seconds_in_words
 from ..results.summary import Spread
+from ..tasks.importing import import_named
 from .probing import Asked as ProbeAsked
 from .probing import probe_link
 from .profiling import Asked as ProfileAsked
@@ -48,6 +49,7 @@ class Asked:
     sharded: bool = False  # predict steps of FSDP2 too
     probe: Probe | None = None  # of an earlier command; None: measure it
     profiled: Profile | None = None
+    imports: tuple[str, ...] = ()  # modules of which the profile may name compressors
 
     @property
     def link(self) -> LinkSettings:
@@ -127,6 +129,7 @@ def load(probe: Path | None, profile: Path | None) -> dict[str, Any]:
 
 def plan_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
     """Measure the parts that are not given, and plan; rank 0 sends the result, each rank that fails its reason."""
+    import_named(asked.imports)
     try:
         with stepper(asked.profile) as step:
             profile = asked.profiled or profile_step(step, asked.profile)

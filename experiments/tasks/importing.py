@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +43,21 @@ def import_module(where: str, what: str) -> ModuleType:
         )
     with failures_in_words(f"{what}: importing {where}"):
         return importlib.import_module(where)
+
+
+def import_named(modules: Iterable[str]) -> None:
+    """Import the modules that `--import` names, of which files may then name compressors.
+
+    Raises:
+        ValueError: There is no such module, or it fails while it is imported.
+
+    """
+    for module in modules:
+        if module.endswith(".py") or ":" in module:
+            raise ValueError(
+                f"--import {module}: name a module as files do in front of the colon, my_module or package.module"
+            )
+        import_module(module, f"--import {module}")
 
 
 def _from_file(path: Path, what: str) -> ModuleType:

@@ -276,7 +276,7 @@ def fingerprint(compressor: commhooks.Compressor, parameters: str = "ab") -> str
             "step: 1 (rank 0), 2 (ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4 more).",
         ),
         (
-            ["step: 1", refusal_as_fingerprint(ValueError("no place:\nnone"))],
+            ["step: 1", refusal_as_fingerprint(ValueError("no place:\nnone")) + "\nstep: 1"],
             "rank 1 cannot take part: no place: none.",
         ),
         (["f: what <this> is", "f: what <that> is"], "f: what <this> is (rank 0), what <that> is (rank 1)."),

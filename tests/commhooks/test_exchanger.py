@@ -272,6 +272,21 @@ def test_means_are_not_written_before_they_are_there_and_every_later_call_tells_
             )
 
 
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"weighted": 2.5}, r"Exchanger\(weighted=2.5\): weighted must be True or False"),
+        ({"atomic": "no"}, r"Exchanger\(atomic='no'\): atomic must be True or False"),
+        ({"policy": []}, r"Exchanger\(policy=\[\]\): policy must be one of fifo, fused"),
+        ({"hook_timeout": True}, r"Exchanger\(hook_timeout=True\): hook_timeout must be above 0 s"),
+        ({"tensors": [torch.zeros(2)]}, r"Exchanger\(tensors=\[.*\]\): tensors must name at least one tensor"),
+    ],
+)
+def test_settings_of_another_type_are_refused_with_the_value(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        Exchanger(**{"tensors": TENSORS, "compressor": "all-reduce"} | settings)
+
+
 def test_an_expanded_tensor_is_refused_by_name_before_anything_is_sent() -> None:
     exchanger = Exchanger({"w": torch.zeros(3, 4)}, "all-reduce", line=lockstep_lines(1)[0])
     with pytest.raises(CompressorError, match="elements of 'w' share memory"):

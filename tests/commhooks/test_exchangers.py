@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import CheckpointError, CompressorError, Exchanger, Exchangers, SettingsError, lockstep_lines
+from commhooks import (
+    CheckpointError,
+    CompressorError,
+    Exchanger,
+    Exchangers,
+    ProcessGroupLine,
+    SettingsError,
+    lockstep_lines,
+)
+from commhooks.hooks.sockets import group_or_default
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 from tests import bounds
 from tests.commhooks.resuming import distance, roundtrip
@@ -184,10 +193,11 @@ def test_votes_have_no_weights() -> None:
 
 
 @on_ranks(2, store="tcp")
-def test_exchangers_of_their_own_lines_connect_at_once_in_any_order(rank: int) -> None:
+def test_exchangers_on_lines_with_labels_connect_at_once_in_any_order(rank: int) -> None:
     """Gloo waits in the store for peers; over one connection to it, each rank waited for the group that it made."""
     for _ in range(4):
-        several = [Exchanger({"w": torch.zeros(3)}, "all-reduce") for _ in range(4)]
+        lines = [ProcessGroupLine(group_or_default(None), label=label) for label in "abcd"]
+        several = [Exchanger({"w": torch.zeros(3)}, "all-reduce", line=line) for line in lines]
         in_order = several if rank == 0 else several[::-1]
         rounds = [one.begin({"w": torch.full((3,), 2.0 * rank)}) for one in in_order]
         assert all(averaging.means["w"].tolist() == [1, 1, 1] for averaging in rounds)

@@ -15,6 +15,7 @@ import time
 import weakref
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -221,7 +222,12 @@ def test_when_a_rank_is_killed_the_others_raise(kind: str, policy: str, rounds: 
 
 @pytest.mark.parametrize(
     ("kind", "policy", "rounds", "hook_timeout"),
-    [("core", "fifo", 2, 0.5), ("core", "fused", 1, 0.5), ("torch", "fifo", 1, 0.5), ("torch", "fused", 2, 0.5)],
+    [
+        ("core", "fifo", 2, numpy.float32(0.5)),
+        ("core", "fused", 1, 0.5),
+        ("torch", "fifo", 1, 0.5),
+        ("torch", "fused", 2, 0.5),
+    ],
 )
 def test_a_rank_that_does_not_come_in_time_is_given_up(
     kind: str, policy: str, rounds: int, hook_timeout: float

@@ -66,6 +66,13 @@ def test_ranks_with_other_kernels_are_told_once_who_they_are_and_nobody_is_refus
             assert f" {what} relies on it" in text or f" {make_compressor(what)} relies on it" in text
 
 
+def test_kernels_of_any_accelerator_are_its_model_or_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch can tell the model of an XPU, and none of a device of Apple's."""
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"model of {device}")
+    found = [kernels.kernels_of(torch.device(name)) for name in ("xpu:0", "xpu:1", "mps", "hpu")]
+    assert len({*found, kernels.kernels_of(None)}) == 5
+
+
 def test_comparing_kernels_takes_no_time_and_disturbs_nothing() -> None:
     compute = kernels._of_cpu.__wrapped__
     own, drawn, seconds = kernels.kernels_of(None), torch.get_rng_state(), []

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import gc
+import pickle
 import random
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
-from commhooks import Averaging, CollectiveError, Exchanger, lockstep_lines
+from commhooks import Averaging, CollectiveError, Exchanger, Exchangers, lockstep_lines
 from commhooks.communicators import Collective, Communicator, Pending
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Part
 from commhooks.scheduling.line import ProcessGroupLine
@@ -208,17 +208,65 @@ def mean_of(rank: int, exchanger: Exchanger) -> float:
     return float(value)
 
 
-def one_more(process_group: Any = None) -> Exchanger:
-    return Exchanger({"x": torch.zeros(1)}, "all-reduce", process_group=process_group, hook_timeout=20.0)
+def one_more(process_group: Any = None, name: str = "", tensor: str = "x") -> Exchanger:
+    like = {tensor: torch.zeros(1)}
+    return Exchanger(like, "all-reduce", process_group=process_group, hook_timeout=20.0, name=name)
+
+
+def a_group() -> Exchangers:
+    groups = {"a": {"x": torch.zeros(1)}, "b": {"y": torch.zeros(1)}}
+    return Exchangers(groups, "all-reduce", hook_timeout=20.0)
+
+
+def kept_alone() -> list[object]:
+    """Make what can be made, and keep it; some of it is refused, closed or dropped at once."""
+    nameless = one_more()
+    kept: list[object] = [nameless, one_more(tensor="other"), one_more(name="named"), a_group()]
+    for settings in ({"scaler": 3}, {"residuals": "none"}):
+        try:
+            Exchanger({"x": torch.zeros(1)}, "all-reduce", **settings)
+        except commhooks.SettingsError as error:
+            kept.append(error)  # the frames that raised exist as long as the error does
+    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), label="Exchanger")
+    closed = one_more()
+    for one in (closed, a_group(), Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line)):
+        one.close()
+    assert "stopped before its first bucket" in told_by(lambda: mean_of(0, closed)).text
+    one_more()
+    with contextlib.suppress(TypeError):  # if it can be pickled one day, that must have no effect either
+        kept.append(pickle.loads(pickle.dumps(nameless)))
+    return [*kept, closed, line]
 
 
 @on_ranks(2)
-def test_ranks_make_lines_in_one_order_and_begin_them_at_any_time(rank: int) -> None:
-    """One rank makes the second before the first has begun, and then they begin in another order."""
+@pytest.mark.parametrize("odd", [0, 1])
+def test_what_one_rank_alone_makes_and_keeps_has_no_effect_on_the_others(rank: int, odd: int) -> None:
+    """Before, between and after what all make, until all of that was used twice."""
+    kept: list[object] = []
+    made: list[Exchanger] = []
+    for _ in range(3):
+        kept += kept_alone() if rank == odd else []
+        made += [one_more(), *a_group().values()]
+        if len(made) > 3:  # the first are used after the next were made
+            assert [mean_of_its(rank, one) for one in made] == [0.5] * len(made)
+    for one in made:
+        one.close()
+
+
+def mean_of_its(rank: int, exchanger: Exchanger) -> float:
+    (name,) = exchanger.room
+    exchanger.begin({name: torch.full((1,), float(rank))}).write({name: (value := torch.zeros(1))})
+    return float(value)
+
+
+@on_ranks(2)
+def test_equal_exchangers_are_paired_in_the_order_of_their_first_use(rank: int) -> None:
+    """Not in the order of making, and whenever they are made."""
     made = [one_more() for _ in range(1 + rank)]
     assert mean_of(rank, made[0]) == 0.5
     made += [one_more() for _ in range(3 - rank)]
-    averagings = {n: made[n].begin({"x": torch.full((1,), float(n))}) for n in ((1, 3, 2) if rank else (2, 1, 3))}
+    made[2].open()
+    averagings = {n: made[n].begin({"x": torch.full((1,), float(n))}) for n in ((1, 3, 2) if rank else (1, 2, 3))}
     for n, averaging in averagings.items():
         averaging.write({"x": (value := torch.zeros(1))})
         assert float(value) == n
@@ -226,78 +274,51 @@ def test_ranks_make_lines_in_one_order_and_begin_them_at_any_time(rank: int) -> 
         exchanger.close()
 
 
-def refused() -> None:
-    kept: list[Exception] = []  # the frames that raised exist as long as the error does
-    for settings in ({"scaler": 3}, {"residuals": "none"}):
-        try:
-            Exchanger({"x": torch.zeros(1)}, "all-reduce", **settings)
-        except commhooks.SettingsError as error:
-            kept.append(error)
-    assert len(kept) == 2
+ALONE = "lane, in the order of first use: {} (rank 0), {} (rank 1)"
+LATE = "equal ones made later and used earlier (use all in one order, or give each Exchanger a name): 0 (rank 0), 2"
 
 
-def closed() -> None:
-    earlier, later = one_more(), one_more()
-    earlier.close()
-    later.close()
-
-
-def dropped() -> None:
-    one_more()
-
-
-def emptied() -> None:
-    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), label="Exchanger")
-    Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line).close()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("unused", [refused, closed, dropped, emptied])
-def test_a_line_that_one_rank_alone_makes_and_drops_is_not_counted(rank: int, unused: Callable[[], None]) -> None:
+@on_ranks(2, check_exit=False)
+@pytest.mark.parametrize(
+    ("settings", "right", "told"),
+    [
+        ([{"name": name} for name in "abc"], 0, ALONE.format("a", "b")),
+        ([{"tensor": name} for name in "abc"], 0, "tensor a: "),
+        ([{}, {}, {}], 2, LATE),
+    ],
+)
+def test_exchangers_first_used_in_different_orders_are_refused_on_every_rank(
+    rank: int, settings: list[dict[str, str]], right: int, told: str
+) -> None:
+    """At once if they differ; equal ones at the first that shows it, with one that was made and kept in between."""
+    made = [one_more(**of_one) for of_one in settings]
     if rank == 1:
-        unused()
-    exchanger = one_more()
-    assert mean_of(rank, exchanger) == 0.5
-    if rank == 0:
-        unused()
-    later = one_more()
-    assert mean_of(rank, later) == 0.5
-    exchanger.close()
-    later.close()
+        made.insert(1, one_more())
+    in_turn = [made[n] for n in ((2, 3, 0) if rank else (0, 1, 2))]
+    for one in in_turn[:right]:
+        mean_of_its(rank, one)
+    refused = told_by(lambda: mean_of_its(rank, in_turn[right]))
+    assert refused.error == "AttachError" and f"ranks disagree. {told}" in refused.text
 
 
-@on_ranks(2)
-def test_a_line_that_nobody_has_opened_is_used_again_after_one_that_was_made_later(rank: int) -> None:
-    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), label="Exchanger", hook_timeout=20.0)
-    Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line).close()
-    made = [one_more(), Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line)]
-    averagings = [made[n].begin({"x": torch.full((1,), float(n))}) for n in ((1, 0) if rank else (0, 1))]
-    for n, averaging in zip((1, 0) if rank else (0, 1), averagings, strict=True):
-        averaging.write({"x": (value := torch.zeros(1))})
-        assert float(value) == n
-    for exchanger in made:
-        exchanger.close()
-
-
-@on_ranks(2)
-def test_garbage_that_ranks_collect_at_different_times_counts_on_all_of_them(rank: int) -> None:
-    gc.disable()
-    holder: dict[str, Any] = {"unused": one_more()}
-    holder["itself"] = holder
-    del holder
-    if rank == 0:
-        gc.collect()
-    exchanger = one_more()
-    assert mean_of(rank, exchanger) == 0.5
-    gc.enable()
-    gc.collect()
-    exchanger.close()
+@on_ranks(2, check_exit=False)
+def test_on_a_shared_line_named_exchangers_may_be_kept_alone_and_nameless_ones_are_refused(rank: int) -> None:
+    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
+    names = ["a", "kept", "b", "", ""] if rank else ["a", "b", ""]
+    made = [Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line, name=name) for name in names]
+    common = [one for one in made[:-1] if one.name in "ab"]
+    for _ in range(2):
+        assert [mean_of(rank, one) for one in common] == [0.5, 0.5]
+    refused = told_by(lambda: mean_of(rank, made[-1]))
+    assert refused.error == "AttachError" and f"ranks disagree. {ALONE.format('lane 0', 'lane 1')}" in refused.text
+    assert [mean_of(rank, one) for one in common] == [0.5, 0.5]
 
 
 @on_ranks(3)
 def test_a_rank_that_joins_unnoticed_finds_the_others_once_they_have_closed_their_lines(rank: int) -> None:
     """Rank 2 takes the place of rank 1, and goes again: rank 0 keeps its number in a group of the same size."""
-    group = Elastic([0, 1])
+    group = Elastic([0, 1, 2])
+    early = one_more(group)
     for members in ([0, 1], [0, 2], [0, 1]):
         if rank in members:
             group.members = members
@@ -307,3 +328,5 @@ def test_a_rank_that_joins_unnoticed_finds_the_others_once_they_have_closed_thei
                 for exchanger in exchangers:
                     exchanger.close()
         dist.barrier()
+    if rank != 2:  # which is in no group now
+        assert "the process group has changed" in told_by(early.open).text

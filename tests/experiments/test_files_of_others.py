@@ -26,6 +26,7 @@ from commhooks.planning.probe import Probe
 from commhooks.planning.profile import GradientProfile, Profile
 from commhooks.state.snapshot import LoadRules
 from experiments.commands.cli import app
+from experiments.planning import planning
 from experiments.runs import RunResult, RunSettings
 from experiments.sweeps.lock import LOCK, OWNER, claimed
 from experiments.sweeps.store import HEAD as FAILED
@@ -280,6 +281,23 @@ def test_results_are_reported_as_text_and_without_an_import(planted: Path) -> No
     printed = shown("report", str(planted), "--out", str(planted / "out"))
     assert "[link=http://x]here[/link]" in "".join(printed.split())
     assert (planted / "out" / "report.html").exists() and not (planted / "imported").exists()
+
+
+def test_the_command_line_names_the_module_whose_classes_a_file_may_name(
+    planted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(NAMES[0], planted)
+    words = ["plan", "--sharded", "--probe", str(planted / "probe.json"), "--profile", str(planted / "profile.json")]
+    assert f"--import {MODULE}" in shown(*words) and not (planted / "imported").exists()
+    assert "With FSDP2" in shown(*words, "--import", MODULE)
+    assert f"error: --import {MODULE}.py: name a module as files do" in shown(*words, "--import", f"{MODULE}.py")
+    sys.modules.pop(MODULE)
+    monkeypatch.setattr(planning, "run_over", lambda link, function, ranks, asked, hear, timeout: heard.append(asked))
+    heard: list[planning.Asked] = []
+    shown("plan", *words[1:2], *words[4:], "--task", "digits", "--import", MODULE)
+    monkeypatch.setattr(planning, "stepper", lambda asked: pytest.fail(str(MODULE in sys.modules)))
+    with pytest.raises(pytest.fail.Exception, match="True"):
+        planning.plan_on_rank(0, 2, heard[0], print)
 
 
 def test_a_terminal_shows_names_from_plans_as_text(tmp_path: Path) -> None:

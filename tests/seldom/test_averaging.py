@@ -186,10 +186,10 @@ def test_a_rank_that_is_not_finite_does_not_count_in_the_first_average(rank: int
 @on_ranks(2, check_exit=False)
 def test_an_averager_refuses_what_pytorchs_leaves_out_without_a_word(rank: int) -> None:
     """PyTorch's average nothing after `zero_grad()`, and fewer parameters on ranks that do not use some."""
-    for settings, complaint in ({"every": 0}, "every must be"), ({"every": 2, "warmup_steps": -1}, "warmup_steps=-1"):
+    for settings, complaint in ({"every": 0}, "every must be"), ({"every": 2, "warmup_steps": 1.5}, "warmup_steps=1.5"):
         model = network()
         with pytest.raises(SettingsError, match=complaint):
-            ModelAverager(model, adamw(model), **settings)  # type: ignore[arg-type]  # of several types
+            ModelAverager(model, adamw(model), **settings)
     model = network()
     optimizer = adamw(model)
     averager = ModelAverager(model, optimizer, every=1)

@@ -281,6 +281,19 @@ def test_buffers_that_a_module_replaces_are_averaged_too(delay: int) -> None:
         take_round(team)
 
 
+def test_a_saved_buffer_that_is_added_later_is_named_and_one_that_is_not_saved_may_come() -> None:
+    """Each rank would keep its own, as a parameter that is added would be."""
+    for first in (nn.Linear(2, 2), with_buffers(0)):
+        first.register_buffer("later", torch.zeros(0))
+        (worker,) = team_of([first], every=2)
+        first.register_buffer("later_cache", torch.zeros(2), persistent=False)
+        worker.step()
+        first.later = torch.zeros(2)
+        for _ in range(2):
+            with pytest.raises(CompressorError, match="buffer 'later' was added since DiLoCo was made.*persistent=Fal"):
+                worker.step()
+
+
 @pytest.mark.parametrize("heaviest", [3.0, 1e30])
 def test_buffers_are_weighed_as_fragments_are(heaviest: float) -> None:
     """A rank of weight 0 is left out, whatever its buffers are; if all have weight 0, each keeps its own."""
@@ -713,6 +726,14 @@ def test_a_damaged_state_is_refused_and_changes_nothing(where: str, value: Any, 
         ({"every": 4, "delay": -1}, r"DiLoCo\(delay=-1\)"),
         ({"every": 4, "mixing": 1.5}, r"DiLoCo\(mixing=1.5\): mixing must be a number in \[0, 1\]"),
         ({"every": 4, "mixing": "0.5"}, r"DiLoCo\(mixing='0.5'\): mixing must be a number"),
+        ({"every": True}, r"DiLoCo\(every=True\): every must be an int"),
+        ({"every": 4, "delay": False}, r"DiLoCo\(delay=False\): delay must be an int"),
+        ({"every": 4, "fragments": 2.5}, r"DiLoCo\(fragments=2.5\): fragments must be an int or shell patterns"),
+        ({"every": 4, "fragments": None}, r"DiLoCo\(fragments=None\): fragments must be an int or shell patterns"),
+        ({"every": 4, "fragments": [["0.*"], 3]}, r"DiLoCo\(fragments=\[\['0.\*'\], 3\]\): fragments must be an int"),
+        ({"every": 4, "fragments": True}, r"DiLoCo\(fragments=True\)"),
+        ({"every": 4, "weighted": 2.5}, r"DiLoCo\(weighted=2.5\): weighted must be True or False"),
+        ({"every": 4, "on_host": "no"}, r"DiLoCo\(on_host='no'\): on_host must be True or False"),
         ({"every": 100, "fragments": 9}, "at most as many as the trained parameters, 8"),
         ({"every": 2, "fragments": 3}, "3 fragments need at least as many steps"),
         ({"every": 4, "fragments": [["0.*"], ["2.*", "4.*"]]}, "'6.weight' matches no pattern"),

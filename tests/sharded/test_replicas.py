@@ -446,6 +446,47 @@ def test_what_was_kept_before_a_backward_pass_that_failed_is_dropped_as_native_h
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_detaching_gives_kept_gradients_back_as_a_detached_ddp_has_them(rank: int, policy: str) -> None:
+    """In `.grad`, added to what was averaged, also if a parameter was frozen since; none of a pass that failed.
+
+    Kernels may sum the 130 terms of a gradient below 1 in another order: 130 * 2^-24 is less than 1e-5.
+    """
+    mesh, (inputs, targets), plain = alone(), batch(rank, 0), Network()
+    nn.functional.cross_entropy(plain(inputs), targets).backward()
+    own = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in plain.named_parameters()}
+    for then in ("detach", "freeze", "fail", "reset"):
+        model: Any = sharded(mesh=mesh["shards"])
+        attachment = attached(model, mesh, "all-reduce", policy)
+
+        def backward(model: Any = model) -> None:
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+
+        def gradients(model: Any = model) -> dict[str, Tensor]:
+            return {name: one.grad.to_local().clone() for name, one in model.named_parameters()}
+
+        backward()
+        means = gradients()
+        model.set_requires_all_reduce(False)
+        backward()
+        if then == "freeze":
+            model.first.weight.requires_grad_(False)
+        elif then == "fail":
+            model.head.register_full_backward_hook(_fail)
+            assert "of its own" in told_by(backward).text
+        elif then == "reset":
+            model.reset_iter_state()
+        with warnings.catch_warnings(record=True, action="always") as warned:
+            attachment.detach()
+            attachment.detach()
+        model.reset_iter_state()  # after a pass that failed, whole parameters are in the modules
+        kept = then in ("detach", "freeze")
+        told = [str(one.message) for one in warned if "kept gradients aside" in str(one.message)]
+        assert len(told) == (kept and rank == 0) and ("and 2 other modules" in told[0] if told else True), told
+        assert furthest(gradients(), {name: means[name] + kept * own[name] for name in own}) < 1e-5, then
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("ends_by_hand", [False, True])
 def test_what_would_act_on_gradients_that_are_kept_is_named(rank: int, ends_by_hand: bool) -> None:
     model: Any = sharded(mesh=alone()["shards"])

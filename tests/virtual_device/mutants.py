@@ -211,6 +211,14 @@ def _never_later(_there: Any) -> Any:
     return lambda tensor: False
 
 
+def _from_memory_that_is_not_pinned(_there: Any) -> Any:
+    return lambda device, tensor: tensor.to(device)
+
+
+def _at_once(_there: Any) -> Any:
+    return lambda headers: True
+
+
 def _without_waiting(_there: Any) -> Any:
     return lambda pending: pending.bucket.buffer()
 
@@ -467,6 +475,27 @@ MUTANTS: Sequence[Mutant] = (
         _blocking_copies,
         scenarios.ALONE_ON_HOST,
         (WAIT,),
+    ),
+    Mutant(
+        "the host reads whose turn it was before that has arrived",
+        ("commhooks.scheduling.turns:_Headers.have_arrived",),
+        _at_once,
+        scenarios.TWO_LANES,
+        (RACE,),
+    ),
+    Mutant(
+        "whose turn it is is copied from memory that is not pinned",
+        ("commhooks.scheduling.lanes:copied_to",),
+        _from_memory_that_is_not_pinned,
+        scenarios.TWO_LANES,
+        (WAIT,),
+    ),
+    Mutant(
+        "a mean is spoilt on the caller's stream if it was another's turn",
+        ("commhooks.scheduling.lanes:spoil",),
+        _on_the_callers_stream,
+        scenarios.TWO_LANES,
+        (RACE, NUMBER),
     ),
 )
 

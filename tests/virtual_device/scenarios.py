@@ -199,10 +199,19 @@ def _host_metrics() -> list[Tensor]:
 
 def _two_models() -> list[Tensor]:
     """Let two models of the same shapes, in bf16, have steps under way at the same time."""
-    models = [_world("top-k", dtype=torch.bfloat16) for _ in range(2)]
+    return _beside_each_other([_world("top-k", dtype=torch.bfloat16) for _ in range(2)])
+
+
+def _two_lanes() -> list[Tensor]:
+    """Let the two models share a line, of one rank, which need not wait for the others' turns."""
+    first = _world("top-k", world_size=1)
+    return _beside_each_other([first, _world("top-k", world_size=1, beside=first)], [*GRADIENTS, *GRADIENTS])
+
+
+def _beside_each_other(models: Sequence[DeviceWorld], gradients: Sequence[Any] = GRADIENTS) -> list[Tensor]:
     found: list[Tensor] = []
     try:
-        for given in GRADIENTS:
+        for given in gradients:
             other = [[-3 * gradient for gradient in own] for own in given]
             under_way = [model.hand_in(own) for model, own in zip(models, (given, other), strict=True)]
             for model, futures in zip(models, under_way, strict=True):
@@ -280,6 +289,7 @@ HOST_SAVED = Scenario("residuals on the host, state saved", _host_saved, (DEVICE
 HOST_REPLACED = Scenario("residuals on the host, the compressor replaced", _host_replaced, (DEVICES,))
 HOST_METRICS = Scenario("residuals on the host, metrics", _host_metrics, (DEVICES, "commhooks/hooks/metrics.py"))
 TWO_MODELS = Scenario("two models of one shape", _two_models)
+TWO_LANES = Scenario("two lanes of a line", _two_lanes)
 _BEFORE_THE_FIRST_HOOK = ("ddp_core/replicas.py", "ddp_core/layout.py", "commhooks/communicators/connection.py")
 DDP = Scenario("backward passes through ddp_core", _ddp, _BEFORE_THE_FIRST_HOOK)
 DDP_ELSEWHERE = Scenario("the same on a device that is not the current one", _ddp_elsewhere, _BEFORE_THE_FIRST_HOOK)
@@ -308,6 +318,7 @@ SCENARIOS: Sequence[Scenario] = (
     HOST_REPLACED,
     HOST_METRICS,
     TWO_MODELS,
+    TWO_LANES,
     DDP,
     DDP_ELSEWHERE,
     DDP_ALONE,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -255,32 +256,60 @@ def replicas_apart(rank: int) -> list[Tensor]:
     return train_replicas(rank, "fifo") + train_replicas(rank, "fused")
 
 
-def outputs_of(model: nn.Module, rank: int, *, set_to_none: bool) -> list[Tensor]:
-    """Train with a batch of this rank in each step; return what the model makes of the same batch after each."""
+def steps_of(model: nn.Module, rank: int, steps: int = STEPS, *, set_to_none: bool = False) -> Iterator[None]:
+    """Train with a batch of this rank in each step, and yield after it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outputs = []
-    for step in range(STEPS):
+    for step in range(steps):
         generator = torch.Generator().manual_seed(10 * step + rank)
         batch = torch.randn(16, 20, generator=generator).pin_memory().cuda(non_blocking=True)
         model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
+        yield
+
+
+def outputs_of(model: nn.Module, rank: int, *, set_to_none: bool) -> list[Tensor]:
+    """Train, and return what the model makes of the same batch after each step."""
+    outputs = []
+    for _ in steps_of(model, rank, set_to_none=set_to_none):
         with torch.no_grad():
             outputs.append(model(torch.linspace(-1, 1, 40).view(2, 20).cuda()).cpu())
     return outputs
 
 
-def train_replicas(rank: int, policy: Any) -> list[Tensor]:
-    """Return what the whole model makes of the same batch after every step; see `train_sharded`."""
+def replicated(policy: Any) -> tuple[nn.Module, commhooks.ReplicasAttachment]:
+    """Return replicas of a model, whose modules FSDP2 shards apart."""
     mesh = init_device_mesh("cuda", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
     model = Net().cuda()
     for root in model.children():
         fully_shard(root, mesh=mesh["shards"])
         root.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]  # FSDPModule's
-    attachment = commhooks.attach_replicas(model, "all-reduce", mesh.get_group("replicas"), policy=policy)
+    return model, commhooks.attach_replicas(model, "all-reduce", mesh.get_group("replicas"), policy=policy)
+
+
+def train_replicas(rank: int, policy: Any) -> list[Tensor]:
+    """Return what the whole model makes of one batch after every step, and last the gradients that it keeps aside."""
+    model, attachment = replicated(policy)
     outputs = outputs_of(model, rank, set_to_none=policy == "fused")
-    attachment.detach()
-    return outputs
+    for root in model.children():
+        root.set_requires_all_reduce(False)  # type: ignore[operator]  # FSDPModule's
+    model(torch.linspace(-1, 1, 40).view(2, 20).cuda()).square().mean().backward()
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # gradients that were kept are in `.grad` now
+        attachment.detach()
+    named: list[Any] = [*model.parameters()]
+    return [*outputs, *(parameter.grad.to_local().cpu() for parameter in named if parameter.grad is not None)]
+
+
+def sharded_model(*, apart: bool = False) -> nn.Module:
+    """Return a model that FSDP2 shards, in three modules, or each of its modules `apart`."""
+    model = Net().cuda()
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    roots = [*model.children()] if apart else [model]
+    for module in (model.first, model.second, *roots[-2:]):
+        fully_shard(module, mesh=mesh)
+    for root in roots:
+        root.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]  # FSDPModule's; else FSDP2 waits itself
+    return model
 
 
 def train_sharded(rank: int, compressor: str | None, gather: str | None, *, apart: bool = False) -> list[Tensor]:
@@ -289,13 +318,7 @@ def train_sharded(rank: int, compressor: str | None, gather: str | None, *, apar
     Gradients are set to zero, not freed: FSDP2 makes them on a stream of its own, on which nobody reuses their memory
     before that stream has waited for the optimizer's, which the device cannot know.
     """
-    model = Net().cuda()
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    roots = [*model.children()] if apart else [model]
-    for module in (model.first, model.second, *roots[-2:]):
-        fully_shard(module, mesh=mesh)
-    for root in roots:
-        root.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]  # FSDPModule's; else FSDP2 waits itself
+    model = sharded_model(apart=apart)
     attachment = None if compressor is None else commhooks.attach_sharded(model, compressor, gather=gather)
     if attachment is None:
         model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's

@@ -37,16 +37,16 @@ class DeviceLine:
         self.scheduler: InlineScheduler | None = None
         self._communicator = ProcessGroupCommunicator(group, has_tensor_forms=True)
         self._hook_timeout = hook_timeout
-        self._joined = 0
+        self._joined = Counter[str]()
 
     def carries_groups(self, device: torch.device) -> bool:
         """Return False, as over NCCL."""
         return False
 
-    def join(self) -> int:
-        """Reserve a lane, and return its number."""
-        self._joined += 1
-        return self._joined - 1
+    def join(self, name: str = "") -> int:
+        """Reserve a lane, and return how many of its name were reserved before."""
+        self._joined[name] += 1
+        return self._joined[name] - 1
 
     def check_ranks(self) -> None:
         """Do nothing: the ranks stay."""
@@ -75,6 +75,7 @@ class DeviceWorld:
 
     Settings are those of `Engine`. The host waits for nothing here: gradients are copied to the devices as they are
     needed, and means stay there. (With `may_join` engines look at each bucket, which is outside a backward pass.)
+    Engines of worlds `beside` each other have lanes on the same lines.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class DeviceWorld:
         dtype: torch.dtype = torch.float32,
         may_be_unused: bool = False,
         may_join: bool = False,
+        beside: DeviceWorld | None = None,
         **settings: Any,
     ) -> None:
         self.world_size = world_size
@@ -100,7 +102,7 @@ class DeviceWorld:
         for rank, group in enumerate(LockstepGroup.world(world_size)):
             device = torch.device("cuda", rank)
             own = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-            line = DeviceLine(group, policy, hook_timeout)
+            line = beside.engines[rank].line if beside is not None else DeviceLine(group, policy, hook_timeout)
             engine = Engine(compressor, line, residuals=storage, may_join=may_join, **settings)
             engine.bind([(f"layer{i}", parameter) for i, parameter in enumerate(own)], may_be_unused=may_be_unused)
             self.engines.append(engine)

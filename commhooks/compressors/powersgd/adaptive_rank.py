@@ -197,9 +197,11 @@ class _Plans:
 def _norms_of_rows(Q: Tensor) -> Tensor:
     """Return the norm of each row, bit for bit the same on every processor, so that all ranks choose the same.
 
-    Sums of integers do not depend on their order, and every other operation here is correctly rounded.
+    Sums of integers do not depend on their order, and every other operation here but the root is correctly rounded. A
+    kernel's root may be off by its last bit. It is rounded to whole units: halves between them are further than that
+    from the root of any integer below 2^48, as these sums are in rows of up to 2^18 elements.
     """
     largest = Q.abs().amax(dim=1)
     whole = (Q / torch.where(largest > 0, largest, 1.0).unsqueeze(1) * _UNITS).round().to(torch.int64)
-    squares = whole.square().sum(dim=1).double() / _UNITS**2
-    return largest * squares.sqrt().to(Q.dtype)
+    roots = whole.square().sum(dim=1).double().sqrt().round()
+    return largest * (roots / _UNITS).to(Q.dtype)

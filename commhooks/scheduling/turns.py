@@ -1,0 +1,152 @@
+"""Whose turn it is on a line of several lanes on NCCL, without a wait of the host for each unit.
+
+Before each unit the ranks gather headers, see `Lanes`. If the unit comes where it came in the last round, it is issued
+at once, and the host reads the gathered headers later. As long as all headers were equal, every rank has the same
+order, so of ranks that differ all but those of one unit depart from it: they wait, raise, and issue nothing. No two
+different units ever meet. A rank that did not depart has issued a unit that the others do not answer, or answer with
+something else: the device makes its means NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from commhooks.devices import Mark, copied_to, copied_to_host
+from commhooks.language.bucket import BucketView
+
+_UNITS_TO_KEEP = 2**14
+"""The longest round, in units, that is surely recognised; units of a longer one may be waited for."""
+_MOST_UNREAD = 2048
+"""Headers that the host leaves unread at most, each in pinned memory of its own."""
+
+
+class Turn(NamedTuple):
+    """A unit, as it repeats from round to round."""
+
+    lane: int
+    steps: int
+    """The number of its lane's steps since the lane's last unit."""
+    bucket: int
+
+
+class Order:
+    """The order of the units so far, and the place in it that the next unit is expected to repeat."""
+
+    def __init__(self) -> None:
+        self._units: list[Turn] = []
+        self._steps: dict[int, int] = {}
+        self._expected: int | None = None
+
+    def follow(self, lane: int, step: int, bucket: int) -> int:
+        """Add a unit; return the length of a round if it comes where it came in the last one, otherwise 0."""
+        turn = Turn(lane, step - self._steps.get(lane, step - 1), bucket)
+        self._steps[lane] = step
+        units, place = self._units, self._expected
+        is_expected = place is not None and units[place] == turn
+        units.append(turn)
+        self._expected = place + 1 if place is not None and is_expected else _after_longest_match(units)
+        if len(units) > 2 * _UNITS_TO_KEEP:
+            del units[:_UNITS_TO_KEEP]
+            kept = None if self._expected is None else self._expected - _UNITS_TO_KEEP
+            self._expected = None if kept is None or kept < 0 else kept
+        return len(units) - self._expected if is_expected and self._expected is not None else 0
+
+
+def _after_longest_match(units: list[Turn]) -> int | None:
+    """Return the place after the longest earlier repetition of the last units; None if the last one is new."""
+    longest, after = 0, None
+    for place in range(len(units) - 1, 0, -1):
+        length = 0
+        while length < place and units[place - 1 - length] == units[-1 - length]:
+            length += 1
+        if length > longest:
+            longest, after = length, place
+    return after
+
+
+class _Headers(NamedTuple):
+    """The headers of one unit, on their way to the host."""
+
+    own: Tensor
+    of_ranks: Tensor
+    arrived: Mark | None
+    """Reached when `of_ranks` can be read; None if it can be read at once."""
+
+    def have_arrived(self) -> bool:
+        return self.arrived is None or self.arrived.query()
+
+
+class Turns:
+    """Headers that the host has yet to read.
+
+    `compare` raises if a rank's header differs from this one's; `look_around` is called while the host waits.
+    """
+
+    def __init__(self, compare: Callable[[Tensor, Tensor], None], look_around: Callable[[], None]) -> None:
+        self._compare = compare
+        self._look_around = look_around
+        self._order = Order()
+        self._unread: deque[_Headers] = deque()
+
+    def take(self, own: Tensor, sent: Tensor, of_ranks: Tensor) -> Tensor | None:
+        """Read a unit's gathered headers now, and return None; or later, and return whether any differs, on the device.
+
+        `sent` is this rank's header on the device. Headers are read late if the unit comes where it came in the last
+        round. About once a round, the host then waits for those that were gathered at least a round ago.
+        """
+        _, lane, step, bucket = own.tolist()
+        length = self._order.follow(lane, step, bucket)
+        self._unread.append(_Headers(own, *copied_to_host(of_ranks)))
+        most = min(2 * length, _MOST_UNREAD)
+        if len(self._unread) > most:
+            self.read(most // 2)
+        return (of_ranks != sent).any() if length else None
+
+    def look(self) -> None:
+        """Compare the headers that have arrived."""
+        self.read(len(self._unread))
+
+    def read(self, leaving: int = 0, look_around: Callable[[], None] | None = None) -> None:
+        """Compare headers in order, as far as they have arrived; wait until at most so many are left.
+
+        Each is compared before the next is waited for: after ranks have differed, the next may never arrive.
+        """
+        while self._unread:
+            if self._unread[0].have_arrived():
+                own, of_ranks, _ = self._unread.popleft()
+                self._compare(own, of_ranks)
+            elif len(self._unread) <= leaving:
+                return
+            else:
+                (look_around or self._look_around)()
+
+
+def spoil(bucket: BucketView, differs: Tensor) -> None:
+    """Make the first element of each parameter's mean NaN if a 0-dim bool is true, without the host's knowing it."""
+    mean = bucket.mean
+    if mean.is_sparse:
+        mean._values().masked_fill_(differs, math.nan)
+        return
+    firsts = bucket.plan(spoil, functools.partial(_firsts, bucket))
+    elements = mean.view(-1)
+    elements.index_copy_(0, firsts, elements.index_select(0, firsts).masked_fill_(differs, math.nan))
+
+
+def _firsts(bucket: BucketView) -> Tensor:
+    """Return the place in the mean of each parameter's first element; in a gather's, those of rank 0's shards."""
+    if bucket.slots:
+        begin = bucket.mean.storage_offset()
+        places = [slot.mean.storage_offset() - begin for slot in bucket.slots if slot.mean.numel()]
+    else:
+        sizes = bucket.layout.sizes
+        firsts = itertools.accumulate(sizes, initial=0)
+        places = [first for first, size in zip(firsts, sizes, strict=False) if size]
+    return copied_to(bucket.mean.device, torch.tensor(places, dtype=torch.int64, device="cpu"))
