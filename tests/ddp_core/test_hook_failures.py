@@ -7,6 +7,7 @@ import datetime
 import gc
 import itertools
 import math
+import os
 import threading
 import time
 import weakref
@@ -23,7 +24,8 @@ from torch.futures import Future
 from ddp_core import HookTimeoutError
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import MEAN, grads, ones, scale, wrap
-from tests.world import Outcome, run_world_outcomes, stay_away, tell
+from tests.waiting import has_ended, until
+from tests.world import Outcome, run_world_outcomes
 
 facts = Facts()
 futures: list[Future[Any]] = []  # those that the hook `endless` returned
@@ -252,20 +254,23 @@ test_on_two_ranks = facts.tests()
 
 
 def only_on_rank_1(rank: int, name: str, stays: bool) -> None:
-    """Make a mistake, or never join in, on rank 1; ``stays``: it survives its error, and is there until rank 0 told."""
+    """Make a mistake, or never join in, on rank 1; ``stays``: it survives its error, and stays until rank 0 ended."""
     mistake = MISTAKES.get(name, lambda bucket: Future[Any]())
     ddp = mistaken(
         mistake if rank == 1 else lambda bucket: reduced(bucket).then(lambda f: f.value()[0]),
         hook_timeout=0.5 if stays else 2,
     )
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.set("rank 0's process", str(os.getpid()))
     try:
         for _ in range(2):
             ddp(ones(rank)).sum().backward()
     except RuntimeError:
-        tell(rank)
         if rank == 0 or not stays:
             raise
-        stay_away()
+        # To leave earlier would end what rank 0 must find under way at its exit.
+        assert until(lambda: has_ended(int(store.get("rank 0's process"))))
 
 
 @pytest.mark.parametrize("name", [*MISTAKES, "never joins in"])
