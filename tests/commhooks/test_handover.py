@@ -140,7 +140,7 @@ def test_states_of_equal_models_that_are_made_in_one_order_and_used_in_different
     rank: int, kind: str
 ) -> None:
     told = told_by(lambda: step_of_models(rank, kind, [Given(SHAPES[0]) for _ in "ab"], made_in_one_order=True))
-    assert "ranks disagree. equal ones made later and used earlier" in told.text and told.seconds < 10
+    assert "ranks disagree. equal ones made later and used earlier" in told.text
 
 
 def step_of_models(rank: int, kind: str, modules: Sequence[nn.Module], *, made_in_one_order: bool) -> None:

@@ -168,7 +168,7 @@ def test_replacing_when_a_peer_is_gone_raises_at_once_and_so_does_the_next_step(
 def test_replacing_is_given_up_when_a_peer_does_not_come_within_hook_timeout() -> None:
     prompt, _ = run_world(without_a_peer, 2, "core", "late", check_exit=True)
     replacing, _ = prompt
-    assert 0.5 <= replacing.seconds < 10 and "hook_timeout=0.5 s. No answer from rank 1." in replacing.text
+    assert replacing.seconds >= 0.5 and "hook_timeout=0.5 s. No answer from rank 1." in replacing.text
 
 
 @on_ranks(2, check_exit=False)

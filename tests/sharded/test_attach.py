@@ -521,7 +521,6 @@ def test_a_rank_that_dies_or_does_not_come_is_named(how: str) -> None:
         assert survived(first), first.describe()
         told = first.value
         assert "hook_timeout=0.5 s. No answer from rank 1" in told.text and "round 2, second.wide" in told.text
-        assert told.seconds < 20.0
     else:
         assert survived(first) and first.value.error in {"RuntimeError", "CollectiveError"}, first.describe()
 

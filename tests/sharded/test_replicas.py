@@ -946,7 +946,7 @@ def test_a_rank_that_dies_or_does_not_come_is_named(how: str, policy: str) -> No
     assert f"round 2, {'all modules' if policy == 'fused' else 'second.wide'}" in first.value.text, first.value.text
     assert "rank 1" in first.value.text
     if how == "late":
-        assert "hook_timeout=0.5 s. No answer from rank 1" in first.value.text and first.value.seconds < 20.0
+        assert "hook_timeout=0.5 s. No answer from rank 1" in first.value.text
 
 
 @on_ranks(4)
