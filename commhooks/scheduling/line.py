@@ -99,6 +99,8 @@ class ProcessGroupLine:
         self._timeout = timeout_of(process_group).total_seconds()
         self._address: Address | None = None
         """Where the ranks meet; None before the line has its place."""
+        self._used_before = 0
+        """How many equal lines had been made later and opened when it took its place."""
         self.rank, size = process_group.rank(), process_group.size()
         """The number of this rank in the process group."""
         pretended = getattr(wrap_communicator, "world_size", None)  # a class, too, may have a property of that name
@@ -164,14 +166,15 @@ class ProcessGroupLine:
 
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> Scheduler:
         """Open a reserved lane; on NCCL this waits for all ranks, otherwise the thread does."""
-        # The line takes its place here, in the same order on every rank, and not on the thread.
-        if self._address is None:
+        if self._worker is None and self._inline is None:
             if lane.is_closed:
                 raise CollectiveError(
                     f"rank {self.rank}: not started: the attachment was stopped before its first bucket."
                 )
-            self._address = self._place()
-            fingerprint += f"\n{_USED_BEFORE}: {self._overtake(fingerprint)}"
+            # The line takes its place here, in the same order on every rank, and not on the thread.
+            self.take_place(fingerprint)
+            fingerprint += f"\n{_USED_BEFORE}: {self._used_before}"
+        assert self._address is not None, "the line has its place"
         backend = self._backend(device)
         running: InlineScheduler | Worker
         if runs_on_streams(backend) or self._inline is not None:
@@ -180,6 +183,12 @@ class ProcessGroupLine:
             running = self._worker = self._worker or self._on_a_thread(self._address, backend)
         running.open(lane, fingerprint)
         return running
+
+    def take_place(self, fingerprint: str) -> None:
+        """Take the line's place, with what its first lane compares; nothing waits. A second call does nothing."""
+        if self._address is None:
+            self._address = self._place()
+            self._used_before = self._overtake(fingerprint)
 
     def _place(self) -> Address:
         process_group = self._process_group()
@@ -229,7 +238,7 @@ _made = itertools.count()
 """The number of lines that this process has made."""
 _unopened: weakref.WeakSet[ProcessGroupLine] = weakref.WeakSet()
 """The lines that are not open yet."""
-_USED_BEFORE = "equal ones made later and used earlier (use all in one order, or give each Exchanger a name)"
+_USED_BEFORE = "equal ones made later and used earlier (make and use all in one order, or name each Exchanger)"
 
 
 def _exchanged(before: tuple[int, ...], now: tuple[int, ...]) -> str:

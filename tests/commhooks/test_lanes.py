@@ -8,6 +8,7 @@ import pickle
 import random
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -275,7 +276,7 @@ def test_equal_exchangers_are_paired_in_the_order_of_their_first_use(rank: int) 
 
 
 ALONE = "lane, in the order of first use: {} (rank 0), {} (rank 1)"
-LATE = "equal ones made later and used earlier (use all in one order, or give each Exchanger a name): 0 (rank 0), 2"
+LATE = "equal ones made later and used earlier (make and use all in one order, or name each Exchanger): 0 (rank 0), 2"
 
 
 @on_ranks(2, check_exit=False)
@@ -299,6 +300,20 @@ def test_exchangers_first_used_in_different_orders_are_refused_on_every_rank(
         mean_of_its(rank, one)
     refused = told_by(lambda: mean_of_its(rank, in_turn[right]))
     assert refused.error == "AttachError" and f"ranks disagree. {told}" in refused.text
+
+
+@on_ranks(2)
+def test_an_exchanger_whose_first_use_fails_on_one_rank_lets_no_other_take_its_place(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1.5))
+    first, second = one_more(group), one_more(group)
+    if rank == 0:
+        told = told_by(lambda: first.average({"y": torch.zeros(1)}))
+        assert told.error == "CompressorError" and told.seconds < 1
+    else:
+        assert "Missing: rank 0" in told_by(lambda: mean_of(rank, first)).text
+    dist.barrier()
+    assert mean_of(rank, second) == 0.5
+    second.close()
 
 
 @on_ranks(2, check_exit=False)
