@@ -317,6 +317,14 @@ def test_an_exchanger_whose_first_use_fails_on_one_rank_lets_no_other_take_its_p
 
 
 @on_ranks(2, check_exit=False)
+def test_a_lane_is_not_mistaken_for_one_whose_name_reads_like_it_in_messages(rank: int) -> None:
+    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
+    made = [Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line, name=name) for name in ("a", "a", "a, 1")]
+    assert [mean_of(rank, one) for one in made] == [0.5] * 3
+    assert "ranks hand in different things" in told_by(lambda: mean_of(rank, made[1 + rank])).text
+
+
+@on_ranks(2, check_exit=False)
 def test_on_a_shared_line_named_exchangers_may_be_kept_alone_and_nameless_ones_are_refused(rank: int) -> None:
     line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
     names = ["a", "kept", "b", "", ""] if rank else ["a", "b", ""]
