@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import Counter
 from typing import Any, Protocol
@@ -88,8 +89,8 @@ class ProcessGroupLine:
         self.label = label
         """Its name in the store; it may change until the line has its place there."""
         self._made = next(_made)
-        self._overtaken = Counter[str]()
-        """The lines made later that were opened while this one was not, by label and fingerprint."""
+        self._overtaken = Counter[int]()
+        """The lines made later that were opened while this one was not, by a hash of label and fingerprint."""
         self._lanes = 0
         self._joined = Counter[str]()
         self._worker: Worker | None = None
@@ -112,7 +113,8 @@ class ProcessGroupLine:
         self._wrap = wrap_communicator
         self.hook_timeout = hook_timeout
         self._may_bypass = may_bypass  # the user knows that a group without Gloo only provides its ranks
-        _unopened.add(self)
+        with _counting:
+            _unopened.add(self)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -203,12 +205,13 @@ class ProcessGroupLine:
         If ranks make equal lines in one order, these numbers differ as soon as their order of opening does: they are
         the inversions of that order. Lines that are never opened do not count.
         """
-        _unopened.discard(self)
-        what = f"{self.label}\n{fingerprint}"
-        for other in list(_unopened):
-            if other._made < self._made and other._process_group is self._process_group:
-                other._overtaken[what] += 1
-        return self._overtaken[what]
+        what = hash((self.label, fingerprint))  # the texts are long, and some lines are kept and never opened
+        with _counting:
+            _unopened.discard(self)
+            for other in _unopened:
+                if other._made < self._made and other._process_group is self._process_group:
+                    other._overtaken[what] += 1
+            return self._overtaken[what]
 
     def _backend(self, device: torch.device) -> str:
         process_group = self._process_group()
@@ -238,6 +241,8 @@ _made = itertools.count()
 """The number of lines that this process has made."""
 _unopened: weakref.WeakSet[ProcessGroupLine] = weakref.WeakSet()
 """The lines that are not open yet."""
+_counting = threading.Lock()
+"""Held while these lines change or are counted: threads may make and open some at once."""
 _USED_BEFORE = "equal ones made later and used earlier (make and use all in one order, or name each Exchanger)"
 
 

@@ -8,8 +8,11 @@ import pickle
 import random
 import threading
 import time
+import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ import commhooks
 from commhooks import Averaging, CollectiveError, Exchanger, Exchangers, lockstep_lines
 from commhooks.communicators import Collective, Communicator, Pending
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Part
+from commhooks.scheduling import line as lines
 from commhooks.scheduling.line import ProcessGroupLine
 from tests.commhooks.told import told_by
 from tests.python_groups import Elastic
@@ -314,6 +318,25 @@ def test_an_exchanger_whose_first_use_fails_on_one_rank_lets_no_other_take_its_p
     dist.barrier()
     assert mean_of(rank, second) == 0.5
     second.close()
+
+
+class Interrupted(weakref.WeakSet[ProcessGroupLine]):
+    """Lines among which another thread makes one more while they are counted."""
+
+    def __iter__(self) -> Iterator[ProcessGroupLine]:
+        for one in super().__iter__():
+            thread = threading.Thread(target=one_more)
+            thread.start()
+            thread.join(0.2)  # it may have to wait
+            yield one
+
+
+@on_ranks(2)
+def test_a_thread_may_make_an_exchanger_while_another_is_first_used(rank: int) -> None:
+    kept, used = one_more(), one_more()
+    with mock.patch.object(lines, "_unopened", Interrupted([kept._engine.line, used._engine.line])):  # type: ignore[list-item]  # a Line
+        assert mean_of(rank, used) == 0.5
+    used.close()
 
 
 @on_ranks(2, check_exit=False)
