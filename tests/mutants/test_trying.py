@@ -42,9 +42,9 @@ def test_a_probe_notes_the_tests_that_reach_a_statement(
     assert (tmp_path / "notes").read_text() == "".join(f"7\ttest_sign[{number}]\n" for number in reached_by)
 
 
-def test_short_tests_come_first_and_rows_of_one_function_later_than_another_one() -> None:
-    seconds = {"a[1]": 0.1, "a[2]": 0.1, "a[3]": 0.1, "b": 0.15, "c": 0.25}
-    assert in_order(seconds, seconds) == ["a[1]", "b", "a[2]", "c", "a[3]"]
+def test_short_tests_of_other_functions_and_files_come_first() -> None:
+    seconds = {"x.py::a[1]": 0.1, "x.py::a[2]": 0.1, "x.py::a[3]": 0.1, "x.py::b": 0.125, "y.py::c": 0.15}
+    assert in_order(seconds, seconds) == ["x.py::a[1]", "y.py::c", "x.py::a[2]", "x.py::b", "x.py::a[3]"]
 
 
 def test_the_table_says_what_was_found_and_by_what() -> None:

@@ -28,8 +28,8 @@ AT_ONCE = 2
 SECONDS = 300.0
 """A fault's tests are ended after so long."""
 SUITE_SECONDS = 5400.0
-MOST_UNSOUND = 5
-"""Tests that fail without the fault too, after which it is given up."""
+FIRST = 8
+"""The tests of a fault that are tried by themselves at first: to collect the files of all takes longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,85 +66,112 @@ class Trial:
         self._lock = threading.Lock()
         self._begun = time.monotonic()
         self.results: dict[str, Result] = {}
+        self._sound, self._unsound = set[str](), set[str]()
+        """Tests that pass without a fault, and that do not."""
         if self._state.exists() and (held := json.loads(self._state.read_text()))["key"] == self._key:
             self.results = {name: Result(**own) for name, own in held["results"].items()}
+            self._sound, self._unsound = {*held["sound"]}, {*held["unsound"]}
 
     def run(self) -> None:
-        """Try every fault that has no result yet."""
+        """Try every fault that has no result yet, and those again whose tests fail without them."""
         RUNS.mkdir(exist_ok=True)
-        left = [fault for fault in self._faults if fault.name not in self.results]
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
             copies = [Copy(Path(folder, str(number))) for number in range(AT_ONCE)]
-            running = [pool.submit(self._take, copy, left) for copy in copies]
-            for one in running:
-                one.result()
+            while True:
+                left = self._left()
+                running = [pool.submit(self._take, copy, left) for copy in copies]
+                for one in running:
+                    one.result()
+                self._doubt(copies[0])
+                if self._is_over or not self._left():
+                    return
+
+    @property
+    def _is_over(self) -> bool:
+        return time.monotonic() - self._begun > 60 * self._options.minutes
+
+    def _left(self) -> list[Fault]:
+        return [fault for fault in self._faults if fault.name not in self.results]
 
     def _take(self, copy: Copy, left: list[Fault]) -> None:
         while True:
             with self._lock:
-                if not left or time.monotonic() - self._begun > 60 * self._options.minutes:
+                if not left or self._is_over:
                     return
                 fault = left.pop(0)
             result = self._try(copy, fault)
             with self._lock:
                 self.results[fault.name] = result
-                written = {name: dataclasses.asdict(own) for name, own in self.results.items()}
-                self._state.write_text(json.dumps({"key": self._key, "results": written}, indent=1))
+                self._write()
                 by = result.found_by or "NOT FOUND"
                 print(f"{fault.room}: {fault.name}: {by} ({result.seconds:.0f} s)", flush=True)
+
+    def _write(self) -> None:
+        written = {name: dataclasses.asdict(own) for name, own in self.results.items()}
+        held = {"key": self._key, "results": written, "sound": sorted(self._sound), "unsound": sorted(self._unsound)}
+        self._state.write_text(json.dumps(held, indent=1))
+
+    def _doubt(self, copy: Copy) -> None:
+        """Run what found faults without any: what fails then has found nothing."""
+        doubtful = sorted({own.found_by for own in self.results.values()} - self._sound - {""})
+        if not doubtful:
+            return
+        failed, _ = self._run(copy, "no-fault", doubtful, SUITE_SECONDS)
+        self._sound |= {*doubtful} - {*failed}
+        self._unsound |= {*failed}
+        self.results = {name: own for name, own in self.results.items() if own.found_by not in self._unsound}
+        self._write()
 
     def _try(self, copy: Copy, fault: Fault) -> Result:
         begun = time.monotonic()
         last = json.loads(FOUND.read_text()).get(fault.name, {}).get("found_by", "") if FOUND.exists() else ""
-        chosen = [*dict.fromkeys([last] if last else []), *(t for t in self._record.tests[fault.name] if t != last)]
-        found, remark = self._first_failure(copy, fault, chosen, SECONDS)
-        if not found and self._options.rest:
-            found, remark = self._first_failure(copy, fault, chosen, SUITE_SECONDS, are_left_out=True)
-        return Result(found, round(time.monotonic() - begun, 1), remark)
-
-    def _first_failure(
-        self, copy: Copy, fault: Fault, tests: Sequence[str], seconds: float, *, are_left_out: bool = False
-    ) -> tuple[str, str]:
-        """Return the first test that fails with the fault and passes without it, and a remark."""
-        unsound: list[str] = []
-        while tests or are_left_out:
-            copy.seed(fault)
-            try:
-                failed, remark = self._run(copy, fault, tests, seconds, are_left_out=are_left_out)
-            finally:
-                copy.mend(fault)
-            (RUNS / f"{_file_name(fault)}.out").replace(RUNS / f"{_file_name(fault)}.found")  # the next run has its own
-            if not failed or self._run(copy, fault, [failed], SECONDS)[0] != failed:
-                return failed, remark
-            unsound.append(failed)
-            if len(unsound) > MOST_UNSOUND:
-                return "", f"given up: without the fault, too, {', '.join(unsound)} fail"
-            tests = [*tests, failed] if are_left_out else tests[tests.index(failed) + 1 :]
-        return "", "no test is left that comes by"
+        chosen = [*dict.fromkeys([last, *self._record.tests[fault.name]])]
+        chosen = [test for test in chosen if test and test not in self._unsound]
+        stages = [stage for stage in (chosen[:FIRST], chosen[FIRST:]) if stage]
+        failed, remark = list[str](), ""
+        copy.seed(fault)
+        try:
+            for stage in stages:
+                if not failed:
+                    failed, remark = self._run(copy, _file_name(fault), stage, SECONDS, stops=True)
+            if not failed and self._options.rest:
+                left_out = [*chosen, *self._unsound]
+                failed, remark = self._run(
+                    copy, _file_name(fault), left_out, SUITE_SECONDS, stops=True, are_left_out=True
+                )
+        finally:
+            copy.mend(fault)
+        return Result(failed[0] if failed else "", round(time.monotonic() - begun, 1), remark)
 
     def _run(
-        self, copy: Copy, fault: Fault, tests: Sequence[str], seconds: float, *, are_left_out: bool = False
-    ) -> tuple[str, str]:
-        """Return the first test that fails in a copy, or during which pytest dies; and a remark."""
-        name = _file_name(fault)
+        self,
+        copy: Copy,
+        name: str,
+        tests: Sequence[str],
+        seconds: float,
+        *,
+        stops: bool = False,
+        are_left_out: bool = False,
+    ) -> tuple[list[str], str]:
+        """Return the tests that fail in a copy, or during which pytest dies, and a remark; `stops` at the first."""
         listed, log = RUNS / f"{name}.tests", RUNS / f"{name}.log"
         listed.write_text("\n".join(tests))
         log.write_text("")
         files = [] if are_left_out else sorted({test.partition("::")[0] for test in tests})
-        command = [sys.executable, "-m", "pytest", "-p", "tests.mutants.plugin", "-p", "no:cacheprovider", "-x", "-q"]
-        command += ["-m", self._options.marks] if self._options.marks else []
+        command = [sys.executable, "-m", "pytest", "-p", "tests.mutants.plugin", "-p", "no:cacheprovider", "-q"]
+        command += ["-x"] * stops + (["-m", self._options.marks] if self._options.marks else [])
         variables = {LEFT_OUT if are_left_out else CHOSEN: str(listed), LOG: str(log)}
         with (RUNS / f"{name}.out").open("w") as output:
             code = copy.run([*command, *files], seconds, variables, output)
         events: list[dict[str, Any]] = [json.loads(line) for line in log.read_text().splitlines()]
         failed = [event["ended"] for event in events if event.get("failed")]
         if failed:
-            return failed[0], ""
+            return failed, ""
         if code is None:
-            return "", f"hung, or took longer than {seconds:.0f} s"
+            return [], f"hung, or took longer than {seconds:.0f} s"
         if code not in (0, 1, 5) and events and "begun" in events[-1]:
-            return events[-1]["begun"], f"pytest ended with {code}"
-        return "", "" if code in (0, 5) else f"pytest ended with {code} outside a test"
+            return [events[-1]["begun"]], f"pytest ended with {code}"
+        return [], "" if code in (0, 5) else f"pytest ended with {code} outside a test"
 
 
 def _file_name(fault: Fault) -> str:
