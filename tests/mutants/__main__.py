@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--marks", default="", help="only tests that this expression of pytest's -m selects")
     parser.add_argument("--all", action="store_true", help="run the rest of the suite for what its own tests miss")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no fault after so long")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()  # names may come after options
     if unknown := {*given.faults} - {fault.name for fault in every}:
         parser.error(f"there is no fault {', '.join(sorted(unknown))}")
     chosen = [fault for fault in every if not given.faults or fault.name in given.faults]
