@@ -16,7 +16,7 @@ from tests.mutants.plugin import LOG
 from tests.mutants.probe import VARIABLE, with_probes
 
 FILE = Path(__file__).with_name("record.json")
-MOST = 150
+MOST = 100
 """The tests that are kept of each fault; `--all` tries the rest of the suite."""
 
 
