@@ -127,11 +127,12 @@ class Trial:
         last = json.loads(FOUND.read_text()).get(fault.name, {}).get("found_by", "") if FOUND.exists() else ""
         chosen = [*dict.fromkeys([last, *self._record.tests[fault.name]])]
         chosen = [test for test in chosen if test and test not in self._unsound]
-        stages = [stage for stage in (chosen[:FIRST], chosen[FIRST:]) if stage]
+        alone = int(last in chosen)  # what found it last time, from one file
+        stages = [chosen[:alone], chosen[alone : alone + FIRST], chosen[alone + FIRST :]]
         failed, remark = list[str](), ""
         copy.seed(fault)
         try:
-            for stage in stages:
+            for stage in filter(None, stages):
                 if not failed:
                     failed, remark = self._run(copy, _file_name(fault), stage, SECONDS, stops=True)
             if not failed and self._options.rest:
