@@ -9,6 +9,8 @@ FRAMEWORKS_STAMP := .venv-frameworks/.installed
 FRAMEWORKS_PINS := -c constraints.txt -c constraints-frameworks.txt
 # Sections of the benchmarks; none: all.
 BENCH ?=
+# Options of `python -m tests.mutants try`.
+MUTANTS ?=
 # The documentation's theme advertises its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 # Tests start hundreds of processes: none compiles again what another one has, also where no bytecode is to be kept.
@@ -18,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS := $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo leaderboard test test-fast test-all test-eager test-frameworks test-processors test-torch test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard gpu gpu-cost many-ranks clean
+.PHONY: help demo leaderboard test test-fast test-all test-eager test-frameworks test-processors test-torch test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard mutants gpu gpu-cost many-ranks clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
@@ -33,6 +35,8 @@ help:
 	@echo "                  PAGE=1 writes a row of docs/versions.md, PYTHON=python3.12 chooses the interpreter (about 10 minutes and a download),"
 	@echo "                  SHORT=1 tries what most often fails (3 minutes)"
 	@echo "make test-torch-suite  most of PyTorch's own DDP tests, with ddp_core's class in place of theirs"
+	@echo "make mutants      sixty seeded faults, each with the tests that come by it, until one finds it (up to an hour);"
+	@echo "                  continues where it was stopped; MUTANTS=--fast: only those of make test-fast; MUTANTS=--all: then the whole suite"
 	@echo "make guard        programs whose replicas drift apart, and sound ones, under every wrapper: which the guard notices (5 minutes)"
 	@echo "make test-virtual-device  the CUDA code, late and in odd orders, on a device that lives in the CPU (needs g++)"
 	@echo "make check        lint, format, types, and the documentation built strictly"
@@ -104,6 +108,10 @@ test-torch:
 
 test-torch-suite: $(STAMP)
 	$(BIN)/python -m pytest -m "torch_suite and not soak" tests/torch_suite
+
+# `python -m tests.mutants record -n 2 --dist loadfile` finds out anew which tests come by each fault (one run of the suite).
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants try $(MUTANTS)
 
 guard: $(STAMP)
 	$(BIN)/python -m tests.guard

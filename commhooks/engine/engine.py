@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from commhooks.language.compressor import (
 from commhooks.native.library import in_use
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.ledger import Statistics
-from commhooks.scheduling.line import Line
+from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.policy import PolicyName
 from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.task import BucketTask
@@ -305,7 +306,14 @@ class Engine:
         self.why_stopped = self.why_stopped or why
         if why:
             self._post(why)
+            self._take_place()
         self._leave()
+
+    def _take_place(self) -> None:
+        """Take the line's place if its first use has failed here: no later line may meet the others' first use."""
+        if isinstance(self.line, ProcessGroupLine) and self.scheduler is None:
+            with contextlib.suppress(AttachError):  # no such ranks are left; the caller raises why it stopped
+                self.line.take_place(self._fingerprint_with(self.compressor))
 
     def _post(self, why: str) -> None:
         if self.scheduler is not None and self.scheduler.board is not None:

@@ -123,8 +123,8 @@ class Exchanger(Handle):
 
     `line` replaces the process group: exchangers that share one `ProcessGroupLine` share its thread and private group,
     each on a lane of its own, and begin all their rounds in the same order on every rank. Those of one line that have
-    no name, or the same, are told apart by the order of making: there, one that a single rank makes and keeps needs a
-    name of its own, or the others' first use raises `AttachError`. Errors name the round and the exchanger,
+    no name, or the same, are told apart by the order of making: there, one that a single rank makes, even if it closes
+    it, needs a name of its own, or the others' first use raises `AttachError`. Errors name the round and the exchanger,
     "round 3, <name>". `lockstep_lines` are for workers in one process, see `average_in_lockstep`.
     """
 

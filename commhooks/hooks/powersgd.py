@@ -272,9 +272,11 @@ class PowerSGDState(Handle):
             self._warm_up = engine.statistics()
         if engine.scheduler is None:
             # Two models' first buckets may come in another order on each rank. Names only from a bucket, as ddp_core's
-            # has them: of those that `bind` tells, another rank may not know.
+            # has them: of those that `bind` tells, another rank may not know. Plain ones: one rank alone may compile.
             names: Callable[[], list[str]] = getattr(bucket, "names", list)
-            what = repr((names(), [tuple(parameter.shape) for parameter in bucket.parameters()]))
+            what = repr(
+                ([plain_name(name) for name in names()], [tuple(parameter.shape) for parameter in bucket.parameters()])
+            )
             self._line.label = f"PowerSGDState {hashlib.blake2b(what.encode(), digest_size=16).hexdigest()}"
         return deliver(engine.run(bucket), bucket)
 

@@ -19,6 +19,7 @@ Owner = TypeVar("Owner")
 Others = TypeVarTuple("Others")
 T = TypeVar("T")
 _BOUNDS = "bounds"
+_PLAIN = (int, float, str, torch.dtype, types.NoneType)
 _HINTS = {"Compressor": "; make one from a name with make_compressor", "Codec": ", such as Sign()"}
 
 
@@ -91,15 +92,21 @@ def refusal(owner: Any, name: str, why: str) -> SettingsError:
 
 
 def cached_for_each(function: Callable[[Owner, *Others], T]) -> Callable[[Owner, *Others], T]:
-    """Cache a function's results by its first argument's identity, while that exists, and by the other arguments.
+    """Cache a function's results by its first argument, a compressor or a codec, and by the others.
 
-    Users' compressors and codecs are not compared: their settings may be of types that cannot be, such as arrays.
+    Owners of one class whose settings are numbers, texts and dtypes, and equal, share a result. Others are known by
+    identity, while they exist: users' settings may be of types that cannot be compared, such as arrays.
     """
-    known = WeakIdKeyDictionary()
+    of_equal: dict[Any, dict[tuple[*Others], T]] = {}
+    of_each = WeakIdKeyDictionary()
 
     @functools.wraps(function)
     def cached(owner: Owner, *others: *Others) -> T:
-        results: dict[tuple[*Others], T] = known.setdefault(owner, {})
+        values = tuple(vars(owner).values())
+        if all(isinstance(value, _PLAIN) for value in values):
+            results = of_equal.setdefault((type(owner), values), {})
+        else:
+            results = of_each.setdefault(owner, {})
         if others not in results:
             results[others] = function(owner, *others)
         return results[others]

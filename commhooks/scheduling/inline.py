@@ -60,6 +60,9 @@ class InlineScheduler(Scheduler):
 
     def open(self, lane: Lane, fingerprint: str) -> None:
         """Open a lane, once every rank has passed the same fingerprint."""
+        self._read_headers(self._look_around)  # the device may never reach a comparison behind headers that differ
+        if self.error is not None:
+            raise self.error
         self._agree(fingerprint, lane.kernels)
         self._lanes.open(lane, self._communicator, functools.partial(self._complete, lane))
 

@@ -74,8 +74,9 @@ class Lane:
 
     @functools.cached_property
     def digest(self) -> int:
-        """A number that stands for `unique`: not the place of the lane, which ranks may count differently."""
-        return int.from_bytes(hashlib.blake2b(self.unique.encode(), digest_size=7).digest())
+        """A number that stands for name and ordinal: not the place of the lane, which ranks may count differently."""
+        # Not for `unique`: another lane may be named "a, 1", or "lane 0".
+        return int.from_bytes(hashlib.blake2b(repr((self.name, self.ordinal)).encode(), digest_size=7).digest())
 
     def at(self, step: int) -> str:
         """Return the name, in messages, of one of its steps, with the lane."""

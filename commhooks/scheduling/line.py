@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import Counter
 from typing import Any, Protocol
@@ -88,8 +89,8 @@ class ProcessGroupLine:
         self.label = label
         """Its name in the store; it may change until the line has its place there."""
         self._made = next(_made)
-        self._overtaken = Counter[str]()
-        """The lines made later that were opened while this one was not, by label and fingerprint."""
+        self._overtaken = Counter[int]()
+        """The lines made later that were opened while this one was not, by a hash of label and fingerprint."""
         self._lanes = 0
         self._joined = Counter[str]()
         self._worker: Worker | None = None
@@ -99,6 +100,8 @@ class ProcessGroupLine:
         self._timeout = timeout_of(process_group).total_seconds()
         self._address: Address | None = None
         """Where the ranks meet; None before the line has its place."""
+        self._used_before = 0
+        """How many equal lines had been made later and opened when it took its place."""
         self.rank, size = process_group.rank(), process_group.size()
         """The number of this rank in the process group."""
         pretended = getattr(wrap_communicator, "world_size", None)  # a class, too, may have a property of that name
@@ -110,7 +113,8 @@ class ProcessGroupLine:
         self._wrap = wrap_communicator
         self.hook_timeout = hook_timeout
         self._may_bypass = may_bypass  # the user knows that a group without Gloo only provides its ranks
-        _unopened.add(self)
+        with _counting:
+            _unopened.add(self)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -164,14 +168,15 @@ class ProcessGroupLine:
 
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> Scheduler:
         """Open a reserved lane; on NCCL this waits for all ranks, otherwise the thread does."""
-        # The line takes its place here, in the same order on every rank, and not on the thread.
-        if self._address is None:
+        if self._worker is None and self._inline is None:
             if lane.is_closed:
                 raise CollectiveError(
                     f"rank {self.rank}: not started: the attachment was stopped before its first bucket."
                 )
-            self._address = self._place()
-            fingerprint += f"\n{_USED_BEFORE}: {self._overtake(fingerprint)}"
+            # The line takes its place here, in the same order on every rank, and not on the thread.
+            self.take_place(fingerprint)
+            fingerprint += f"\n{_USED_BEFORE}: {self._used_before}"
+        assert self._address is not None, "the line has its place"
         backend = self._backend(device)
         running: InlineScheduler | Worker
         if runs_on_streams(backend) or self._inline is not None:
@@ -180,6 +185,12 @@ class ProcessGroupLine:
             running = self._worker = self._worker or self._on_a_thread(self._address, backend)
         running.open(lane, fingerprint)
         return running
+
+    def take_place(self, fingerprint: str) -> None:
+        """Take the line's place, with what its first lane compares; nothing waits. A second call does nothing."""
+        if self._address is None:
+            self._address = self._place()
+            self._used_before = self._overtake(fingerprint)
 
     def _place(self) -> Address:
         process_group = self._process_group()
@@ -194,12 +205,13 @@ class ProcessGroupLine:
         If ranks make equal lines in one order, these numbers differ as soon as their order of opening does: they are
         the inversions of that order. Lines that are never opened do not count.
         """
-        _unopened.discard(self)
-        what = f"{self.label}\n{fingerprint}"
-        for other in list(_unopened):
-            if other._made < self._made and other._process_group is self._process_group:
-                other._overtaken[what] += 1
-        return self._overtaken[what]
+        what = hash((self.label, fingerprint))  # the texts are long, and some lines are kept and never opened
+        with _counting:
+            _unopened.discard(self)
+            for other in _unopened:
+                if other._made < self._made and other._process_group is self._process_group:
+                    other._overtaken[what] += 1
+            return self._overtaken[what]
 
     def _backend(self, device: torch.device) -> str:
         process_group = self._process_group()
@@ -229,7 +241,9 @@ _made = itertools.count()
 """The number of lines that this process has made."""
 _unopened: weakref.WeakSet[ProcessGroupLine] = weakref.WeakSet()
 """The lines that are not open yet."""
-_USED_BEFORE = "equal ones made later and used earlier (use all in one order, or give each Exchanger a name)"
+_counting = threading.Lock()
+"""Held while these lines change or are counted: threads may make and open some at once."""
+_USED_BEFORE = "equal ones made later and used earlier (make and use all in one order, or name each Exchanger)"
 
 
 def _exchanged(before: tuple[int, ...], now: tuple[int, ...]) -> str:

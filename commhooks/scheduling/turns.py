@@ -25,6 +25,11 @@ from commhooks.language.bucket import BucketView
 
 _UNITS_TO_KEEP = 2**14
 """The longest round, in units, that is surely recognised; units of a longer one may be waited for."""
+_PLACES_TO_TRY = 2**10
+"""Earlier occurrences of a unit at most that are compared if it was not expected; more often in a round, it may be
+waited for."""
+_SURELY = 64
+"""Units that repeat a short round for certain."""
 _MOST_UNREAD = 2048
 """Headers that the host leaves unread at most, each in pinned memory of its own."""
 
@@ -48,6 +53,8 @@ class Order:
 
     def __init__(self) -> None:
         self._units: list[Turn] = []
+        self._after: dict[Turn, list[int]] = {}
+        """The places after each occurrence of a unit."""
         self._steps: dict[int, int] = {}
         self._expected: int | None = None
 
@@ -58,24 +65,43 @@ class Order:
         units, place = self._units, self._expected
         is_expected = place is not None and units[place] == turn
         units.append(turn)
-        self._expected = place + 1 if place is not None and is_expected else _after_longest_match(units)
+        self._expected = place + 1 if place is not None and is_expected else self._after_best_match()
+        self._note(turn, len(units))
         if len(units) > 2 * _UNITS_TO_KEEP:
-            del units[:_UNITS_TO_KEEP]
-            kept = None if self._expected is None else self._expected - _UNITS_TO_KEEP
-            self._expected = None if kept is None or kept < 0 else kept
+            self._forget(_UNITS_TO_KEEP)
         return len(units) - self._expected if is_expected and self._expected is not None else 0
 
+    def _after_best_match(self) -> int | None:
+        """Return the place after what the last units seem to repeat; None if the last one is new.
 
-def _after_longest_match(units: list[Turn]) -> int | None:
-    """Return the place after the longest earlier repetition of the last units; None if the last one is new."""
-    longest, after = 0, None
-    for place in range(len(units) - 1, 0, -1):
-        length = 0
-        while length < place and units[place - 1 - length] == units[-1 - length]:
-            length += 1
-        if length > longest:
-            longest, after = length, place
-    return after
+        It is the longest match, of those that repeat a whole round if there are any: what went before an irregular
+        step also matches all since, however often the round has been repeated since then.
+        """
+        units, end = self._units, len(self._units)
+        best, after = (False, 0), None
+        for place in itertools.islice(reversed(self._after.get(units[-1], [])), _PLACES_TO_TRY):
+            distance = end - place
+            enough = max(2 * distance, _SURELY)
+            length = 1
+            while length < min(place, enough) and units[place - 1 - length] == units[end - 1 - length]:
+                length += 1
+            if length == enough:  # look no further: the cost of a unit must not grow with the history
+                return place
+            if (match := (length >= distance, length)) > best:
+                best, after = match, place
+        return after
+
+    def _note(self, turn: Turn, after: int) -> None:
+        self._after.setdefault(turn, []).append(after)
+
+    def _forget(self, count: int) -> None:
+        """Forget the first units."""
+        del self._units[:count]
+        self._after.clear()
+        for place, turn in enumerate(self._units):
+            self._note(turn, place + 1)
+        kept = -1 if self._expected is None else self._expected - count
+        self._expected = kept if kept >= 0 else None
 
 
 class _Headers(NamedTuple):

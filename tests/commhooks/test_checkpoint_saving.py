@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from commhooks import CheckpointError, load_checkpoint, save_checkpoint
 from commhooks.checkpoints import files as checkpoint
 from commhooks.checkpoints.contents import read_contents
-from commhooks.checkpoints.folder import prepare
+from commhooks.checkpoints.folder import newest, prepare
 from tests.commhooks.checkpointed import Network, begin, listing_of, text_of, words_of
 from tests.world import on_ranks
 
@@ -109,6 +109,13 @@ TAKEN: dict[Any, Any] = {
     "shape": torch.Size([2, 3]), "device": torch.device("cpu"), "counts": collections.Counter("aab"),
     "tensors": {"a": torch.arange(3), "b": nn.Parameter(torch.ones(2))}, "order": collections.OrderedDict(a=1),
 }  # fmt: skip
+
+
+def test_of_two_checkpoints_with_one_number_the_later_step_is_the_newest(tmp_path: Path) -> None:
+    for step in (10, 9):  # by two processes that saved at the same moment
+        (tmp_path / f"checkpoint-00001-step-{step}").mkdir()
+    found = newest(tmp_path)
+    assert found is not None and found.name == "checkpoint-00001-step-10"
 
 
 @on_ranks(2)

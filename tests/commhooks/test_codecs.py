@@ -112,6 +112,13 @@ def test_natural_is_the_papers() -> None:
         assert_as_in(coded(codec, blocks, noise), np.sign(t) * below * np.where(np.abs(t) / below - 1 > 1 - u, 2, 1))
 
 
+def test_a_scale_of_natural_is_the_first_power_of_two_that_is_not_below_its_block() -> None:
+    codec = Natural(block=2)
+    blocks = torch.tensor([[1.0, -4.0], [4.0, 4.5], [0.5, 0.25]])
+    scales, _ = codec.encode(blocks, torch.full_like(blocks, 0.5))
+    assert scales.flatten().tolist() == [4.0, 8.0, 0.5]
+
+
 def test_one_bit_in_two_hops_is_the_papers() -> None:
     """Each rank sends its compensated gradient's signs, the server its compensated mean's (1-bit Adam, algorithm 1)."""
     block, blocks, steps, ranks = 32, 6, 20, 3

@@ -125,8 +125,8 @@ def test_passes_that_do_not_agree_are_not_used(monkeypatch: pytest.MonkeyPatch) 
         return Passes.write(passes, message, places, blocks).add_(1e-3)
 
     monkeypatch.setattr(CompiledPasses, "write", wrong)
-    with pytest.warns(UserWarning, match=r"compiled passes \(\w+\) of Int8\(block=40, .* do not agree"):
-        assert type(passes_for(Int8(block=40), None, *ON_CPU)) is Passes
+    with pytest.warns(UserWarning, match=r"compiled passes \(\w+\) of Int8\(block=44, .* do not agree"):
+        assert type(passes_for(Int8(block=44), None, *ON_CPU)) is Passes
 
 
 def test_others_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:

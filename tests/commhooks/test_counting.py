@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 import commhooks
 from commhooks import make_compressor
 from commhooks.communicators.collective import KindTraffic
-from commhooks.scheduling.ledger import Statistics
+from commhooks.language.requests import Layout
+from commhooks.scheduling.ledger import Statistics, _Shares
 from tests.cases import LowRankBytes
 from tests.commhooks.mirrored import backward
 from tests.commhooks.models import MODELS, Given, Shape, wrap
@@ -119,3 +121,22 @@ def _demand_sums(attachment: commhooks.Attachment, steps: list[Statistics]) -> N
     assert {share.steps for share in shares} == {len(steps)}
     assert sum(share.gradient_bytes for share in shares) == total.gradient_bytes
     assert sum(share.payload_bytes for share in shares) == total.payload_bytes
+
+
+def test_no_traffic_is_added_while_shares_are_divided() -> None:
+    def note(layout: Layout) -> None:
+        shares.note([(((layout,), (1,)), (1, 0, 8, 0, 0))])
+
+    class Disturbed(Layout):
+        @property
+        def elements(self) -> int:  # asked for in the midst of dividing
+            if not worker.is_alive():
+                worker.start()
+                worker.join(0.05)
+            return 1
+
+    shares, worker = _Shares(), threading.Thread(target=note, args=[Layout(("late",), (1,))])
+    note(Disturbed(("early",), (1,)))
+    assert shares.by_parameter().keys() == {"early"}
+    worker.join()
+    assert shares.by_parameter()["late"].gradient_bytes == 8

@@ -155,6 +155,15 @@ def test_of_rungs_that_are_equally_fast_the_first_is_used() -> None:
     assert run.rungs[-1] == 0 and len(run.moves) == 1
 
 
+def test_a_rung_that_saves_more_than_a_tie_and_less_than_the_margin_is_not_moved_to() -> None:
+    slower = Link(rate=1e9, latency=1e-4)
+    steps = [rung("all-reduce", payload, 0.0) for payload in (600_000, 300_000)]
+    run = Run(steps, lambda step: FAST if step < 40 else slower)
+    run.go_on(200)
+    dense, half = (step_time(step, slower, RANKS).seconds for step in steps)
+    assert 0.95 * dense < half < 0.98 * dense and set(run.rungs[40:]) == {0}
+
+
 def test_a_rung_that_never_pays_costs_its_visit_and_no_more() -> None:
     run = Run([rung("all-reduce", 4000, 0.0), rung("all-reduce", 4000, 1.0)], lambda step: FAST)
     run.go_on(400)

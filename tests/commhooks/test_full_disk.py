@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from commhooks import CheckpointError, load_checkpoint, save_checkpoint
+from commhooks.checkpoints.disk import read_tensors, write_tensors
 
 BYTES = 1 << 20
 MODEL = torch.nn.Linear(4, 4)
@@ -123,3 +124,11 @@ def test_only_what_a_save_left_is_cleared_away(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, step=1, model=MODEL)
     names = {".writing-notes.txt", ".removing-", "checkpoint-00001-step-1"}
     assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_a_write_that_ends_early_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, write = {"numbers": torch.arange(2000)}, os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:999]))
+    write_tensors(tmp_path / "file", whole, flush=False)
+    monkeypatch.undo()
+    assert torch.equal(read_tensors(tmp_path / "file")["numbers"], whole["numbers"])

@@ -8,7 +8,11 @@ import pickle
 import random
 import threading
 import time
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ import commhooks
 from commhooks import Averaging, CollectiveError, Exchanger, Exchangers, lockstep_lines
 from commhooks.communicators import Collective, Communicator, Pending
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Part
+from commhooks.scheduling import line as lines
 from commhooks.scheduling.line import ProcessGroupLine
 from tests.commhooks.told import told_by
 from tests.python_groups import Elastic
@@ -275,7 +280,7 @@ def test_equal_exchangers_are_paired_in_the_order_of_their_first_use(rank: int) 
 
 
 ALONE = "lane, in the order of first use: {} (rank 0), {} (rank 1)"
-LATE = "equal ones made later and used earlier (use all in one order, or give each Exchanger a name): 0 (rank 0), 2"
+LATE = "equal ones made later and used earlier (make and use all in one order, or name each Exchanger): 0 (rank 0), 2"
 
 
 @on_ranks(2, check_exit=False)
@@ -299,6 +304,47 @@ def test_exchangers_first_used_in_different_orders_are_refused_on_every_rank(
         mean_of_its(rank, one)
     refused = told_by(lambda: mean_of_its(rank, in_turn[right]))
     assert refused.error == "AttachError" and f"ranks disagree. {told}" in refused.text
+
+
+@on_ranks(2)
+def test_an_exchanger_whose_first_use_fails_on_one_rank_lets_no_other_take_its_place(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1.5))
+    first, second = one_more(group), one_more(group)
+    if rank == 0:
+        told = told_by(lambda: first.average({"y": torch.zeros(1)}))
+        assert told.error == "CompressorError" and told.seconds < 1
+    else:
+        assert "Missing: rank 0" in told_by(lambda: mean_of(rank, first)).text
+    dist.barrier()
+    assert mean_of(rank, second) == 0.5
+    second.close()
+
+
+class Interrupted(weakref.WeakSet[ProcessGroupLine]):
+    """Lines among which another thread makes one more while they are counted."""
+
+    def __iter__(self) -> Iterator[ProcessGroupLine]:
+        for one in super().__iter__():
+            thread = threading.Thread(target=one_more)
+            thread.start()
+            thread.join(0.2)  # it may have to wait
+            yield one
+
+
+@on_ranks(2)
+def test_a_thread_may_make_an_exchanger_while_another_is_first_used(rank: int) -> None:
+    kept, used = one_more(), one_more()
+    with mock.patch.object(lines, "_unopened", Interrupted([kept._engine.line, used._engine.line])):  # type: ignore[list-item]  # a Line
+        assert mean_of(rank, used) == 0.5
+    used.close()
+
+
+@on_ranks(2, check_exit=False)
+def test_a_lane_is_not_mistaken_for_one_whose_name_reads_like_it_in_messages(rank: int) -> None:
+    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
+    made = [Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line, name=name) for name in ("a", "a", "a, 1")]
+    assert [mean_of(rank, one) for one in made] == [0.5] * 3
+    assert "ranks hand in different things" in told_by(lambda: mean_of(rank, made[1 + rank])).text
 
 
 @on_ranks(2, check_exit=False)

@@ -41,6 +41,11 @@ def test_without_a_budget_nothing_is_lost_and_with_a_large_one_all_take_the_chea
     assert choose(options, 0.9) == [2, 2]
 
 
+def test_errors_between_two_steps_of_the_grid_are_rounded_up() -> None:
+    options = [[(1.0, 0.0), (0.0, 0.250_01)]] * 2
+    assert sorted(choose(options, 0.5)) == [0, 1]  # both would lose 0.50002
+
+
 def test_the_choice_can_be_attached_and_spends_no_error_without_a_budget() -> None:
     shapes = {"big": (256, 256), "bias": (256,)}
     gradients = tuple(GradientProfile(name, shape, 4 * 256 * len(shape) ** 8, 0.1) for name, shape in shapes.items())

@@ -393,6 +393,12 @@ FORMS: dict[str, dict[str, Any]] = {
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+def test_alternating_steps_go_on_with_the_side_after_the_last(iterations: int) -> None:
+    compressor = commhooks.PowerSGD(rank=2, alternating=True, iterations=iterations)
+    assert [side for step in range(4) for side in compressor.sides(step)] == ["P", "Q"] * (2 * iterations)
+
+
 @every_form
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["zeros", "dependent", "zero column", "zero row", "tiny", "huge", "tiny and huge"])

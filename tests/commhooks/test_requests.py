@@ -271,6 +271,25 @@ def test_requests_at_once_that_are_alike_travel_together(policy: str) -> None:
     assert kinds == {"all-reduce": 3 + 1, "all-gather": 1, "all-to-all": 1, "reduce-scatter": 1}
 
 
+@dataclasses.dataclass(frozen=True)
+class Averages:
+    """Average a part that is not to be overwritten, and return it with its mean."""
+
+    dtype: torch.dtype
+
+    def __call__(self, bucket: BucketView, context: Context) -> Generator[Any, Any, Any]:
+        mine = own(context.rank, 4, dtype=self.dtype)
+        (mean,) = yield AllReduce(Part(mine), average=True, last=True)
+        return mine, mean.clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_a_part_that_is_not_to_be_overwritten_stays_as_it_is(dtype: torch.dtype) -> None:
+    whole = [own(rank, 4, dtype=dtype) for rank in range(2)]
+    for rank, ((mine, mean),) in enumerate(answers("lockstep", Averages(dtype), 2, "fifo")):
+        assert torch.equal(mine, whole[rank]) and torch.equal(mean, (whole[0] + whole[1]) / 2)
+
+
 # --- the verdict ----------------------------------------------------------------------------------------------------
 
 

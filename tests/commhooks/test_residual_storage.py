@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -26,6 +28,7 @@ def test_on_a_cpu_the_host_is_where_residuals_are_anyway(case: Case, dtype: torc
         gradients = normal(usual.parameters, 2, seed=step)
         for ours, theirs in zip(usual.step(gradients)[0], away.step(gradients)[0], strict=True):
             assert torch.equal(ours, theirs)
+    assert {kept.dtype for kept in usual.states[0].residuals()} <= {torch.float32}
 
 
 STORAGES = ("fp32", "host")
@@ -59,6 +62,20 @@ def rounded_in_bf16(workers: Workers, index: int) -> float:
     states = [table.of(workers.parameters[index]) for table in workers.states]
     served = largest(*(kept for state in states for kept in state.of_kind("share").values()))
     return (residuals + served) * bounds.unit_roundoff(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("saved_in", "loaded_in"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_residuals_that_are_loaded_into_another_storage_go_on(saved_in: Any, loaded_in: Any) -> None:
+    tensors = {"w": torch.zeros(40)}
+    one, other = (
+        commhooks.Exchanger(tensors, "top-k:ratio=0.1", line=commhooks.lockstep_lines(1)[0], residuals=storage)
+        for storage in (saved_in, loaded_in)
+    )
+    commhooks.average_in_lockstep([one], [{"w": 2.0 ** torch.arange(40)}])
+    other.load_state_dict(one.state_dict())
+    means = {"w": torch.zeros(40)}
+    commhooks.average_in_lockstep([other], [means])
+    assert means["w"].nonzero().flatten().tolist() == [32, 33, 34, 35] and means["w"][35] == 2.0**35
 
 
 @every_feeding_back_case

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks import CheckpointError, PowerSGDState, batched_powerSGD_hook, make_compressor, powerSGD_hook
+from commhooks.state.snapshot import Snapshot
 from tests import bounds
 from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, backward, given
 from tests.commhooks.models import Given, wrap
@@ -382,6 +383,29 @@ def test_the_states_of_all_ranks_can_be_put_together(rank: int) -> None:
     backward(model, normal(zeros(*SHAPES), 2, seed=3)[rank])
     with pytest.raises(CheckpointError, match="not from the same step of one run"):
         commhooks.merge_state_dicts([states[1 - rank], attachment.state_dict()])
+
+
+def test_states_of_other_numbers_are_not_put_together() -> None:
+    one, other = (_of_rank(rank, torch.full((2,), float(rank))) for rank in range(2))
+    assert commhooks.merge_state_dicts([one, _of_rank(1, torch.zeros(2))])["local"].keys() == {"rank0", "rank1"}
+    with pytest.raises(CheckpointError, match="or settings or replicated state differ"):
+        commhooks.merge_state_dicts([one, other])
+
+
+def _of_rank(rank: int, basis: Tensor) -> dict[str, Any]:
+    snapshot = Snapshot(
+        step=1,
+        world_size=2,
+        policy="fifo",
+        grad_scale=1.0,
+        settings={},
+        shapes={"w": [2]},
+        bucket_plan={},
+        kinds={},
+        replicated={"w": {"Q": basis}},
+        local={rank: {}},
+    )
+    return snapshot.as_dict()
 
 
 @both_ddps

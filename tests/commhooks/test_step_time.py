@@ -80,6 +80,9 @@ def test_the_processor_time_of_transfers_delays_the_backward_pass() -> None:
     buckets = (Bucket(0.5, (dense(0.0),)), Bucket(1.0, ()))
     assert step_time(a_step(*buckets), costly, 2).seconds == pytest.approx(1.14)
     assert step_time(a_step(*buckets, cores=2), costly, 2).seconds == pytest.approx(1.1)
+    # A quarter: of the transfer from 0.5 to 0.58 s, 0.05 s are left for compute until 0.567, and half of compression.
+    cheaper, compressed = dataclasses.replace(costly, seconds_per_byte=2e-8), Bucket(0.55, (dense(0.02),))
+    assert step_time(a_step(buckets[0], compressed, compute=0.55), cheaper, 2).seconds == pytest.approx(0.77)
     slower = dataclasses.replace(costly, seconds_per_byte=2e-7)
     assert slower.transfer("all-reduce", MB, 2).seconds == pytest.approx(0.2)
 
@@ -112,6 +115,7 @@ def test_the_uplink_of_a_host_carries_what_the_formulas_say() -> None:
     assert alone.transfer("all-reduce", payload, 4).seconds == pytest.approx(1e-6 * 2 * 3 / 4 * payload)
     without = dataclasses.replace(link, inner_rate=None)
     assert without.transfer("all-gather", payload, ranks).seconds == pytest.approx(1e-6 * 4 * 15 * payload)
+    assert without.transfer("all-gather", payload, 2).seconds == pytest.approx(1e-6 * 2 * payload)  # of 4 there are 2
 
 
 def test_a_site_is_as_slow_as_its_uplink_once_ranks_are_outside_of_it() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -57,6 +59,34 @@ def test_an_order_remembers_the_last_units_alone(monkeypatch: pytest.MonkeyPatch
         assert len(order._units) <= 20
     for _ in range(3):
         assert not any(followed(order, "abcdefghijklmnopqrstu", steps))
+
+
+class Counted(int):
+    """A lane that counts how often lanes are compared."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.comparisons += 1
+        return int.__eq__(self, other)
+
+    __hash__ = int.__hash__
+
+
+def test_after_an_irregular_step_an_order_is_recognised_in_the_third_and_no_unit_costs_as_much_as_the_history(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Counted, "comparisons", 0)
+    order, steps = Order(), dict[int, int]()
+    generator = random.Random(0)
+    for step in range(600):
+        lanes = [0, 1, 3] if step == 500 else generator.sample(range(3), 3) if step < 100 else [0, 1, 2]
+        before, found = Counted.comparisons, []
+        for lane in map(Counted, lanes):
+            steps[lane] = steps.get(lane, -1) + 1
+            found.append(order.follow(lane, steps[lane], 0))
+        assert Counted.comparisons - before < 3000
+        assert found == [3, 3, 3] or step < 103 or 500 <= step < 503
 
 
 class Arriving:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -180,9 +181,11 @@ def the_last_model_is_everyones_after_join(rank: int) -> None:
                     optimizer.zero_grad()
                     ddp(torch.arange(4.0).view(4, 1) * (rank + 1)).square().sum().backward()
                     optimizer.step()
-            states: list[object] = [None, None]
-            torch.distributed.all_gather_object(states, [v.tolist() for v in model.state_dict().values()])
-            assert states[0] == states[1], options
+                own = [value.tolist() for value in model.state_dict().values()]
+            states: list[Any] = [None, None]
+            torch.distributed.all_gather_object(states, (own, [v.tolist() for v in model.state_dict().values()]))
+            of_the_last, _ = states[1 - epoch]
+            assert [now for _, now in states] == [of_the_last] * 2, options
 
 
 @facts

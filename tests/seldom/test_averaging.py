@@ -174,6 +174,7 @@ def test_a_rank_that_is_not_finite_does_not_count_in_the_first_average(rank: int
         Worker.gradients(expected, 0, 0)
         own.step()
         assert distance(dict(model.state_dict()), dict(expected.state_dict())) == 0, "rank 0's"
+        assert distance(averager.model_state(), dict(model.state_dict())) == 0, "progress counts from there"
         for step in range(1, 5):
             Worker.gradients(model, rank, step)
             optimizer.step()

@@ -516,6 +516,16 @@ def test_with_another_schedule_what_is_due_is_used_when_it_was_due() -> None:
     assert rounds == [(6, 0), *[(None, 1)] * 3, *[(12, 1)] * 3, (None, 2), (16, 2)]
 
 
+def test_a_state_that_was_loaded_stays_as_it_is() -> None:
+    team = workers(1, every=1)
+    train_in_lockstep(team, 0, 2)
+    state = team[0].diloco.state_dict()
+    before = copy.deepcopy(state)
+    team[0].diloco.load_state_dict(state)
+    train_in_lockstep(team, 2, 4)
+    assert distance(state, before) == 0
+
+
 # --- evaluation, statistics, memory -----------------------------------------------------------------------------------
 
 

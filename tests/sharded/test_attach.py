@@ -57,6 +57,7 @@ def trained(
     steps: int = STEPS,
     accumulated: int = 1,
     factor: float | None = None,
+    is_forced: bool = True,
     **of_model: Any,
 ) -> tuple[dict[str, Tensor], float]:
     """Train a new model with a compressor, or with FSDP2 alone; return what this rank keeps, and the last loss."""
@@ -69,7 +70,7 @@ def trained(
         attachment.watch(optimizer)
     for module in (model, model.first, model.second["wide"]):
         if factor is not None:
-            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+            module.set_force_sum_reduction_for_comms(is_forced)  # type: ignore[operator]
             module.set_gradient_divide_factor(factor)  # type: ignore[operator]
     loss = train(model, optimizer, rank, 0, steps, accumulated=accumulated)
     if attachment is not None:
@@ -94,6 +95,13 @@ def test_without_loss_two_ranks_train_bit_for_bit_as_fsdp2_does(rank: int, polic
         assert furthest(plain, ours) <= (1e-5 if policy == "fp16" and make is sgd else 0.0) or (
             policy == "fp16" and make is adamw  # whose first steps are signs, also of what is almost 0
         )
+
+
+@on_ranks(2)
+def test_a_divide_factor_counts_without_a_forced_sum_too(rank: int) -> None:
+    """FSDP2 then asks for sums of terms that were divided, which Gloo does not have."""
+    plain, ours = (trained(rank, name, steps=2, factor=4.0, is_forced=name is None)[0] for name in (None, "all-reduce"))
+    assert furthest(plain, ours) == 0
 
 
 @follows_grad_dtype

@@ -148,7 +148,9 @@ def _changing(rank: int) -> list[int]:
     return waits
 
 
-@pytest.mark.parametrize(("policy", "then"), [("fifo", "begin"), ("fused", "state_dict"), ("fused", "close")])
+@pytest.mark.parametrize(
+    ("policy", "then"), [("fifo", "begin"), ("fused", "state_dict"), ("fused", "close"), ("fused", "open")]
+)
 def test_another_order_is_an_error_on_every_rank_and_no_wrong_mean_is_used(policy: str, then: str) -> None:
     """The rank that departs issues nothing; the other one's collective meets another of the same size."""
     told = run_world(_departing, 2, policy, then, backend="nccl", environment=ranks.environment("late"))
@@ -174,6 +176,10 @@ def _departing(rank: int, policy: str, then: str) -> str:
         with pytest.warns(UserWarning, match="different things") as warned:
             made[0].close()
         text = str(warned[0].message)
+    elif then == "open":
+        with pytest.raises(CollectiveError) as stopped:
+            one_more(made[0]._engine.line, "part 3").open()  # type: ignore[arg-type]  # a Line
+        text = str(stopped.value)
     elif then == "state_dict":
         with pytest.raises(CheckpointError) as refused:
             made[1].state_dict()
