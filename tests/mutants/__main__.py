@@ -24,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("command", choices=["try", "record"])
     parser.add_argument("faults", nargs="*", metavar="FAULT", help="names; none: all")
-    parser.add_argument("--fast", action="store_true", help="only tests that are marked `fast`")
+    parser.add_argument("--fast", action="store_true", help="only the tests of make test-fast")
     parser.add_argument("--marks", default="", help="only tests that this expression of pytest's -m selects")
     parser.add_argument("--all", action="store_true", help="run the rest of the suite for what its own tests miss")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no fault after so long")
@@ -32,14 +32,15 @@ def main() -> int:
     if unknown := {*given.faults} - {fault.name for fault in every}:
         parser.error(f"there is no fault {', '.join(sorted(unknown))}")
     chosen = [fault for fault in every if not given.faults or fault.name in given.faults]
-    options = Options("fast" if given.fast else given.marks, given.all, given.minutes)
+    selection = ["--fast"] * given.fast + (["-m", given.marks] if given.marks else [])
+    options = Options(selection, given.all, given.minutes)
     trial = Trial(chosen, options)
     trial.run()
     results = {fault.name: trial.results[fault.name] for fault in chosen if fault.name in trial.results}
     text = table(chosen, results)
     print(text)
     (RUNS / "table.md").write_text(text)
-    if not options.marks:
+    if not options.selection:
         keep_found(results)
     return int(any(fault.name not in results or not results[fault.name].found_by for fault in chosen))
 

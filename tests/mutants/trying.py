@@ -46,8 +46,8 @@ class Result:
 class Options:
     """How faults are tried."""
 
-    marks: str = ""
-    """A pytest expression that replaces the default one of `-m`."""
+    selection: Sequence[str] = ()
+    """Options of pytest that choose tests, such as `--fast`; none: the tests of `make test`."""
     rest: bool = False
     """Whether the rest of the suite is run for what the tests that come by miss."""
     minutes: float = 60.0
@@ -160,7 +160,7 @@ class Trial:
         log.write_text("")
         files = [] if are_left_out else sorted({test.partition("::")[0] for test in tests})
         command = [sys.executable, "-m", "pytest", "-p", "tests.mutants.plugin", "-p", "no:cacheprovider", "-q"]
-        command += ["-x"] * stops + (["-m", self._options.marks] if self._options.marks else [])
+        command += ["-x"] * stops + [*self._options.selection]
         variables = {LEFT_OUT if are_left_out else CHOSEN: str(listed), LOG: str(log)}
         with (RUNS / f"{name}.out").open("w") as output:
             code = copy.run([*command, *files], seconds, variables, output)
@@ -181,7 +181,7 @@ def _file_name(fault: Fault) -> str:
 
 def _key_of(options: Options) -> str:
     """Return a text that changes with the code, the tests and what is asked."""
-    digest = hashlib.sha256(f"{options.marks} {options.rest}".encode())
+    digest = hashlib.sha256(f"{options.selection} {options.rest}".encode())
     for name in names_of_files("*.py", "*.h", "*.c", "*.toml"):
         if (ROOT / name).is_file():
             digest.update(name.encode() + (ROOT / name).read_bytes())
