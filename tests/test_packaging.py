@@ -214,6 +214,7 @@ def test_a_command_without_the_extra_says_so_in_one_sentence(bare: Bare, command
     assert bare(command, *rest) == (2, sentence)
 
 
+@pytest.mark.processes
 def test_the_environment_is_told_without_the_extra(bare: Bare, tmp_path: Path) -> None:
     code, said = bare("env")
     assert code == 0 and said.startswith("commhooks ") and "compiled passes" in said

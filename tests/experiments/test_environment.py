@@ -28,6 +28,7 @@ def told() -> str:
     return json.dumps(found) + in_words(found)
 
 
+@pytest.mark.processes
 def test_the_text_and_the_json_tell_versions_processors_backends_and_compiled_passes() -> None:
     text, plain = (CliRunner().invoke(app, ["env", *words]) for words in ([], ["--json", "-"]))
     assert (text.exit_code, plain.exit_code) == (0, 0)
@@ -63,6 +64,7 @@ def test_versions_are_told_with_the_promise_the_trial_and_the_private_names_that
     assert "no, see docs/versions.md for those that were" in in_words(environment())
 
 
+@pytest.mark.processes
 def test_the_json_goes_into_a_file_and_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["env", "--json", str(tmp_path / "env.json")]).exit_code == 0
     assert json.loads((tmp_path / "env.json").read_text())["format"] == 1

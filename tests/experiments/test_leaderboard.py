@@ -65,6 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.processes
 def test_it_trains_times_and_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "SECONDS", 0.0)
     out = tmp_path / "out"

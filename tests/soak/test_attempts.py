@@ -272,6 +272,7 @@ def age(folder: Path) -> None:
         os.utime(path, (then, then))
 
 
+@pytest.mark.processes
 def test_a_killed_save_is_cleared_away_and_a_living_one_is_not(tmp_path: Path) -> None:
     """However many checkpoints another process saves meanwhile; that one's is then the newest."""
     root, may_end = tmp_path / "run", tmp_path / "may-end"
@@ -300,6 +301,7 @@ def test_a_save_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_what_another_machine_left_is_cleared_away_once_it_is_old(tmp_path: Path) -> None:
     killed = start(save_slowly, tmp_path / "run", tmp_path / "never")
     left = wait_for(tmp_path / "run", killed)
@@ -326,6 +328,7 @@ def test_what_an_earlier_version_left_is_cleared_away_once_it_is_old(tmp_path: P
 
 
 @pytest.mark.parametrize("still_saves", [True, False])
+@pytest.mark.processes
 def test_a_save_that_another_process_breaks_names_it(still_saves: bool, tmp_path: Path) -> None:
     """What was there before still loads, and the next save succeeds."""
     root, may_end = tmp_path / "run", tmp_path / "may-end"
@@ -413,6 +416,7 @@ def check_kills(folder: Path, kills: int, seed: int) -> Counter[str]:
     return happened
 
 
+@pytest.mark.processes
 def test_the_last_save_that_returned_loads_after_kills(tmp_path: Path) -> None:
     check_kills(tmp_path, 4, seed=0)
 
