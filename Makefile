@@ -33,7 +33,7 @@ help:
 	@echo "make test-processors  what depends on a processor's kernels, under two others than its own"
 	@echo "make test-torch TORCH=2.15.0  what depends on PyTorch, with this version in an environment of its own, which KEEP=1 keeps;"
 	@echo "                  PAGE=1 writes a row of docs/versions.md, PYTHON=python3.12 chooses the interpreter (about 10 minutes and a download),"
-	@echo "                  SHORT=1 tries what most often fails (3 minutes)"
+	@echo "                  SHORT=1 tries what most often fails"
 	@echo "make test-torch-suite  most of PyTorch's own DDP tests, with ddp_core's class in place of theirs"
 	@echo "make mutants      sixty seeded faults, each with the tests that come by it, until one finds it (up to an hour);"
 	@echo "                  continues where it was stopped; MUTANTS=--fast: only those of make test-fast; MUTANTS=--all: then the whole suite"

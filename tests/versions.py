@@ -82,7 +82,7 @@ SHORT = {
     "FSDP2": "tests/sharded/test_attach.py",
     "commands": "tests/test_versions.py",
 }
-"""What most often fails with a new version: names that it no longer has, registration, and FSDP2. A few minutes."""
+"""What most often fails with a new version: names that it no longer has, registration, and FSDP2."""
 MATHEMATICS = ("loss", "unbiased", "convergence")
 """Laws that repeat a compressor many times, and ask little of PyTorch."""
 PROMISE = runpy.run_path(str(ROOT / "commhooks" / "versions.py"))
@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="add the row to commhooks/versions.json and write the page")
     parser.add_argument("--keep", action="store_true", help="keep the environment")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
-    parser.add_argument("--short", action="store_true", help="only what most often fails, in a few minutes")
+    parser.add_argument("--short", action="store_true", help="only what most often fails")
     asked = parser.parse_args()
     if asked.torch is None:
         write_page(json.loads(ROWS.read_text(encoding="utf-8")))
