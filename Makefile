@@ -28,7 +28,7 @@ help:
 	@echo "make test-fast    the tests that start no process, one row of each form of compressor (for editing)"
 	@echo "make test         the test suite: every compressor, every mechanism and command once"
 	@echo "make test-all     every row, exit, processor, framework and device, and another PyTorch; continues where it was stopped"
-	@echo "make test-eager   the compressors' laws again without the passes that are compiled"
+	@echo "make test-eager   the compressors' laws again without the passes that are compiled, with the kernels of a processor that has SSE4 alone"
 	@echo "make test-frameworks  the integrations with Lightning, Accelerate, Trainer, Ray and torchft, in .venv-frameworks; and the wheel by itself"
 	@echo "make test-processors  what depends on a processor's kernels, under two others than its own"
 	@echo "make test-torch TORCH=2.15.0  what depends on PyTorch, with this version in an environment of its own, which KEEP=1 keeps;"
@@ -92,9 +92,10 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/python -m tests.all
 
+# With another processor's kernels, too: what is compiled here is not the only thing that a rank elsewhere computes with.
 test-eager: $(STAMP)
-	COMMHOOKS_COMPILED=off $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/commhooks/test_laws.py \
-		tests/commhooks/test_codecs.py tests/commhooks/test_sparse_family.py
+	COMMHOOKS_COMPILED=off $(BIN)/python -m tests.processors --kernels SSE4 -n $(WORKERS) --dist worksteal \
+		-m "not thorough and not soak" tests/commhooks/test_laws.py tests/commhooks/test_codecs.py tests/commhooks/test_sparse_family.py
 
 test-frameworks: $(FRAMEWORKS_STAMP)
 	.venv-frameworks/bin/python -m pytest -m frameworks $(SIDE_BY_SIDE) tests/frameworks

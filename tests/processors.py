@@ -1,11 +1,12 @@
 """Run what depends on a processor's kernels under others than its own: `python -m tests.processors`.
 
 Variables make one x86 machine three: its own kernels, those for AVX2, and those for SSE4. ATen, MKL and oneDNN each
-mind a variable of their own. Arguments go on to pytest.
+mind a variable of their own. `--kernels SSE4` asks for these alone; other arguments go on to pytest.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -104,11 +105,14 @@ def check_that_kernels_change() -> None:
 
 def main() -> int:
     """Run the tests marked `kernels` under every setting; return 0 if all pass."""
+    parser = argparse.ArgumentParser(prog="python -m tests.processors", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kernels", action="append", choices=SETTINGS, help="only these; may be repeated")
+    asked, options = parser.parse_known_args()
     check_that_kernels_change()
     failed = False
-    for name in SETTINGS:
+    for name in asked.kernels or SETTINGS:
         began = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "kernels and not soak and not gpu", *sys.argv[1:]]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "kernels and not soak and not gpu", *options]
         ended = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment_for(name)}, check=False)
         print(f"kernels for {name}: {time.monotonic() - began:.0f} s", flush=True)
         failed |= ended.returncode != 0

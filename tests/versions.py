@@ -157,7 +157,8 @@ def build(folder: Path, torch: str) -> None:
     """Make an environment with this version, what it brings, and everything else as constraints.txt says."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip"]
-    subprocess.run([*pip, "install", "--quiet", f"torch=={torch}"], check=True)
+    if subprocess.run([*pip, "install", "--quiet", f"torch=={torch}"], check=False).returncode:
+        raise SystemExit(f"PyTorch {torch} could not be installed for Python {platform.python_version()}: see above")
     listed = subprocess.run([*pip, "list", "--format=json"], check=True, capture_output=True, text=True).stdout
     brought = {_plain(one["name"]) for one in json.loads(listed)}  # an old torch asks for an old sympy
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
