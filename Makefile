@@ -15,10 +15,10 @@ MUTANTS ?=
 export NO_MKDOCS_2_WARNING := 1
 # Tests start hundreds of processes: none compiles again what another one has, also where no bytecode is to be kept.
 export PYTHONDONTWRITEBYTECODE :=
-# As many files at a time as there are cores, from two, as many tests wait more than they compute, to eight. Facts of one
-# world must run in one process, so by file.
+# As many tests at a time as there are cores, from two, as many tests wait more than they compute, to eight. Each worker
+# begins with a run of files, and takes half of what another has left once it has none: few files are divided.
 WORKERS := $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
-SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
 
 .PHONY: help demo leaderboard test test-fast test-all test-eager test-frameworks test-processors test-torch test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard mutants gpu gpu-cost many-ranks clean
 
@@ -84,7 +84,7 @@ leaderboard: $(STAMP)
 		--accuracy commhooks/planning/accuracy.json
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest --fast -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest --fast $(SIDE_BY_SIDE)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
@@ -94,7 +94,7 @@ test-all: $(STAMP)
 
 # With another processor's kernels, too: what is compiled here is not the only thing that a rank elsewhere computes with.
 test-eager: $(STAMP)
-	COMMHOOKS_COMPILED=off $(BIN)/python -m tests.processors --kernels SSE4 -n $(WORKERS) --dist worksteal \
+	COMMHOOKS_COMPILED=off $(BIN)/python -m tests.processors --kernels SSE4 $(SIDE_BY_SIDE) \
 		-m "not thorough and not soak" tests/commhooks/test_laws.py tests/commhooks/test_codecs.py tests/commhooks/test_sparse_family.py
 
 test-frameworks: $(FRAMEWORKS_STAMP)
@@ -110,7 +110,7 @@ test-torch:
 test-torch-suite: $(STAMP)
 	$(BIN)/python -m pytest -m "torch_suite and not soak" tests/torch_suite
 
-# `python -m tests.mutants record -n 2 --dist loadfile` finds out anew which tests come by each fault (one run of the suite).
+# `python -m tests.mutants record -n 2 --dist worksteal` finds out anew which tests come by each fault (one run of the suite).
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants try $(MUTANTS)
 
@@ -120,7 +120,7 @@ guard: $(STAMP)
 # A process of its own: the device stays until it ends. VIRTUAL_DEVICE_REQUIRED=1: a device that cannot be built is an error.
 test-virtual-device: $(STAMP)
 	$(BIN)/python -m pytest -p tests.virtual_device.plugin --virtual-device=late,random:1 \
-		-m "(gpu or virtual_device) and not soak" -n $(WORKERS) --dist worksteal tests/gpu tests/virtual_device
+		-m "(gpu or virtual_device) and not soak" $(SIDE_BY_SIDE) tests/gpu tests/virtual_device
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -162,7 +162,7 @@ soak-network: $(STAMP)
 
 # All combinations of row, policy, residuals and guard.
 soak-virtual-device: $(STAMP)
-	$(BIN)/python -m pytest -p tests.virtual_device.plugin -m "virtual_device and soak" -n $(WORKERS) --dist worksteal tests/virtual_device
+	$(BIN)/python -m pytest -p tests.virtual_device.plugin -m "virtual_device and soak" $(SIDE_BY_SIDE) tests/virtual_device
 
 soak-cluster: $(STAMP)
 	$(BIN)/python -m pytest -m soak -v -s tests/soak/test_slow_cluster.py

@@ -22,7 +22,7 @@ WORKERS = str(min(8, max(2, len(os.sched_getaffinity(0)))))
 STAGES = {
     "check": ["make", "check"],
     "every row, every exit": [
-        *(sys.executable, "-m", "pytest", "-q", "-n", WORKERS, "--dist", "loadfile", "--no-loadscope-reorder"),
+        *(sys.executable, "-m", "pytest", "-q", "-n", WORKERS, "--dist", "worksteal"),
         *("-m", EVERY_ROW),
     ],
     "PyTorch's suite": ["make", "test-torch-suite"],

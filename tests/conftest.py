@@ -30,48 +30,9 @@ torch.set_num_threads(1)
 SEED = os.environ.setdefault("TESTS_SEED", str(random.SystemRandom().randrange(10_000)))
 
 
-LONG_FILES = (
-    "commhooks/test_laws.py",
-    "experiments/test_reproduce.py",
-    "experiments/test_compare.py",
-    "commhooks/test_laws_of_state.py",
-    "test_packaging.py",
-    "test_docs.py",
-    "parity/test_parity.py",
-    "commhooks/test_fake_cuda.py",
-    "commhooks/test_dynamic.py",
-    "commhooks/test_hierarchical.py",
-    "world/test_world.py",
-    "commhooks/test_company.py",
-    "soak/test_kills.py",
-    "commhooks/test_failure.py",
-    "commhooks/test_compiled.py",
-    "parity/test_hooks.py",
-    "commhooks/test_distributed_checkpoint.py",
-    "commhooks/test_amp.py",
-    "commhooks/test_counting.py",
-    "commhooks/test_optimizers.py",
-    "commhooks/test_odd_parameters.py",
-    "commhooks/test_both_ways.py",
-    "experiments/test_leaderboard.py",
-    "commhooks/test_disagreement.py",
-    "commhooks/test_hooks.py",
-    "commhooks/test_lockstep.py",
-    "commhooks/test_making.py",
-    "experiments/test_launch.py",
-    "commhooks/test_adaptive.py",
-    "commhooks/test_noticeboard.py",
-)
-"""Files that take more than 10 s: with several workers, one that ends late keeps others waiting."""
-
-
 def in_any_order(files: Iterable[str], seed: str) -> list[str]:
-    """Return test files in an order that the seed decides, long ones first.
-
-    One that is always the same hides what the tests of two files share and should not.
-    """
-    shuffled = random.Random(seed).sample(ordered := sorted(files), len(ordered))
-    return sorted(shuffled, key=lambda file: file.removeprefix("tests/") not in LONG_FILES)
+    """Return test files in an order that the seed decides: one that is always the same hides what two of them share."""
+    return random.Random(seed).sample(ordered := sorted(files), len(ordered))
 
 
 def pytest_report_header() -> str:

@@ -179,18 +179,8 @@ def run(folder: Path, torch: str, parts: Mapping[str, str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         report = Path(place) / "report.xml"
         tests = [test for tests in parts.values() for test in tests.split()]
-        command = [
-            str(folder / "bin" / "python"),
-            "-m",
-            "pytest",
-            "-p",
-            "tests.versions",
-            "-n",
-            "2",
-            "--dist",
-            "loadfile",
-        ]
-        options = ["-q", "--no-loadscope-reorder", "--continue-on-collection-errors", f"--junitxml={report}"]
+        command = [str(folder / "bin" / "python"), "-m", "pytest", "-p", "tests.versions"]
+        options = ["-q", "-n", "2", "--dist", "worksteal", "--continue-on-collection-errors", f"--junitxml={report}"]
         options += [] if parts is SHORT else ["-m", EVERY_ROW]
         options += ["--timeout-method=thread"]  # which ends a test that hangs in C++, as PyTorch 2.6 may at its end
         ended = subprocess.run([*command, *options, *tests], cwd=ROOT, env=_environment(), check=False)
