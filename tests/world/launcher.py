@@ -102,16 +102,18 @@ def run_world(
     backend: None leaves the process group to the function; "gloo in turn" runs one collective at a time, without which
         PyTorch's own sums of sparse tensors corrupt the heap now and then.
     check_exit: whether ranks end as a script does, which costs three times what the rest of a world does, or by
-        `os._exit`. None: as `checks_exit` says.
+        `os._exit`. None: as `checks_exit` says; then what they leave in their process is an error, too.
     destroy_group: False leaves the process group to the end of the process, as many scripts do.
     store: "file", or "tcp" (a TCPStore in rank 0, on a port that the system chose).
     environment: variables for the ranks, beside the parent's own.
     Raises WorldError with the traceback of every rank that failed.
     """
+    checks = checks_exit(*args, *kwargs.values())
     options = Options(
         timeout=timeout,
         backend=backend,
-        check_exit=checks_exit(*args, *kwargs.values()) if check_exit is None else check_exit,
+        check_exit=checks if check_exit is None else check_exit,
+        check_left=checks and check_exit is None and destroy_group,
         destroy_group=destroy_group,
         store=store,
         environment={**os.environ, **(environment or {})},
@@ -146,6 +148,7 @@ def run_world_outcomes(
         timeout=timeout,
         backend=backend,
         check_exit=checks_exit(*args, *kwargs.values()) if check_exit is None else check_exit,
+        check_left=False,
         destroy_group=destroy_group,
         store=store,
         environment={**os.environ, **(environment or {})},

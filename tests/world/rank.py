@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store, TCPStore, set_debug_level_from_env
 
+from tests.world.leftovers import defaults, left_since
+
 PR_SET_PDEATHSIG = 1
 STACK_SIGNAL = signal.SIGUSR1
 IN_TURN = "gloo in turn"
@@ -40,6 +42,7 @@ class Options:
     timeout: float  # seconds
     backend: str | None  # None: no process group; IN_TURN: Gloo, of which one collective runs at a time
     check_exit: bool
+    check_left: bool  # whether what the function leaves in the process is an error, once its group is destroyed
     destroy_group: bool
     store: str  # "file" or "tcp"
     environment: dict[str, str]
@@ -69,6 +72,7 @@ def stack_file(folder: str, rank: int) -> Path:
 def main(assignment: Assignment, connection: Connection) -> NoReturn:
     """Run the assignment, report over the connection, wait for the word to leave, and exit as a script would."""
     _settle_in(assignment)
+    before = defaults() if assignment.options.check_left else {}
     try:
         report = pickle.dumps(("value", _run(assignment)))
         code = 0
@@ -78,6 +82,9 @@ def main(assignment: Assignment, connection: Connection) -> NoReturn:
     connection.send_bytes(report)
     if code == 0:
         _wait_for_leave(connection, assignment.options.destroy_group)
+        if before and (left := left_since(before)):
+            print("left in the process:", *left, sep="\n  ")
+            code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     if not assignment.options.check_exit:

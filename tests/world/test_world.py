@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.waiting import has_ended, until
 from tests.world import WorldError, launcher, on_ranks, run_world, run_world_outcomes
@@ -68,6 +70,17 @@ def abort_at_exit(rank: int) -> int:
 def abort_in_a_destructor(rank: int) -> None:
     libc = ctypes.CDLL(None)
     libc.on_exit(libc.abort, None)
+
+
+def left_hook(*_: object) -> None:
+    pass
+
+
+def leave_things(rank: int) -> int:
+    threading.Thread(target=time.sleep, args=(600,), name="one that stays", daemon=True).start()
+    torch.set_default_dtype(torch.float64)
+    register_optimizer_step_pre_hook(left_hook)
+    return rank
 
 
 def leave_a_child(rank: int) -> int:
@@ -159,6 +172,15 @@ def test_exits_are_checked_in_the_first_world_of_a_file_or_in_all_but_not_with_t
     assert run_world(abort_beside, 1, "torch") == [0]
     with pytest.raises(WorldError, match="SIGABRT"):
         run_world(abort_beside, 1, "torch", check_exit=True)
+
+
+def test_what_is_left_in_the_process_is_an_error_where_exits_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_files_checked", set())
+    with pytest.raises(WorldError, match="ended with exit code 1") as caught:
+        run_world(leave_things, 2)
+    said = ("thread one that stays", "torch.float32 became torch.float64", "left_hook")
+    assert all(text in one.output for one in caught.value.outcomes for text in said)
+    assert run_world(leave_things, 2) == [0, 1]
 
 
 def test_ranks_need_no_import_of_torch() -> None:
