@@ -119,6 +119,7 @@ def test_a_source_distribution_has_all_that_the_library_is_built_from(sources: P
     assert (sources / "setup.py").exists() and not [*sources.rglob("_kernels.*")]
 
 
+@THOROUGH
 def test_a_wheel_without_a_compiler_is_pure_and_says_why_its_passes_are_eager(sources: Path, tmp_path: Path) -> None:
     built = built_with({"CC": "false"}, sources, tmp_path)
     assert built.name == f"commhooks-{commhooks.__version__}-py3-none-any.whl"

@@ -28,7 +28,7 @@ from experiments.cluster.records import Owner
 from experiments.commands import cluster as commands
 from experiments.commands.terminal import errors_in_words
 from experiments.launch import run_world
-from tests.experiments.rank_functions import MEGABYTE, add_up, sum_a_megabyte
+from tests.experiments.rank_functions import MEGABYTE, sum_a_megabyte, work_together
 
 NOT_MADE = Cluster("not-made", 2)
 needs_namespaces = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
@@ -86,7 +86,7 @@ def test_what_goes_wrong_with_a_cluster_ends_a_command_in_words(
 
 def test_more_ranks_than_hosts_are_an_error() -> None:
     with pytest.raises(ValueError, match="5 ranks need 3 hosts with 2 on each, but cluster 'not-made' has 2"):
-        run_world(add_up, 5, 0, print, timeout=1, cluster=NOT_MADE, ranks_per_host=2)
+        run_world(work_together, 5, 0, print, timeout=1, cluster=NOT_MADE, ranks_per_host=2)
 
 
 @pytest.mark.parametrize("schedule", [[(2.0, 1e6), (1.0, 1e7)], [(-1.0, 1e6)], [(0.0, 5.0)]])

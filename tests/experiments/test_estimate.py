@@ -32,6 +32,7 @@ from experiments.studies.predictions.estimates import (
     page,
 )
 from tests.costs_then import FILE
+from tests.tiers import THOROUGH
 
 SIZE = ("--parameters", "2M", "--compute", "50ms", "--copy-rate", "10GB/s")
 FEW = ("--hook", "fp16", "--hook", "powersgd:rank=4")
@@ -234,6 +235,7 @@ def test_steps_that_were_measured_just_now_are_read_as_those_of_another_day(
     assert "Of 3 step times" in table and (tmp_path / "checked.md").read_text() == table
 
 
+@THOROUGH
 def test_real_steps_are_taken_in_turns_with_steps_that_send_nothing() -> None:
     # 10 Mbit/s: 218 kB of gradients take 174 ms, beside which a busy machine's noise in the compute is nothing
     world = World(task="gpt:size=tiny", ranks=2, hooks=("all-reduce", "int8"), rates=(1e7,), turns=2, kind="emulated")

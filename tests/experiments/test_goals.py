@@ -217,6 +217,7 @@ def test_a_result_that_went_on_survives_its_file_and_an_earlier_one_has_no_goal(
     assert '"goal"' not in old.read_text() and RunResult.read(old) == result()
 
 
+@pytest.mark.usefixtures("pictures_are_not_rendered")
 def test_runs_that_went_on_differently_far_are_reported(tmp_path: Path) -> None:
     runs = [gone_on(one, 5 + 30 * one.settings.seed) if one.settings.hook.name == "powersgd" else one
             for one in results(tasks=("gpt",), seeds=(0, 1))]  # fmt: skip
@@ -253,6 +254,7 @@ def test_steps_that_scatter_under_every_hook_are_said_and_those_of_one_hook_are_
     assert notes_about([scattered("all-reduce", varying), scattered("fp16", varying)]) == []
 
 
+@pytest.mark.usefixtures("pictures_are_not_rendered")
 def test_a_busy_machine_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def on(cores: int, others: float | None, ranks: int = 2) -> RunResult:
         one = result(ranks=ranks)

@@ -144,6 +144,7 @@ def test_the_file_for_estimates_has_every_difference_in_the_tasks_unit_and_none_
     assert nats.mean == pytest.approx(0.09)
 
 
+@pytest.mark.usefixtures("pictures_are_not_rendered")
 def test_overwrite_removes_what_a_leaderboard_wrote_and_nothing_else(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare_board(out, overwrite=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ def parsed(runs: list[RunResult], failures: dict[RunSettings, str] | None = None
     return found
 
 
+@functools.cache
 def validator() -> Any:
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -114,6 +116,7 @@ def test_the_schema_is_of_the_same_format_and_describes_every_key() -> None:
     assert schema["properties"]["format"]["const"] == FORMAT and schema["$id"].endswith(f":{FORMAT}")
 
 
+@pytest.mark.usefixtures("pictures_are_not_rendered")
 def test_the_command_writes_it_to_a_file_or_alone_to_standard_output(tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     for one in results(tasks=("gpt",)):

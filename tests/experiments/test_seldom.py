@@ -24,7 +24,7 @@ from experiments.training.lockstep import train_in_lockstep
 from experiments.training.seldom import train_seldom_in_lockstep
 from experiments.training.worker import RunDone, Work, train_all
 
-BITS_PER_SECOND = 10e6
+BITS_PER_SECOND = 50e6
 DENSE, EXACT, SELDOM, STREAMED = HOOKS = (
     "all-reduce",
     "diloco:every=1,outer_momentum=0,outer_rate=1",
@@ -147,6 +147,7 @@ def test_ranks_share_the_model_that_is_evaluated(results: dict[str, RunResult]) 
     assert last < second < first
 
 
+@pytest.mark.usefixtures("pictures_are_not_rendered")
 def test_a_report_has_the_mean_step_and_the_peak_of_a_round(results: dict[str, RunResult], tmp_path: Path) -> None:
     (setting,) = settings_of([results[hook] for hook in HOOKS])
     found = {one.hook: one for one in setting.outcomes}

@@ -27,8 +27,8 @@ from experiments.training.worker import RunDone, Work, train_all
 TASK = "gpt:size=tiny"
 SENT = (NO_HOOK, "all-reduce", "bf16", "int8", "int4", "top-k:ratio=0.1", "int8:gather=int8", "all-reduce:gather=bf16")
 IN_DDP = "all-reduce in a DDP"
-STEPS = 8
-LINK = LinkSettings(bits_per_second=100e6)
+STEPS = 5
+LINK = LinkSettings(bits_per_second=1e9)
 
 
 def settings(hook: str) -> RunSettings:
@@ -118,9 +118,9 @@ def test_two_ranks_without_compression_train_bit_for_bit_as_plain_fsdp2_and_clos
     plain, ours, ddp = results[NO_HOOK], results["all-reduce"], results[IN_DDP]
     assert [one.loss for one in plain.steps] == [one.loss for one in ours.steps]
     assert plain.evaluations == ours.evaluations
-    assert [one.step for one in plain.evaluations] == [3, 6, 8]
+    assert [one.step for one in plain.evaluations] == [3, 5]
     for sharded, other in zip(plain.evaluations, ddp.evaluations, strict=True):
-        assert sharded.loss == pytest.approx(other.loss, rel=1e-4)  # sums in another order, 8 steps of AdamW
+        assert sharded.loss == pytest.approx(other.loss, rel=1e-4)  # sums in another order, 5 steps of AdamW
     assert all(one.replicas_identical for one in results.values())
 
 
@@ -153,6 +153,7 @@ def test_exchanges_take_their_time_on_the_link_and_all_of_it_counts_once(results
             assert step.compute + step.compression + step.waiting == pytest.approx(step.seconds)
 
 
+@pytest.mark.usefixtures("pictures_are_not_rendered")
 def test_a_report_compares_them_with_plain_fsdp2(results: dict[str, RunResult], tmp_path: Path) -> None:
     shown = [results[hook] for hook in SENT]
     write(shown, tmp_path, baseline=NO_HOOK, target_loss=None, command="")

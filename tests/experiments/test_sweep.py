@@ -15,7 +15,6 @@ from typing import Any
 
 import pandas
 import pytest
-from matplotlib.figure import Figure
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -40,12 +39,7 @@ from experiments.tasks import load_task
 from tests.experiments.synthetic import result, results, with_slow_probes
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def pictures_are_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes nine tenths of a report's time; test_report.py looks at the pictures."""
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: file.write(b"no picture"))
+pytestmark = pytest.mark.usefixtures("pictures_are_not_rendered")
 
 
 @pytest.fixture

@@ -468,14 +468,14 @@ def rank_1_saves_before_its_step(run: Run, seconds: float) -> None:
 
 
 @sound()
-def a_rank_comes_a_second_late_to_its_step(run: Run) -> None:
-    rank_1_saves_before_its_step(run, seconds=1.0)
+def a_rank_comes_late_to_its_step(run: Run) -> None:
+    rank_1_saves_before_its_step(run, seconds=0.5)
 
 
 @sound(WARNS)  # that rank 0 waits, and for how long it will
 def a_rank_comes_to_its_step_later_than_the_guard_waits_without_a_word(run: Run) -> None:
     with mock.patch.object(ddp_core.proof, "PATIENCE", 0.2):
-        rank_1_saves_before_its_step(run, seconds=1.0)
+        rank_1_saves_before_its_step(run, seconds=0.5)
 
 
 # ---------------------------------------------------------------- several models, several optimizers

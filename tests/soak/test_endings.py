@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.soak.training import train
+from tests.tiers import THOROUGH
 from tests.world import run_world_outcomes
 from tests.world.launcher import ROOT, exit_name
 from tests.world.rank import exit_like_a_script
@@ -88,6 +89,7 @@ def count_endings(
     return counted
 
 
+@THOROUGH  # the ranks of each test file's first world end as scripts do, too
 def test_six_processes_end_with_exit_code_0(tmp_path: Path) -> None:
     assert count_endings("ours", 4, 0, tmp_path) == {"exit code 0": 4}
     assert count_endings("ours", 0, 2, tmp_path, endings=[False]) == {"exit code 0": 2}
