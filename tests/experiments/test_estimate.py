@@ -119,31 +119,6 @@ def test_a_task_gives_shapes_and_its_step_is_timed() -> None:
     assert all(one["compute"] > 0 for one in found["hooks"])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((), "give --parameters 25M, or --task"),
-        (("--parameters", "2M"), "--parameters needs the seconds of a step's compute"),
-        (("--parameters", "2M", "--compute", "2x"), "is a factor of a task's time here"),
-        (("--parameters", "many", "--compute", "1s"), "parameters 'many' does not parse"),
-        ((*SIZE, "--rate", "fast"), "rate 'fast' does not parse"),
-        ((*SIZE, "--ranks", "1"), "ranks must be at least 2"),
-        ((*SIZE, "--ranks", "3", "--ranks-per-host", "2"), "do not fill hosts of 2 ranks"),
-        ((*SIZE, "--hook", "powersgd:rank=5"), "the costs of this hook were not measured"),
-        ((*SIZE, "--cores", "0"), "cores must be at least 1"),
-        ((*SIZE, "--bucket-cap-mb", "0"), "bucket_cap_mb must be above zero"),
-        ((*SIZE, "--backend", "mpi"), "backend 'mpi' is not known: expected one of gloo, none"),
-        ((*SIZE, "--costs", "none.json"), "costs none.json: expected a file of format 1"),
-        ((*SIZE, "--measure-costs", "costs.json"), "--measure-costs estimates nothing: leave out --parameters"),
-        (("--measure-costs", "none/costs.json"), "there is no folder none"),
-    ],
-)
-def test_bad_input_is_a_sentence(words: tuple[str, ...], message: str) -> None:
-    code, output = run(*words)
-    assert code == 2
-    assert message in " ".join(output.split())
-
-
 def test_numbers_of_parameters_are_read() -> None:
     assert (count_in("124M"), count_in(" 1.5B"), count_in("12")) == (124e6, 1.5e9, 12)
 

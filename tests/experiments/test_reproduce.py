@@ -226,12 +226,6 @@ def test_what_cannot_work_is_rejected_before_anything_is_measured(
     assert made_up.made == [] and (stranger / "letter.txt").is_file()
 
 
-def test_an_unknown_name_is_answered_with_those_that_there_are() -> None:
-    answer = CliRunner().invoke(app, ["reproduce", "ddp-figure-1000"])
-    assert answer.exit_code == 2
-    assert "powersgd-rank" in answer.output and "did you mean" in answer.output
-
-
 def test_without_a_name_all_are_listed() -> None:
     lines = CliRunner().invoke(app, ["reproduce"]).output.splitlines()
     assert [line.split()[0] for line in lines] == list(MODULES)

@@ -52,14 +52,6 @@ def test_other_peoples_compressors_and_whole_ones_are_hooks(text: str, name: str
 
 
 @pytest.mark.parametrize(
-    "text", ["", ":rank=4", "powersgd:rank", "powersgd:=4", "powersgd:rank=", "powersgd:rank=1,rank=2"]
-)
-def test_a_hook_that_does_not_parse_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="does not parse"):
-        Spec.parse(text)
-
-
-@pytest.mark.parametrize(
     "text",
     ["gpt:size=base,width=64", "my.package:make:width=64", "a folder/my (own).py:make:path=a/b c", "tasks.py:make"],
 )
@@ -69,46 +61,12 @@ def test_a_task_is_read_back_from_its_label(text: str) -> None:
     assert spec.name == text.rpartition(":")[0] if "=" in text else spec.name == text
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"ranks": 0},
-        {"steps": 0},
-        {"steps": True},
-        {"seed": 0.5},
-        {"evaluate_every": 0},
-        {"ddp": "mine"},
-        {"bucket_cap_mb": 0.0},
-        {"compute": "fast"},
-    ],
-)
-def test_settings_that_cannot_work_are_refused(change: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(change))):
-        dataclasses.replace(RunSettings(task=Spec("gpt")), **change)  # type: ignore[arg-type]  # wrong on purpose
-
-
 def test_settings_survive_their_text() -> None:
     texts = {"hook": "powersgd:rank=2", "optimizer": "sgd:lr=0.1", "link": "10Mbit/s,latency=1ms", "compute": "0.5x"}
     settings = RunSettings.from_dict({"task": "m.py:f:width=3", **texts, "ranks": 3, "seed": 7, "bucket_cap_mb": 4})
     assert RunSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
     assert settings.name == RunSettings.from_dict({**settings.to_dict(), "bucket_cap_mb": 4.0}).name
     assert RunSettings.from_dict({"task": "gpt"}).to_dict() == {"task": "gpt"}
-
-
-@pytest.mark.parametrize(
-    ("written", "words"),
-    [
-        ({"task": "gpt", "hok": "fp16"}, "setting 'hok' is not known: .*did you mean 'hook'"),
-        ({"hook": "fp16"}, "a run needs a task"),
-        ({"task": 5}, "task must be text (got 5)"),
-        ({"task": "gpt", "steps": "ten"}, "steps must be a whole number (got 'ten')"),
-        ({"task": "gpt", "bucket_cap_mb": "4"}, "bucket_cap_mb must be a number (got '4')"),
-        ({"task": "gpt", "link": None}, "link must be text (got None)"),
-    ],
-)
-def test_settings_that_do_not_parse_are_refused(written: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words.replace("(", r"\(").replace(")", r"\)")):
-        RunSettings.from_dict(written)
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:

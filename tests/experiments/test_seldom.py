@@ -58,33 +58,6 @@ def results() -> dict[str, RunResult]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("hook", "message"),
-    [
-        ("diloco", "say how many steps a round has, such as diloco:every=30"),
-        ("diloco:evry=3", "setting 'evry' is not known: .*; did you mean 'every'?"),
-        ("diloco:every=few", "every must be a whole number"),
-        ("diloco:every=True", "every must be a whole number"),
-        ("diloco:every=0", "every must be an int of at least 1"),
-        ("diloco:every=15", "a run of 14 steps ends before the first round; let it take at least 15"),
-        ("diloco:every=4,delay=4", "delay must be an int from 0 to 3"),
-        ("diloco:every=4,fragments=5", "5 fragments need at least as many steps"),
-        ("diloco:every=4,arrangement=round", "arrangement must be one of strided, sequential"),
-        ("diloco:every=4,mixing=2", "mixing must be a number in"),
-        ("diloco:every=4,outer_rate=0", "outer_rate must be above zero"),
-        ("diloco:every=4,outer_momentum=1", "outer_momentum must be in"),
-        ("diloco:every=4,compressor=inty4", "Did you mean 'int4'"),
-        ("diloco:every=4,compressor=4", "compressor must be a name"),
-        ("diloco:every=4,compressor=torch.fp16", "'torch.fp16' is not known"),
-        ("diloco:every=4,compressor=(int4:policy=fused)", "policy has no effect"),
-        ("diloco:every=4,policy=fused", "'policy' is not known"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_starts(hook: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan(["digits:size=tiny"], [hook], links=["10Mbit/s"], steps=STEPS)
-
-
 def test_a_compressor_has_its_own_outer_recipe_unless_one_is_given() -> None:
     assert Seldom.of(Spec.parse("diloco:every=3,compressor=fp16")).recipe == OTHERS
     for name, recipe in RECIPES.items():

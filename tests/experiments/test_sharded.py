@@ -17,7 +17,6 @@ from experiments.results.outcomes import settings_of
 from experiments.runs import SHARDED, RunResult, RunSettings
 from experiments.specs import Spec
 from experiments.sweeps.forecast import Forecast
-from experiments.sweeps.plan import plan
 from experiments.tasks import load_task
 from experiments.training.sharded import step_bytes
 from experiments.training.sharded_lockstep import train_sharded_in_lockstep
@@ -55,36 +54,6 @@ def results() -> dict[str, RunResult]:
 
     run_world(train_all, 2, Work(dict(enumerate(runs.values())), {}, {}), hear, timeout=100)
     return found
-
-
-@pytest.mark.parametrize(
-    ("hook", "message"),
-    [
-        ("dgc:ratio=0.1", r"cannot average shards of gradients.*torch.none \(plain FSDP2\) and all-reduce, bf16"),
-        ("powersgd", "cannot average shards of gradients"),
-        ("diloco:every=4", "cannot average shards of gradients"),
-        ("torch.fp16", "cannot average shards of gradients"),
-        ("int8:policy=fused", "policy has no effect"),
-        ("int8:blok=4", "blok"),
-        ("int8:gather=powersgd", "other compressors average gradients"),
-        ("torch.none:gather=int8", "no setting 'gather'"),
-    ],
-)
-def test_what_cannot_be_sharded_is_refused_before_anything_starts(hook: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan([TASK], [hook], links=["10Mbit/s"], ddp=SHARDED)
-
-
-def test_a_ddp_gathers_nothing() -> None:
-    with pytest.raises(ValueError, match="leave out gather"):
-        plan([TASK], ["int8:gather=int8"], links=["10Mbit/s"])
-
-
-def test_one_rank_and_buckets_are_refused() -> None:
-    with pytest.raises(ValueError, match="one rank has no shards to exchange"):
-        plan([TASK], ["int8"], links=["10Mbit/s"], ddp=SHARDED, ranks=[1])
-    with pytest.raises(ValueError, match="leave out bucket_cap_mb"):
-        plan([TASK], ["int8"], links=["10Mbit/s"], ddp=SHARDED, bucket_cap_mb=4)
 
 
 class Inner(nn.Module):

@@ -284,43 +284,6 @@ def test_measurements_of_another_version_are_used_with_a_note_and_other_formats_
         assert code == 2 and "measure again with --task and --save" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--ranks", "2,..."], "the last number must follow the dots"),
-        (["--ranks", "4,2"], "expected ascending numbers"),
-        (["--ranks", "two"], "expected ascending numbers"),
-        (["--ranks-per-host", "8", "--ranks", "12"], "12 ranks do not fill hosts of 8"),
-        (["--inner-rate", "1Tbit/s"], "with --ranks-per-host"),
-        (["--rate", "fast"], "does not parse"),
-        (["--algorithm", "tree"], "must be one of gloo, ring"),
-        (["--parameters", "many", "--compute", "1s"], "such as '124M' or '1B'"),
-        (["--parameters", "1B"], "--parameters needs the seconds"),
-        (["--parameters", "1B", "--compute", "0.5x"], "--parameters needs the seconds"),
-        (["--parameters", "1B", "--compute", "1s", "--task", "gpt"], "give one of --task"),
-        (["--parameters", "1B", "--compute", "1s", "--hook", "powersgd"], "needs the shapes of the parameters"),
-        (["--parameters", "1B", "--compute", "1s", "--save", "x.json"], "nothing is measured"),
-        (["--measured", "missing.json"], "expected a file of format 2"),
-        (["--task", "gtp"], "did you mean 'gpt'"),
-        (["--hook", "powersdg"], "powersdg"),
-        (["--latency", "1ms", "--latency", "2ms"], "takes one value"),
-        (["--rate", "1Gbit/s", "--rate", "1000Mbit/s"], "1 Gbit/s is given twice"),
-        (["--hook", "fp16", "--hook", "fp16"], "fp16 is given twice"),
-        (["--hook", "torch.powersgd"], "is PyTorch's own, whose rounds"),
-        (["--cores", "0"], "cores must be at least 1"),
-        (["--backend", "mpi"], "backend 'mpi' is not known: expected one of gloo, none"),
-        (["--copy-rate", "14GB/s"], "which --backend none does not count"),
-        (["--compute", "fast"], "compute 'fast' does not parse"),
-        (["--bucket-cap-mb", "nan"], "bucket_cap_mb must be above zero"),
-        (["--parameters", "1B", "--compute", "1s", "--bucket-cap-mb", "1"], "--bucket-cap-mb is for measuring"),
-        (["--measured", "missing.json", "--save", "x.json"], "--save is for measuring"),
-    ],
-)
-def test_a_request_that_cannot_work_is_rejected_in_words(words: list[str], said: str) -> None:
-    code, text = run(*words)
-    assert code == 2 and said in text
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("hook", ["all-reduce", "fp16"])
 def test_estimate_and_simulate_agree_about_a_cluster_with_the_same_backend(backend: str, hook: str) -> None:

@@ -86,11 +86,6 @@ class TestContenders:
         assert [one.label for one in left_out] == ["growing + EF"]
         assert "grow without bound" in left_out[0].reason
 
-    @pytest.mark.parametrize("names", [["topk"], ["top-k", "top-k"]])
-    def test_names_that_are_unknown_or_come_twice_are_refused(self, names: list[str]) -> None:
-        with pytest.raises(ValueError, match="did you mean 'top-k'|asked for twice"):
-            contenders(names, DIGITS)
-
     def test_every_usual_setting_of_a_registered_name_exists(self) -> None:
         for name, texts in module.USUAL.items():
             assert all(Spec.parse(text).name == name for text in texts)

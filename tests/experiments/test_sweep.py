@@ -117,18 +117,6 @@ def test_a_mistake_in_a_file_is_named_with_its_place(text: str, words: str, writ
         read_sweep(written)
 
 
-def test_a_command_without_a_sweep_says_what_to_name(tmp_path: Path) -> None:
-    for words, said in (
-        ([], "name a YAML file or a preset"),
-        ([str(tmp_path / "none.yaml")], "commhooks sweep --example >"),
-        (["--preset", "quik"], "did you mean 'quick'"),
-        (["--exmaple"], "--example"),
-    ):
-        ended = CliRunner().invoke(app, ["sweep", *words])
-        assert ended.exit_code == 2
-        assert said in " ".join(ended.output.split())
-
-
 def test_presets_are_runs_that_differ_and_the_help_says_which_need_root() -> None:
     for name in PRESETS:
         runs = preset(name)
