@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from experiments import launch
 from tests.experiments.forked_ranks import forking
+from tests.experiments.standing_ranks import StandingRanks
 
 # What ranks of these tests would each import for themselves: half a second for the digits alone.
 os.environ["WORLD_PRELOAD"] = f"{os.environ.get('WORLD_PRELOAD', '')} sklearn.datasets experiments.training.worker"
@@ -21,6 +22,13 @@ def ranks_are_forked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "multiprocessing", forking())
         yield
+
+
+@pytest.fixture(scope="module")
+def standing() -> Iterator[StandingRanks]:
+    ranks = StandingRanks(timeout=120.0)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture

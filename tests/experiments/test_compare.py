@@ -18,17 +18,14 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.commands.cli import app
-from experiments.launch import run_world
-from experiments.links.link import LinkSettings
 from experiments.results.summary import steps_to, total_seconds
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
-from experiments.training.worker import RunDone, Work, train_all
 from tests.experiments.odd_task import ELEMENTS
+from tests.experiments.on_two_ranks import PATIENCE, train_on_two_ranks
 from tests.tiers import THOROUGH
 
 pytestmark = pytest.mark.timeout(500)
-PATIENCE = 200  # seconds, for what takes 10 when the machine has nothing else to do
 
 STEPS = 12
 HOOKS = ("all-reduce", "fp16", "powersgd:rank=1,start_after=2")
@@ -49,12 +46,8 @@ HALF_WRITTEN = '{\n "format": 2,\n "par'  # by a process that was killed
 
 
 def settings(hook: str, ddp: str = "core") -> RunSettings:
-    return RunSettings(
-        task=Spec.parse("digits:size=small", "task"),
-        hook=Spec.parse(hook),
-        steps=STEPS,
-        ddp=ddp,
-        link=LinkSettings(bits_per_second=10e6),
+    return RunSettings.from_dict(
+        {"task": "digits:size=small", "hook": hook, "steps": STEPS, "ddp": ddp, "link": "10Mbit/s"}
     )
 
 
@@ -99,23 +92,16 @@ def results(folder: Path) -> dict[str, RunResult]:
 
 
 @pytest.fixture(scope="module")
-def made() -> dict[str, list[RunResult]]:
-    """Return runs from Python, by task: every hook again, all-reduce and PowerSGD on PyTorch's DDP; an odd task."""
-    found: dict[str, list[RunResult]] = {"digits": [], ODD.name: []}
-    runs = [settings(HOOKS[1])] + [settings(hook, ddp="torch") for hook in (HOOKS[0], HOOKS[2])]
+def made() -> list[RunResult]:
+    """Return runs from Python: fp16 again, all-reduce and PowerSGD on PyTorch's DDP, and an odd task."""
+    runs = [settings(HOOKS[1]), *(settings(hook, ddp="torch") for hook in (HOOKS[0], HOOKS[2]))]
     runs += [dataclasses.replace(settings(hook), task=ODD, steps=6, evaluate_every=2) for hook in ODD_HOOKS]
-
-    def hear(message: object) -> None:
-        if isinstance(message, RunDone):
-            found[message.result.settings.task.name].append(message.result)
-
-    run_world(train_all, 2, Work(dict(enumerate(runs)), {}, {}), hear, timeout=PATIENCE)
-    return found
+    return train_on_two_ranks(runs)
 
 
 @pytest.fixture(scope="module")
-def odd(made: dict[str, list[RunResult]]) -> dict[str, RunResult]:
-    return {result.settings.hook.label: result for result in made[ODD.name]}
+def odd(made: list[RunResult]) -> dict[str, RunResult]:
+    return dict(zip(ODD_HOOKS, made[3:], strict=True))
 
 
 def test_a_comparison_goes_on_with_what_it_has(continued: Continued) -> None:
@@ -214,13 +200,10 @@ def test_bytes_are_those_that_the_hooks_promise(results: dict[str, RunResult]) -
 
 
 def test_the_same_seed_gives_the_same_losses_bit_for_bit_on_pytorchs_ddp_too(
-    results: dict[str, RunResult], made: dict[str, list[RunResult]]
+    results: dict[str, RunResult], made: list[RunResult]
 ) -> None:
-    assert {(one.settings.hook.label, one.settings.ddp) for one in made["digits"]} == {
-        (HOOKS[1], "core"), (HOOKS[0], "torch"), (HOOKS[2], "torch"),
-    }  # fmt: skip
-    for result in made["digits"]:
-        assert losses(result) == losses(results[result.settings.hook.label])
+    for hook, result in zip((HOOKS[1], HOOKS[0], HOOKS[2]), made, strict=False):
+        assert losses(result) == losses(results[hook])
 
 
 def test_pytorchs_hooks_move_the_bytes_of_ours_and_learn_the_same(odd: dict[str, RunResult]) -> None:

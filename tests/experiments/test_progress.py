@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
-from experiments.specs import Spec
 from experiments.sweeps.execute import execute, goes_on_from, saved_steps
 from experiments.training.progress import PROGRESS, can_continue
 from experiments.training.worker import BeginsAgain, Evaluated, NotSaved, StepDone
@@ -20,15 +18,9 @@ STOPPED = 11
 """A step within a round of DiLoCo, between two evaluations."""
 
 
-def settings(hook: str, compute: str | None = None, link: str | LinkSettings = "100Mbit/s") -> RunSettings:
-    return RunSettings(
-        task=Spec.parse("digits:size=tiny", "task"),
-        hook=Spec.parse(hook),
-        steps=STEPS,
-        evaluate_every=EVALUATE_EVERY,
-        compute=compute,
-        link=LinkSettings.parse(link) if isinstance(link, str) else link,
-    )
+def settings(hook: str, **others: object) -> RunSettings:
+    asked = {"task": "digits:size=tiny", "hook": hook, "steps": STEPS, "evaluate_every": EVALUATE_EVERY}
+    return RunSettings.from_dict({"link": "100Mbit/s", **asked, **others})
 
 
 RUNS = [settings(hook) for hook in HOOKS]
@@ -104,7 +96,7 @@ def test_what_was_saved_is_not_promised_beside_a_run_that_cannot_be_continued(tm
     [
         settings("torch.powersgd:matrix_approximation_rank=2"),
         settings("fp16", compute="10ms"),
-        settings("fp16", link=LinkSettings(kind="hosts", bits_per_second=1e8, schedule=((10.0, 1e7),))),
+        settings("fp16", link="hosts:100Mbit/s+10Mbit/s@10s"),
     ],
     ids=lambda run: run.hook.label,
 )

@@ -7,7 +7,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -229,13 +229,6 @@ def test_what_cannot_work_is_rejected_before_anything_is_measured(
 def test_without_a_name_all_are_listed() -> None:
     lines = CliRunner().invoke(app, ["reproduce"]).output.splitlines()
     assert [line.split()[0] for line in lines] == list(MODULES)
-
-
-@pytest.fixture(scope="module")
-def standing() -> Iterator[StandingRanks]:
-    ranks = StandingRanks(timeout=120.0)
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize("name", thorough(MODULES, unless=lambda name: name in OF_EACH_WAY))

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from experiments.hooks import make_hook
-from experiments.launch import run_world
 from experiments.links.link import LinkSettings
 from experiments.report.writing import write
 from experiments.results.outcomes import settings_of
@@ -22,7 +21,7 @@ from experiments.sweeps.plan import plan
 from experiments.tasks import load_task
 from experiments.training.lockstep import train_in_lockstep
 from experiments.training.seldom import train_seldom_in_lockstep
-from experiments.training.worker import RunDone, Work, train_all
+from tests.experiments.on_two_ranks import train_on_two_ranks
 
 BITS_PER_SECOND = 50e6
 DENSE, EXACT, SELDOM, STREAMED = HOOKS = (
@@ -34,28 +33,16 @@ DENSE, EXACT, SELDOM, STREAMED = HOOKS = (
 STEPS = 14
 
 
-def settings(hook: str, task: str = "digits:size=tiny") -> RunSettings:
-    return RunSettings(
-        task=Spec.parse(task, "task"),
-        hook=Spec.parse(hook),
-        optimizer=Spec.parse("sgd:lr=0.05", "optimizer"),
-        steps=STEPS,
-        evaluate_every=5,
-        link=LinkSettings(bits_per_second=BITS_PER_SECOND),
+def settings(hook: str) -> RunSettings:
+    return RunSettings.from_dict(
+        {"task": "digits:size=tiny", "hook": hook, "optimizer": "sgd:lr=0.05", "steps": STEPS, "link": "50Mbit/s"}
+        | {"evaluate_every": 5}
     )
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, RunResult]:
-    """Train with every hook, in one world."""
-    found: dict[str, RunResult] = {}
-
-    def hear(message: object) -> None:
-        if isinstance(message, RunDone):
-            found[message.result.settings.hook.label] = message.result
-
-    run_world(train_all, 2, Work(dict(enumerate(map(settings, HOOKS))), {}, {}), hear, timeout=100)
-    return found
+    return dict(zip(HOOKS, train_on_two_ranks([settings(hook) for hook in HOOKS]), strict=True))
 
 
 def test_a_compressor_has_its_own_outer_recipe_unless_one_is_given() -> None:

@@ -10,7 +10,6 @@ from torch import nn
 
 from commhooks.communicators.gloo import course_of
 from commhooks.planning.sharded import ShardedModule, blocks_of, modules_of
-from experiments.launch import run_world
 from experiments.links.link import LinkSettings
 from experiments.report.writing import write
 from experiments.results.outcomes import settings_of
@@ -21,7 +20,7 @@ from experiments.tasks import load_task
 from experiments.training.sharded import step_bytes
 from experiments.training.sharded_lockstep import train_sharded_in_lockstep
 from experiments.training.stock import NO_HOOK
-from experiments.training.worker import RunDone, Work, train_all
+from tests.experiments.on_two_ranks import train_on_two_ranks
 
 TASK = "gpt:size=tiny"
 SENT = (NO_HOOK, "all-reduce", "bf16", "int8", "int4", "top-k:ratio=0.1", "int8:gather=int8", "all-reduce:gather=bf16")
@@ -31,29 +30,17 @@ LINK = LinkSettings(bits_per_second=1e9)
 
 
 def settings(hook: str) -> RunSettings:
-    return RunSettings(
-        task=Spec.parse(TASK, "task"),
-        hook=Spec.parse(hook),
-        steps=STEPS,
-        evaluate_every=3,
-        ddp=SHARDED,
-        link=LINK,
+    return RunSettings.from_dict(
+        {"task": TASK, "hook": hook, "steps": STEPS, "evaluate_every": 3, "ddp": SHARDED, "link": LINK.label}
     )
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, RunResult]:
-    """Train with every hook, and in a DDP, in one world."""
+    """Return the runs with every hook, and one in a DDP."""
     runs = {hook: settings(hook) for hook in SENT}
     runs[IN_DDP] = dataclasses.replace(settings("all-reduce"), ddp="core")
-    names, found = list(runs), dict[str, RunResult]()
-
-    def hear(message: object) -> None:
-        if isinstance(message, RunDone):
-            found[names[message.run]] = message.result
-
-    run_world(train_all, 2, Work(dict(enumerate(runs.values())), {}, {}), hear, timeout=100)
-    return found
+    return dict(zip(runs, train_on_two_ranks(list(runs.values())), strict=True))
 
 
 class Inner(nn.Module):

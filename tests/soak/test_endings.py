@@ -43,25 +43,10 @@ def scripts(which: str, destroy: bool, folder: Path) -> list[str]:
     store = folder / f"store-{which}-{destroy}-{len(list(folder.iterdir()))}"
     ending = "destroy" if destroy else "keep"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-X", "faulthandler", "-m", "tests.soak.training"]
+    words = [str(WORLD_SIZE), str(store), which, ending]
     started = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-X",
-                "faulthandler",
-                "-m",
-                "tests.soak.training",
-                str(rank),
-                str(WORLD_SIZE),
-                str(store),
-                which,
-                ending,
-            ],
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([*command, str(rank), *words], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
         for rank in range(WORLD_SIZE)
     ]
     try:
