@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from unittest import mock
 
 import psutil
 import torch
@@ -48,8 +49,8 @@ def work_together(rank: int, ranks: int, argument: int, send: Send) -> None:
 
 def start_others(told: Connection) -> None:
     """Start two ranks that sleep on, and tell which processes they are."""
-    launch.multiprocessing = forking()  # type: ignore[assignment]  # it stands for the module
-    launch.run_world(sleep_on, 2, None, told.send, timeout=600)
+    with mock.patch.object(launch, "multiprocessing", forking()):
+        launch.run_world(sleep_on, 2, None, told.send, timeout=600)
 
 
 def sleep_on(rank: int, ranks: int, argument: None, send: Send) -> None:

@@ -671,7 +671,7 @@ def experts_outside_are_averaged_by_a_ddp_of_their_group(run: Run) -> None:
 @sound(but={TORCH_ATTACH: LOCAL, TORCH_HOOK: LOCAL})  # PyTorch's ranks differ at times, without a guard too
 def parameters_are_delayed(run: Run) -> None:
     module = Net()
-    delayed = {"delay_all_reduce_named_params": [("head.weight", module.head.weight)]}
+    delayed: Any = {"delay_all_reduce_named_params": [("head.weight", module.head.weight)]}
     run.train_module(module, **delayed, param_to_hook_all_reduce=module.first.weight)
 
 
