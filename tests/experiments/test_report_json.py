@@ -18,7 +18,7 @@ from experiments.report.findings import finding
 from experiments.results.outcomes import settings_of
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
-from tests.experiments.synthetic import diverged, result, results
+from tests.experiments.synthetic import diverged, result, results, stepwise
 
 SEEDS = (0, 1, 2)
 FAILED = {RunSettings(task=Spec("gpt"), hook=Spec("torch.powersgd"), steps=40): "Traceback\nRuntimeError: closed"}
@@ -46,10 +46,7 @@ def validator() -> Any:
 
 def silent() -> list[RunResult]:
     """Return runs of a single rank, which moves nothing."""
-    return [
-        dataclasses.replace(one, steps=tuple(dataclasses.replace(step, moved_bytes=0) for step in one.steps))
-        for one in (result(), result("fp16", ratio=2))
-    ]
+    return [stepwise(one, lambda _: {"moved_bytes": 0}) for one in (result(), result("fp16", ratio=2))]
 
 
 CASES = {

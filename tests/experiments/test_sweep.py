@@ -36,7 +36,7 @@ from experiments.sweeps.store import finished, load_table, read_failures, table_
 from experiments.sweeps.sweep import Sweep, make
 from experiments.sweeps.yaml_file import EXAMPLE, read_sweep
 from experiments.tasks import load_task
-from tests.experiments.synthetic import result, results, with_slow_probes
+from tests.experiments.synthetic import result, results, stepwise, with_slow_probes
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("pictures_are_not_rendered")
@@ -203,10 +203,7 @@ def test_what_is_no_result_is_left_out_of_the_report_and_named(asked: list[list[
 def test_runs_that_did_not_take_turns_are_noted() -> None:
     first, second = result(), result("fp16")
     assert notes_about([first, second]) == []
-    later = dataclasses.replace(
-        second, steps=tuple(dataclasses.replace(step, ended=step.ended + 1e4) for step in second.steps)
-    )
-    (note,) = notes_about([first, later])
+    (note,) = notes_about([first, stepwise(second, lambda step: {"ended": step.ended + 1e4})])
     assert "fp16" in note and "ran at another time than all-reduce" in note
 
 
