@@ -98,7 +98,9 @@ def test_a_run_that_diverged_is_counted_and_leaves_no_mean(change: Mapping[str, 
     assert "Lower cannot be compared with low, of which runs diverged" in findings(compared)
     assert table(ABLATION, compared).rows[1][2:4] == ["1 of 3 diverged", "—"]
     assert "nan" not in str(table(ABLATION, compared)) + findings(compared)
-    assert between(made, ACCURACY, "lower", "SGD") is not None
+    assert between(made, ACCURACY, "low", "SGD") is None
+    others = between(made, ACCURACY, "lower", "SGD")
+    assert others is not None and others.mean == pytest.approx(-10.1)  # of 9.9, 9.4 and 11 points
     draw = partial(draw_differences, ABLATION, made)
     assert Picture("differences", "", draw).png(LIGHT).startswith(b"\x89PNG")
 

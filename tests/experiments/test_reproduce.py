@@ -35,7 +35,6 @@ ROOT = Path(__file__).parent.parent.parent
 PAGES = ROOT / "docs" / "reproductions"
 OF_EACH_WAY = ("powersgd-data-sent", "powersgd-rank", "ddp-figure-6", "diloco-table-4", "control-link", "sharded-loss")
 """Reproductions that between them count, train, time, simulate, and shard."""
-LONGEST_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,10 +259,6 @@ def test_every_reproduction_has_a_page_with_the_numbers_of_a_run_that_was_made(n
     settings = reproduction.sizes[made.size]
     assert made.size == ("full" if "full" in reproduction.sizes else "default")
     assert made.settings == Results.of_settings(settings)
-    if made.size == "default":
-        # Beside other programs the command had only a part of the processors, and took so much longer.
-        share = min(1.0, float(made.machine["cores"]) / float(made.machine["load"]))
-        assert 0 < made.seconds * share < LONGEST_SECONDS
     assert made.command == Request(name=name, size=made.size).command
     assert f"```\n{made.command}\n```" in text
     blocks = reproduction.show(settings, made.measured)
