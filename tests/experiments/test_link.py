@@ -231,16 +231,25 @@ def megabytes(count: float) -> Collective:
     return Collective("all-reduce", tensor)
 
 
-def test_a_collective_lasts_as_long_as_its_bytes() -> None:
+@pytest.mark.parametrize(
+    ("size", "inner_seconds", "idle", "compute", "end"),
+    [
+        (2, 0.0, 0.0, 0.0, 2.0),  # as long as its bytes
+        (2, 5.0, 0.0, 0.0, 5.0),  # what is slower than the link stays slower
+        (1, 0.0, 0.0, 0.75, 1.0),  # what was carried during compute costs no waiting
+        (1, 0.0, 10.0, 0.0, 11.0),  # an idle link saves nothing up
+    ],
+)
+def test_a_collective_ends_with_its_bytes(
+    size: float, inner_seconds: float, idle: float, compute: float, end: float
+) -> None:
     time = FakeTime()
-    emulated(time).start(megabytes(2)).wait()
-    assert time.now == pytest.approx(2.0)
-
-
-def test_a_collective_that_is_slower_than_the_link_stays_slower() -> None:
-    time = FakeTime()
-    emulated(time, inner_seconds=5.0).start(megabytes(2)).wait()
-    assert time.now == pytest.approx(5.0)
+    link = emulated(time, inner_seconds=inner_seconds)
+    time.sleep(idle)
+    pending = link.start(megabytes(size))
+    time.sleep(compute)
+    pending.wait()
+    assert time.now == pytest.approx(end)
 
 
 def test_transfers_queue_and_never_share_the_rate() -> None:
@@ -252,22 +261,6 @@ def test_transfers_queue_and_never_share_the_rate() -> None:
         each.wait()
         ends.append(time.now)
     assert ends == pytest.approx([1.0, 2.0, 3.0])
-
-
-def test_what_was_carried_during_compute_costs_no_waiting() -> None:
-    time = FakeTime()
-    pending = emulated(time).start(megabytes(1))
-    time.sleep(0.75)  # compute
-    pending.wait()
-    assert time.now == pytest.approx(1.0)
-
-
-def test_an_idle_link_saves_nothing_up() -> None:
-    time = FakeTime()
-    link = emulated(time)
-    time.sleep(10)
-    link.start(megabytes(1)).wait()
-    assert time.now == pytest.approx(11.0)
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(0.01, 2)), min_size=1, max_size=8))
