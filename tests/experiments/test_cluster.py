@@ -12,16 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from experiments.cluster import (
-    Cluster,
-    ClusterError,
-    clusters,
-    interface_bytes,
-    iproute,
-    preflight,
-    records,
-    why_not,
-)
+from experiments.cluster import Cluster, ClusterError, clusters, interface_bytes, iproute, preflight, records, why_not
 from experiments.cluster.records import Owner
 from experiments.commands import cluster as commands
 from experiments.commands.terminal import errors_in_words

@@ -33,9 +33,7 @@ SLOWER: dict[str, str] = {
     "random-k:ratio=0.1 + EF": "an element waits ten steps for its turn, and momentum then acts on what is old",
 }
 """Contenders with error feedback that end further below dense than the margin, and why."""
-NO_WORSE: dict[str, str] = {
-    "distro": "it learns little either way: see above",
-}
+NO_WORSE: dict[str, str] = {"distro": "it learns little either way: see above"}
 """Biased contenders that lose much and do as well without error feedback, and why."""
 
 

@@ -16,12 +16,7 @@ from experiments.sweeps.plan import crowded, in_turn, plan
 
 
 def planned(**changes: Any) -> tuple[RunSettings, ...]:
-    asked: dict[str, Any] = {
-        "tasks": ["digits"],
-        "hooks": ["all-reduce"],
-        "links": [LinkSettings()],
-        "size": "small",
-    }
+    asked: dict[str, Any] = {"tasks": ["digits"], "hooks": ["all-reduce"], "links": [LinkSettings()], "size": "small"}
     return plan(**{**asked, **changes})
 
 

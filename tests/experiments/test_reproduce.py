@@ -75,11 +75,7 @@ class MadeUp:
 
     def show(self, settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
         rows = [[str(part), f"{value:.3f}"] for part, value in zip(settings.parts, measured["values"], strict=True)]
-        return [
-            Table("Values", ["part", "value, s"], rows),
-            "Found.",
-            Picture("curve", "a curve", lambda _: Figure()),
-        ]
+        return [Table("Values", ["part", "value, s"], rows), "Found.", Picture("curve", "a curve", lambda _: Figure())]
 
 
 @pytest.fixture

@@ -163,10 +163,7 @@ def test_a_value_that_nothing_can_have_is_refused_with_file_and_field(
 def test_a_result_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
     path.write_text('{"format": 0}')
-    with pytest.raises(
-        ValueError,
-        match=r"old\.json: expected .* of format 2 \(it is of format 0, .*; move it away",
-    ):
+    with pytest.raises(ValueError, match=r"old\.json: expected .* of format 2 \(it is of format 0, .*; move it away"):
         RunResult.read(path)
 
 

@@ -109,12 +109,7 @@ class TestGrace:
     def effect(self, gained: list[float]) -> str:
         """Return the verdict on top-k 1 %, where error feedback gains so much with three seeds; GRACE's gained."""
         own = [
-            Run(
-                "digits",
-                Contender(Spec.parse("top-k:ratio=0.01"), feedback),
-                seed,
-                trained(0.8 + feedback * gain, 9),
-            )
+            Run("digits", Contender(Spec.parse("top-k:ratio=0.01"), feedback), seed, trained(0.8 + feedback * gain, 9))
             for feedback in (False, True)
             for seed, gain in enumerate(gained)
         ]
