@@ -24,6 +24,7 @@ from experiments.specs import Spec
 from tests.experiments.odd_task import ELEMENTS
 from tests.experiments.on_two_ranks import PATIENCE, train_on_two_ranks
 from tests.tiers import THOROUGH
+from tests.waiting import has_ended, until
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -126,8 +127,7 @@ def test_a_killed_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
             time.sleep(0.02)
         ranks = psutil.Process(started.pid).children(recursive=True)
         started.kill()
-    _, survivors = psutil.wait_procs(ranks, timeout=PATIENCE)
-    assert not survivors
+    assert until(lambda: all(has_ended(rank.pid) for rank in ranks))
     kept = {name: content for name, content in kept_in(tmp_path).items() if name.endswith(".json")}
     assert len(HOOKS) <= len(kept) < len(HOOKS) * seeds
     (tmp_path / "results" / "digits.json.part").write_text(HALF_WRITTEN)
@@ -274,8 +274,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         said = started.stderr.read()
         assert "0 of 1 runs are finished" in said
         assert "stopped; the ranks are ended" in said
-        _, alive = psutil.wait_procs(ranks, timeout=PATIENCE)
-        assert not alive
+        assert until(lambda: all(has_ended(rank.pid) for rank in ranks))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
