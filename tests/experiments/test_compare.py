@@ -117,8 +117,9 @@ def test_a_comparison_goes_on_with_what_it_has(continued: Continued) -> None:
 def test_a_killed_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """Kill the command when one seed is finished, and give the same command again, in this process."""
     seeds = 2
-    words = [*ASKED, *ALL_HOOKS, "--seeds", str(seeds), "--out", str(tmp_path)]
-    with subprocess.Popen([*COMPARE, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as started:
+    words = [*ALL_HOOKS, "--seeds", str(seeds)]
+    command = [*COMPARE, *ASKED, *words, "--out", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as started:
         assert started.stderr is not None
         deadline = time.monotonic() + PATIENCE
         while len(list((tmp_path / "results").glob("*.json"))) < len(HOOKS):
