@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.tiers import THOROUGH
 from tests.world import run_world
 from tests.world.agent import agents_store, environment_of
 
@@ -70,6 +71,12 @@ def test_plain_ddp_resumes_bit_for_bit(tmp_path: Path) -> None:
         assert all(torch.equal(tensor, found[where]) for where, tensor in expected.items())
 
 
+@pytest.mark.parametrize(("name", "steps"), [("sharded_blocks.py", "2"), ("two_houses.py", "3")])
+def test_what_resumes_after_many_steps_takes_a_few(name: str, steps: str, tmp_path: Path) -> None:
+    run_example(name, str(tmp_path), steps)
+
+
+@THOROUGH
 def test_a_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     run_example("sharded_blocks.py", str(whole), "40")
@@ -84,6 +91,7 @@ def test_a_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, ends[1][where]) for where, tensor in ends[0].items())
 
 
+@THOROUGH
 def test_two_houses_resume_from_the_newest_checkpoint_that_both_have(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     for folder in (whole, resumed):

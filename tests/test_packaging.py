@@ -119,6 +119,7 @@ def test_a_source_distribution_has_all_that_the_library_is_built_from(sources: P
     assert (sources / "setup.py").exists() and not [*sources.rglob("_kernels.*")]
 
 
+@THOROUGH
 def test_a_wheel_without_a_compiler_is_pure_and_says_why_its_passes_are_eager(sources: Path, tmp_path: Path) -> None:
     built = built_with({"CC": "false"}, sources, tmp_path)
     assert built.name == f"commhooks-{commhooks.__version__}-py3-none-any.whl"
@@ -308,23 +309,6 @@ def test_a_command_that_does_not_exist_is_refused_without_the_extra_too(bare: Ba
     assert code == 2
     assert "'train'" in said
     assert "leaderboard" in said
-
-
-@pytest.mark.parametrize(
-    ("words", "option", "times"),
-    [
-        (["compare", "--latency", "0", "--hook", "fp16", "--hook", "bf16", "--latency", "1ms"], "--latency", 2),
-        (["compare", "--overwrite", "--overwrite"], "--overwrite", 2),
-        (["profile", *["--task=gpt"] * 3], "--task", 3),
-        (["overlap", *["--task=gpt"] * 3], "--task", 3),
-        (["cluster", "create", "demo", "--hosts=2", "--hosts=3"], "--hosts", 2),
-    ],
-)
-def test_an_option_given_twice_is_refused(words: list[str], option: str, times: int) -> None:
-    ended = CliRunner().invoke(app, words)
-    assert ended.exit_code == 2
-    said = " ".join(ended.output.split())
-    assert f"{option} is given {times} times, but takes one value: give it once." in said
 
 
 def test_the_version_is_told() -> None:

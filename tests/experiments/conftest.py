@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
+from matplotlib.figure import Figure
 
 from experiments import launch
-from tests.experiments.forked_ranks import ForkingContext
+from tests.experiments.forked_ranks import forking
+from tests.experiments.standing_ranks import StandingRanks
+
+# What ranks of these tests would each import for themselves: half a second for the digits alone.
+os.environ["WORLD_PRELOAD"] = f"{os.environ.get('WORLD_PRELOAD', '')} sklearn.datasets experiments.training.worker"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_are_forked() -> Iterator[None]:
     """Fork ranks instead of spawning them, which is 2 to 3 s of imports each. test_launch.py has those of users."""
-    forking = SimpleNamespace(**vars(multiprocessing) | {"get_context": lambda _: ForkingContext()})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "multiprocessing", forking)
+        patch.setattr(launch, "multiprocessing", forking())
         yield
+
+
+@pytest.fixture(scope="module")
+def standing() -> Iterator[StandingRanks]:
+    ranks = StandingRanks(timeout=120.0)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def pictures_are_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes nine tenths of a report's time; test_report.py looks at the pictures."""
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: file.write(b"no picture"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from types import SimpleNamespace
 
 from tests.world.launcher import ensure_server
 
@@ -25,3 +27,8 @@ class ForkingContext(ForkServerContext):
     """Stands for `multiprocessing.get_context("spawn")`."""
 
     Process = ForkedRank
+
+
+def forking() -> SimpleNamespace:
+    """Return what stands for `multiprocessing` where ranks are to be forked."""
+    return SimpleNamespace(**vars(multiprocessing) | {"get_context": lambda _: ForkingContext()})

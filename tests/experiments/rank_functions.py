@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from unittest import mock
 
 import psutil
 import torch
@@ -12,34 +15,47 @@ import torch.distributed as dist
 
 import commhooks
 from ddp_core import DistributedDataParallel
+from experiments import launch
 from experiments.cluster import INTERFACE, interface_bytes
 from experiments.launch import Send
+from tests.experiments.forked_ranks import forking
 
 MEGABYTE = 1_000_000
 SUMS = 3
 
 
-def add_up(rank: int, ranks: int, argument: int, send: Send) -> None:
-    """Every rank sends the sum of all ranks' numbers, its threads, its process, and whether Ctrl-C was kept from it."""
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells of itself."""
+
+    rank: int
+    total: int  # of all ranks' numbers
+    threads: str
+    pid: int
+    ctrl_c_is_held_back: bool
+    addresses: list[str]  # at which it waits for connections
+
+
+def work_together(rank: int, ranks: int, argument: int, send: Send) -> None:
+    """Add up all ranks' numbers, and exchange gradients, as a run does."""
     total = torch.tensor(rank + argument)
     dist.all_reduce(total)
-    send(
-        (
-            rank,
-            total.item(),
-            os.environ["OMP_NUM_THREADS"],
-            os.getpid(),
-            signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-        )
-    )
-
-
-def listen(rank: int, ranks: int, argument: int, send: Send) -> None:
-    """Exchange gradients, as a run does, and send the addresses at which this rank waits for connections."""
     model = DistributedDataParallel(torch.nn.Linear(argument, argument))
     commhooks.attach(model, "int8")
     model(torch.ones(1, argument)).sum().backward()
-    send(listening())
+    held_back = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    send(Told(rank, int(total), os.environ["OMP_NUM_THREADS"], os.getpid(), held_back, listening()))
+
+
+def start_others(told: Connection) -> None:
+    """Start two ranks that sleep on, and tell which processes they are."""
+    with mock.patch.object(launch, "multiprocessing", forking()):
+        launch.run_world(sleep_on, 2, None, told.send, timeout=600)
+
+
+def sleep_on(rank: int, ranks: int, argument: None, send: Send) -> None:
+    send(os.getpid())
+    time.sleep(600)
 
 
 def listening() -> list[str]:

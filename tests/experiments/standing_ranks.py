@@ -28,14 +28,7 @@ class StandingRanks:
         self._world: threading.Thread | None = None
 
     def run(
-        self,
-        function: RankFunction,
-        ranks: int,
-        argument: object,
-        on_message: Send,
-        *,
-        timeout: float,
-        **_: object,
+        self, function: RankFunction, ranks: int, argument: object, on_message: Send, *, timeout: float, **_: object
     ) -> None:
         """Call the function; another number of ranks than two gets a world of its own."""
         if ranks != RANKS:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from experiments.links.link import LinkSettings
 from experiments.runs import EvaluationRecord, LayerRecord, ProbeRecord, RunResult, RunSettings, StepRecord
@@ -106,21 +107,25 @@ def results(
     ]
 
 
+def stepwise(run: RunResult, change: Callable[[StepRecord], dict[str, Any]]) -> RunResult:
+    """Return the run with some figures of each step changed."""
+    return dataclasses.replace(run, steps=tuple(dataclasses.replace(step, **change(step)) for step in run.steps))
+
+
 def with_slow_probes(run: RunResult) -> RunResult:
     """Return the run as if every other step had been probed, which took 9 seconds for each of its parts."""
     slow = {"probed": True, "seconds": 27.0, "compute": 9.0, "compression": 9.0, "waiting": 9.0}
-    steps = (dataclasses.replace(one, **slow) if one.step % 2 == 0 else one for one in run.steps)  # type: ignore[arg-type]  # "dict[str, float]": `probed` is a bool
-    return dataclasses.replace(run, steps=tuple(steps))
+    return stepwise(run, lambda step: slow if step.step % 2 == 0 else {})
 
 
 def diverged(run: RunResult, after: int = 20) -> RunResult:
     """Return the run as if its loss had stopped being finite."""
-    steps = tuple(one if one.step <= after else dataclasses.replace(one, loss=math.nan) for one in run.steps)
+    lost = stepwise(run, lambda step: {} if step.step <= after else {"loss": math.nan})
     evaluations = tuple(
         one if one.step <= after else dataclasses.replace(one, loss=math.nan, metrics={"accuracy": math.nan})
         for one in run.evaluations
     )
-    return dataclasses.replace(run, steps=steps, evaluations=evaluations)
+    return dataclasses.replace(lost, evaluations=evaluations)
 
 
 def _noise(seed: int, hook: str) -> float:

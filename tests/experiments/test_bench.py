@@ -206,20 +206,6 @@ def test_a_tiny_section_comes_back_from_its_rank_as_rows() -> None:
     assert told
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["hook"], "did you mean 'hooks'?"),
-        (["--quick", "--check", "benchmarks.json"], "not comparable"),
-        (["--render"], "name it with --results"),
-    ],
-)
-def test_what_cannot_be_asked_for_is_refused_before_anything_is_measured(arguments: list[str], error: str) -> None:
-    outcome = CliRunner().invoke(app, ["bench", *arguments])
-    assert outcome.exit_code == 2
-    assert error in outcome.output
-
-
 def test_a_check_fails_if_a_ratio_got_worse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "benchmarks.json"
     section = dataclasses.replace(SECTIONS["ddp"], measure=lambda quick, tell: [row("a", 1.5)])

@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide" / "commands.md"
 SMALL = "compare --size small"
 SIZES = "estimate --parameters 2M --compute 50ms --copy-rate 10GB/s"
+BILLION = "simulate --parameters 1B --compute 1s"
+ONCE = ", but takes one value: give it once."
 MISTAKES = {
     "comapre": "Did you mean 'compare'",
     "--vresion": "No such option: --vresion",
@@ -29,6 +31,11 @@ MISTAKES = {
     "compare --hook": "Option '--hook' requires an argument",
     "compare --ranks two": "Invalid value for '--ranks'",
     "compare --quiet --quiet": "--quiet is given 2 times",
+    "compare --latency 0 --hook fp16 --hook bf16 --latency 1ms": f"--latency is given 2 times{ONCE}",
+    "compare --overwrite --overwrite": f"--overwrite is given 2 times{ONCE}",
+    "profile --task=gpt --task=gpt --task=gpt": f"--task is given 3 times{ONCE}",
+    "overlap --task=gpt --task=gpt --task=gpt": f"--task is given 3 times{ONCE}",
+    "cluster create demo --hosts=2 --hosts=3": f"--hosts is given 2 times{ONCE}",
     f"{SMALL} --rate '100 furlongs'": "error: rate '100 furlongs' does not parse",
     f"{SMALL} --rate ''": "error: rate '' does not parse",
     f"{SMALL} --hook powersdg:rank=4": "Did you mean 'powersgd'",
@@ -57,20 +64,55 @@ MISTAKES = {
     f"{SMALL} --go-on 0": "go_on: expected a whole number of at least 1",
     f"{SMALL} --baseline fp61": "did you mean 'fp16'?; it must be one of the hooks",
     f"{SMALL} --target-loss -1": "expected a finite loss above zero",
+    "check top-q": "Did you mean 'top-k'",
+    "check nowhere.py:Class": "there is no file nowhere.py",
+    "check nowhere:Class": "there is no module 'nowhere'",
+    "check fp16 --law replica": "there is no such law; there are replicas, repeats,",
     "sweep": "name a YAML file or a preset",
     "sweep nowhere.yaml": "nowhere.yaml cannot be read",
     "sweep --preset qiuck": "did you mean 'quick'",
     "report": "Missing argument 'folders'",
     "report nowhere": "holds no results",
+    "sweep nowhere/none.yaml": "commhooks sweep --example >",
+    "sweep --exmaple": "--example",
     "estimate": "give --parameters 25M, or --task",
     "estimate --parameters 2M": "--parameters needs the seconds of a step's compute",
     f"{SIZES} --link hosts:1Gbit/s": "its times are computed from one rate and one latency",
     f"{SIZES} --link 1Gbit/s --rate 1Gbit/s": "--link and --rate each name a link",
     f"{SIZES} --backend mpi": "backend 'mpi' is not known",
     f"{SIZES} --json nowhere/estimate.json": "cannot be written",
+    "estimate --parameters 2M --compute 2x": "is a factor of a task's time here",
+    "estimate --parameters many --compute 1s": "parameters 'many' does not parse",
+    f"{SIZES} --rate fast": "rate 'fast' does not parse",
+    f"{SIZES} --ranks 3 --ranks-per-host 2": "do not fill hosts of 2 ranks",
+    f"{SIZES} --hook powersgd:rank=5": "the costs of this hook were not measured",
+    f"{SIZES} --bucket-cap-mb 0": "bucket_cap_mb must be above zero",
+    f"{SIZES} --costs none.json": "costs none.json: expected a file of format 1",
+    f"{SIZES} --measure-costs costs.json": "--measure-costs estimates nothing: leave out --parameters",
+    "estimate --measure-costs none/costs.json": "there is no folder none",
     "simulate --ranks 4,2": "expected ascending numbers",
     "simulate --inner-rate 1Tbit/s": "give the ranks of each with --ranks-per-host",
     "simulate --parameters 1B": "--parameters needs the seconds of a step's compute",
+    "simulate --ranks 2,...": "the last number must follow the dots",
+    "simulate --rate fast": "does not parse",
+    "simulate --parameters 1B --compute 0.5x": "--parameters needs the seconds",
+    "simulate --parameters many --compute 1s": "such as '124M' or '1B'",
+    f"{BILLION} --task gpt": "give one of --task",
+    f"{BILLION} --hook powersgd": "needs the shapes of the parameters",
+    f"{BILLION} --save x.json": "nothing is measured",
+    f"{BILLION} --bucket-cap-mb 1": "--bucket-cap-mb is for measuring",
+    "simulate --measured missing.json": "expected a file of format 2",
+    "simulate --measured missing.json --save x.json": "--save is for measuring",
+    "simulate --task gtp": "did you mean 'gpt'",
+    "simulate --hook powersdg": "powersdg",
+    "simulate --latency 1ms --latency 2ms": "takes one value",
+    "simulate --rate 1Gbit/s --rate 1000Mbit/s": "1 Gbit/s is given twice",
+    "simulate --hook fp16 --hook fp16": "fp16 is given twice",
+    "simulate --hook torch.powersgd": "is PyTorch's own, whose rounds",
+    "simulate --backend mpi": "backend 'mpi' is not known: expected one of gloo, none",
+    "simulate --copy-rate 14GB/s": "which --backend none does not count",
+    "simulate --compute fast": "compute 'fast' does not parse",
+    "simulate --bucket-cap-mb nan": "bucket_cap_mb must be above zero",
     "plan": "name what to train: --task",
     "plan --task gpt --link real": "start it with torchrun",
     "probe --link 1Gbit/s+1Mbit/s@3s": "changes over time, so no figure holds for it",
@@ -93,8 +135,13 @@ MISTAKES = {
     "simulate --inner-latency 1us": "--inner-latency has no effect without --inner-rate",
     "simulate --site-rate 1Gbit/s": "hosts_per_site",
     "sweep --example --quiet": "--quiet has no effect with --example",
-    "leaderboard --hook powersdg": "did you mean 'powersgd'",
+    "leaderboard --task digits --task gtp": "did you mean 'gpt'",
+    "leaderboard --task gpt --task gpt": "asked for twice",
+    "leaderboard --hook powersgd --hook powersgd:rank=4": "asked for twice",
+    "leaderboard --hook ,": "hook ',' does not parse",
     "leaderboard --seeds 1": "seeds must be at least 2",
+    "leaderboard --workers 1": "workers must be at least 2",
+    f"leaderboard --out {shlex.quote(__file__)}": "is a file; name a folder",
     "hooks powersdg": "Did you mean 'powersgd'",
     "hooks torch.bf16": "accepts bf16_compress_hook, by its name, only with NCCL",
     "compare --hook diloco": "say how many steps a round has, such as diloco:every=30",
@@ -120,30 +167,28 @@ def test_a_mistake_ends_in_words_with_2(line: str, tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--help",
-        "-h",
-        "--version",
-        "",
-        "compare -h",
-        "cluster --help",
-        "comapre",
-        "compare --rnaks 2",
-        "compare --steps many",
-        "profile",
-        "reproduce",
-    ],
-)
-def test_help_the_version_and_typos_import_neither_torch_nor_numpy_nor_scipy(line: str) -> None:
-    script = (
-        "import sys\nsys.argv[0] = '/usr/bin/commhooks'\nfrom experiments.commands.front import main\n"
-        "try:\n    main()\nexcept SystemExit:\n    print({'torch', 'numpy', 'scipy'} & sys.modules.keys())\n"
-    )
-    command = [sys.executable, "-c", script, *shlex.split(line)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.stdout.splitlines()[-1:] == ["set()"], ended.stdout + ended.stderr
+QUICK = (
+    "--help", "-h", "--version", "", "compare -h", "cluster --help", "comapre", "compare --rnaks 2",
+    "compare --steps many", "profile", "reproduce",
+)  # fmt: skip
+ONE_AFTER_ANOTHER = """
+import shlex, sys
+sys.argv[0] = "/usr/bin/commhooks"
+from experiments.commands.front import main
+for line in sys.argv.pop().splitlines():
+    sys.argv = ["/usr/bin/commhooks", *shlex.split(line)]
+    try:
+        main()
+    except SystemExit:
+        print("imported:", *sorted({"torch", "numpy", "scipy"} & sys.modules.keys()))
+"""
+
+
+def test_help_the_version_and_typos_import_neither_torch_nor_numpy_nor_scipy() -> None:
+    command = [sys.executable, "-c", ONE_AFTER_ANOTHER, "\n".join(QUICK)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = [line for line in ended.stdout.splitlines() if line.startswith("imported:")]
+    assert dict(zip(QUICK, imported, strict=True)) == dict.fromkeys(QUICK, "imported:")
 
 
 def test_help_shows_commands_by_what_they_are_for() -> None:

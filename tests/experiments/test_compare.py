@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import psutil
@@ -19,17 +18,15 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.commands.cli import app
-from experiments.launch import run_world
-from experiments.links.link import LinkSettings
 from experiments.results.summary import steps_to, total_seconds
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
-from experiments.training.worker import RunDone, Work, train_all
 from tests.experiments.odd_task import ELEMENTS
+from tests.experiments.on_two_ranks import PATIENCE, train_on_two_ranks
 from tests.tiers import THOROUGH
+from tests.waiting import has_ended, until
 
 pytestmark = pytest.mark.timeout(500)
-PATIENCE = 200  # seconds, for what takes 10 when the machine has nothing else to do
 
 STEPS = 12
 HOOKS = ("all-reduce", "fp16", "powersgd:rank=1,start_after=2")
@@ -42,52 +39,46 @@ ODD_HOOKS = (
     "powersgd:policy=fused,rank=2,start_after=2",
     "fp16",
 )
-SEEDS = (0, 1)
 COMPARE = [sys.executable, "-m", "experiments", "compare", "--task", "digits", "--size", "small"]
 LINK = ["--rate", "10Mbit/s", "--latency", "0"]
+ASKED = [*LINK, "--steps", str(STEPS), "--eval-every", "5"]
+ALL_HOOKS = [word for hook in HOOKS for word in ("--hook", hook)]
+HALF_WRITTEN = '{\n "format": 2,\n "par'  # by a process that was killed
 
 
 def settings(hook: str, ddp: str = "core") -> RunSettings:
-    return RunSettings(
-        task=Spec.parse("digits:size=small", "task"),
-        hook=Spec.parse(hook),
-        steps=STEPS,
-        ddp=ddp,
-        link=LinkSettings(bits_per_second=10e6),
+    return RunSettings.from_dict(
+        {"task": "digits:size=small", "hook": hook, "steps": STEPS, "ddp": ddp, "link": "10Mbit/s"}
     )
+
+
+def compare(out: Path, *words: str) -> str:
+    """Give the command, in this process, and return what it printed."""
+    ended = CliRunner().invoke(app, [*COMPARE[3:], *ASKED, *words, "--out", str(out)])
+    assert ended.exit_code == 0, ended.output
+    return ended.stdout
+
+
+def kept_in(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (out / "results").iterdir()}
 
 
 @dataclass
 class Continued:
-    """A comparison that was killed, and continued by the same command."""
+    """A comparison that had the result of one hook, and that another command went on with."""
 
     out: Path
-    kept: dict[str, bytes]  # the results that were there when it was killed
-    survivors: list[psutil.Process]  # ranks that outlived it
+    kept: dict[str, bytes]  # the results that were there
     printed: str  # by the second command
 
 
 @pytest.fixture(scope="module")
 def continued(tmp_path_factory: pytest.TempPathFactory) -> Continued:
-    """Kill the command when one seed is finished, and give the same command again, in this process."""
     out = tmp_path_factory.mktemp("compare")
-    hooks = [word for hook in HOOKS for word in ("--hook", hook)]
-    command = [*COMPARE, *LINK, *hooks, "--steps", str(STEPS), "--eval-every", "5", "--seeds", "2", "--out", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as started:
-        assert started.stderr is not None
-        deadline = time.monotonic() + PATIENCE
-        while len(list((out / "results").glob("*.json"))) < len(HOOKS):
-            assert started.poll() is None, started.stderr.read()
-            assert time.monotonic() < deadline, "no result"
-            time.sleep(0.02)
-        ranks = psutil.Process(started.pid).children(recursive=True)
-        started.kill()
-    _, survivors = psutil.wait_procs(ranks, timeout=PATIENCE)
-    kept = {path.name: path.read_bytes() for path in (out / "results").glob("*.json")}
-    (out / "results" / "digits.json.part").write_text('{\n "format": 2,\n "par')  # killed while it wrote
-    ended = CliRunner().invoke(app, command[3:])
-    assert ended.exit_code == 0, ended.output
-    return Continued(out, kept, survivors, ended.stdout)
+    compare(out, "--hook", HOOKS[0])
+    kept = kept_in(out)
+    (out / "results" / "digits.json.part").write_text(HALF_WRITTEN)
+    return Continued(out, kept, compare(out, *ALL_HOOKS))
 
 
 @pytest.fixture(scope="module")
@@ -97,45 +88,55 @@ def folder(continued: Continued) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, RunResult]:
-    """Return the results of the first seed."""
     found = [RunResult.read(path) for path in (folder / "results").glob("*.json")]
-    return {result.settings.hook.label: result for result in found if result.settings.seed == SEEDS[0]}
+    return {result.settings.hook.label: result for result in found}
 
 
 @pytest.fixture(scope="module")
 def made() -> list[RunResult]:
-    """Return the same runs from Python: every hook again, all-reduce and PowerSGD on PyTorch's DDP; an odd task."""
-    found: list[RunResult] = []
-    runs = [settings(hook) for hook in HOOKS] + [settings(hook, ddp="torch") for hook in (HOOKS[0], HOOKS[2])]
+    """Return runs from Python: fp16 again, all-reduce and PowerSGD on PyTorch's DDP, and an odd task."""
+    runs = [settings(HOOKS[1]), *(settings(hook, ddp="torch") for hook in (HOOKS[0], HOOKS[2]))]
     runs += [dataclasses.replace(settings(hook), task=ODD, steps=6, evaluate_every=2) for hook in ODD_HOOKS]
-    run_world(
-        train_all,
-        2,
-        Work(dict(enumerate(runs)), {}, {}),
-        lambda message: found.append(message.result) if isinstance(message, RunDone) else None,
-        timeout=PATIENCE,
-    )
-    return found
-
-
-@pytest.fixture(scope="module")
-def again(made: list[RunResult]) -> list[RunResult]:
-    return made[:5]
+    return train_on_two_ranks(runs)
 
 
 @pytest.fixture(scope="module")
 def odd(made: list[RunResult]) -> dict[str, RunResult]:
-    return {result.settings.hook.label: result for result in made[5:]}
+    return dict(zip(ODD_HOOKS, made[3:], strict=True))
 
 
-def test_a_killed_comparison_goes_on_where_it_stopped(continued: Continued) -> None:
-    assert not continued.survivors
-    assert len(HOOKS) <= len(continued.kept) < len(HOOKS) * len(SEEDS)
-    assert f"{len(continued.kept)} of {len(HOOKS) * len(SEEDS)} runs are finished already" in continued.printed
-    now = {path.name: path.read_bytes() for path in (continued.out / "results").iterdir()}
-    assert len(now) == len(HOOKS) * len(SEEDS)  # and nothing half written
+def test_a_comparison_goes_on_with_what_it_has(continued: Continued) -> None:
+    assert f"{len(continued.kept)} of {len(HOOKS)} runs are finished already" in continued.printed
+    now = kept_in(continued.out)
+    assert len(now) == len(HOOKS)  # and nothing half written
     assert {name: now[name] for name in continued.kept} == continued.kept
     assert not list(continued.out.glob("*.lock")), "the lock is of the process"
+
+
+@THOROUGH  # ranks that outlive a process that was killed: test_launch.py
+def test_a_killed_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """Kill the command when one seed is finished, and give the same command again, in this process."""
+    seeds = 2
+    words = [*ALL_HOOKS, "--seeds", str(seeds)]
+    command = [*COMPARE, *ASKED, *words, "--out", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as started:
+        assert started.stderr is not None
+        deadline = time.monotonic() + PATIENCE
+        while len(list((tmp_path / "results").glob("*.json"))) < len(HOOKS):
+            assert started.poll() is None, started.stderr.read()
+            assert time.monotonic() < deadline, "no result"
+            time.sleep(0.02)
+        ranks = psutil.Process(started.pid).children(recursive=True)
+        started.kill()
+    assert until(lambda: all(has_ended(rank.pid) for rank in ranks))
+    kept = {name: content for name, content in kept_in(tmp_path).items() if name.endswith(".json")}
+    assert len(HOOKS) <= len(kept) < len(HOOKS) * seeds
+    (tmp_path / "results" / "digits.json.part").write_text(HALF_WRITTEN)
+    printed = compare(tmp_path, *words)
+    assert f"{len(kept)} of {len(HOOKS) * seeds} runs are finished already" in printed
+    now = kept_in(tmp_path)
+    assert len(now) == len(HOOKS) * seeds
+    assert {name: now[name] for name in kept} == kept
 
 
 def losses(result: RunResult) -> list[float]:
@@ -161,7 +162,7 @@ def test_a_hook_with_faster_steps_goes_on_until_it_has_the_target_or_the_baselin
 
 def test_every_run_leaves_its_result_and_its_row(folder: Path, continued: Continued) -> None:
     found = [RunResult.read(path) for path in (folder / "results").glob("*.json")]
-    assert {(one.settings.hook.label, one.settings.seed) for one in found} == set(product(HOOKS, SEEDS))
+    assert sorted(one.settings.hook.label for one in found) == sorted(HOOKS)
     assert all(hook in (folder / "report.html").read_text() for hook in HOOKS)
     assert all(hook.partition(":")[0] in continued.printed for hook in HOOKS)
 
@@ -199,15 +200,11 @@ def test_bytes_are_those_that_the_hooks_promise(results: dict[str, RunResult]) -
     assert {step.dense_bytes for result in results.values() for step in result.steps} == {gradients}
 
 
-def test_the_same_seed_gives_the_same_losses_bit_for_bit(results: dict[str, RunResult], again: list[RunResult]) -> None:
-    for result in again[:3]:
-        assert losses(result) == losses(results[result.settings.hook.label])
-
-
-def test_pytorchs_ddp_gives_the_same_losses_bit_for_bit(results: dict[str, RunResult], again: list[RunResult]) -> None:
-    dense, low_rank = again[3:]
-    assert losses(dense) == losses(results[HOOKS[0]])
-    assert losses(low_rank) == losses(results[HOOKS[2]])
+def test_the_same_seed_gives_the_same_losses_bit_for_bit_on_pytorchs_ddp_too(
+    results: dict[str, RunResult], made: list[RunResult]
+) -> None:
+    for hook, result in zip((HOOKS[1], HOOKS[0], HOOKS[2]), made, strict=False):
+        assert losses(result) == losses(results[hook])
 
 
 def test_pytorchs_hooks_move_the_bytes_of_ours_and_learn_the_same(odd: dict[str, RunResult]) -> None:
@@ -249,35 +246,21 @@ def test_help_teaches_with_examples() -> None:
 @contextmanager
 def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """Start a comparison that would take long, and give it with its ranks once they train."""
-    command = [
-        *COMPARE,
-        "--hook",
-        "all-reduce",
-        "--steps",
-        "100000",
-        "--rate",
-        "100Mbit/s",
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    words = f"--hook all-reduce --steps 100000 --rate 100Mbit/s --out {tmp_path / 'out'}".split()
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+        [*COMPARE, *words], stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
     ) as started:
         try:
             deadline = time.monotonic() + PATIENCE
             ranks: list[psutil.Process] = []
-            while (
-                len(ranks) < 2 or min(len(rank.net_connections()) for rank in ranks) < 2
-            ):  # the store, and the other rank
+            # The store, and the other rank.
+            while len(ranks) < 2 or min(len(rank.net_connections()) for rank in ranks) < 2:
                 assert time.monotonic() < deadline, "the ranks did not start"
                 assert started.poll() is None
                 time.sleep(0.2)
-                ranks = [
-                    child
-                    for child in psutil.Process(started.pid).children()
-                    if "spawn_main" in " ".join(child.cmdline())
-                ]
+                children = psutil.Process(started.pid).children()
+                ranks = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
             yield started, ranks
         finally:
             started.kill()
@@ -292,8 +275,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         said = started.stderr.read()
         assert "0 of 1 runs are finished" in said
         assert "stopped; the ranks are ended" in said
-        _, alive = psutil.wait_procs(ranks, timeout=PATIENCE)
-        assert not alive
+        assert until(lambda: all(has_ended(rank.pid) for rank in ranks))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

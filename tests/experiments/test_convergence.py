@@ -17,6 +17,7 @@ from experiments.report.table import plain_table
 from experiments.results.intervals import Interval
 from experiments.specs import Spec
 from experiments.training.lockstep import SCORES, train_in_lockstep
+from tests.tiers import THOROUGH
 
 TASK = load_sized("digits", SIZE)
 SCORE = SCORES["digits"]
@@ -32,9 +33,7 @@ SLOWER: dict[str, str] = {
     "random-k:ratio=0.1 + EF": "an element waits ten steps for its turn, and momentum then acts on what is old",
 }
 """Contenders with error feedback that end further below dense than the margin, and why."""
-NO_WORSE: dict[str, str] = {
-    "distro": "it learns little either way: see above",
-}
+NO_WORSE: dict[str, str] = {"distro": "it learns little either way: see above"}
 """Biased contenders that lose much and do as well without error feedback, and why."""
 
 
@@ -58,6 +57,7 @@ def short_runs(text: str, feedback: bool = False) -> list[Run]:
     ]
 
 
+@THOROUGH  # what is sent and what is owed add up, for every compressor: commhooks.laws
 @pytest.mark.parametrize("text", ["powersgd:rank=2", pytest.param("top-k:ratio=0.05", marks=pytest.mark.soak)])
 def test_with_error_feedback_a_few_percent_of_the_bytes_lose_less_than_the_margin(text: str) -> None:
     fed, dense = short_runs(text, True), short_runs(DENSE)
@@ -65,6 +65,7 @@ def test_with_error_feedback_a_few_percent_of_the_bytes_lose_less_than_the_margi
     assert all(run.trained.payload_bytes < 0.15 * run.trained.gradient_bytes for run in fed)
 
 
+@THOROUGH
 def test_without_error_feedback_low_rank_is_measurably_worse() -> None:
     assert gain(short_runs("powersgd:rank=2"), short_runs("powersgd:rank=2", True)).high < -MARGIN
 

@@ -32,6 +32,7 @@ from experiments.studies.predictions.estimates import (
     page,
 )
 from tests.costs_then import FILE
+from tests.tiers import THOROUGH
 
 SIZE = ("--parameters", "2M", "--compute", "50ms", "--copy-rate", "10GB/s")
 FEW = ("--hook", "fp16", "--hook", "powersgd:rank=4")
@@ -116,31 +117,6 @@ def test_a_task_gives_shapes_and_its_step_is_timed() -> None:
     found = json.loads(output)
     assert found["parameters"] > 10_000
     assert all(one["compute"] > 0 for one in found["hooks"])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((), "give --parameters 25M, or --task"),
-        (("--parameters", "2M"), "--parameters needs the seconds of a step's compute"),
-        (("--parameters", "2M", "--compute", "2x"), "is a factor of a task's time here"),
-        (("--parameters", "many", "--compute", "1s"), "parameters 'many' does not parse"),
-        ((*SIZE, "--rate", "fast"), "rate 'fast' does not parse"),
-        ((*SIZE, "--ranks", "1"), "ranks must be at least 2"),
-        ((*SIZE, "--ranks", "3", "--ranks-per-host", "2"), "do not fill hosts of 2 ranks"),
-        ((*SIZE, "--hook", "powersgd:rank=5"), "the costs of this hook were not measured"),
-        ((*SIZE, "--cores", "0"), "cores must be at least 1"),
-        ((*SIZE, "--bucket-cap-mb", "0"), "bucket_cap_mb must be above zero"),
-        ((*SIZE, "--backend", "mpi"), "backend 'mpi' is not known: expected one of gloo, none"),
-        ((*SIZE, "--costs", "none.json"), "costs none.json: expected a file of format 1"),
-        ((*SIZE, "--measure-costs", "costs.json"), "--measure-costs estimates nothing: leave out --parameters"),
-        (("--measure-costs", "none/costs.json"), "there is no folder none"),
-    ],
-)
-def test_bad_input_is_a_sentence(words: tuple[str, ...], message: str) -> None:
-    code, output = run(*words)
-    assert code == 2
-    assert message in " ".join(output.split())
 
 
 def test_numbers_of_parameters_are_read() -> None:
@@ -234,6 +210,7 @@ def test_steps_that_were_measured_just_now_are_read_as_those_of_another_day(
     assert "Of 3 step times" in table and (tmp_path / "checked.md").read_text() == table
 
 
+@THOROUGH
 def test_real_steps_are_taken_in_turns_with_steps_that_send_nothing() -> None:
     # 10 Mbit/s: 218 kB of gradients take 174 ms, beside which a busy machine's noise in the compute is nothing
     world = World(task="gpt:size=tiny", ranks=2, hooks=("all-reduce", "int8"), rates=(1e7,), turns=2, kind="emulated")

@@ -36,6 +36,7 @@ from tests.commhooks.mirrored import given
 from tests.commhooks.test_plan import a_probe, a_profile, hook, parts
 from tests.commhooks.told import told_by
 from tests.experiments.synthetic import result
+from tests.tiers import in_turn
 from tests.world import on_ranks
 
 MODULE = "planted_by_a_file"
@@ -203,10 +204,14 @@ READERS: list[Callable[[Path], object]] = [
 ]
 
 
+NESTED = ["[" * 10_000, '{"a":' * 10_000, "[" * 2000 + "]" * 2000]
+
+
 @pytest.mark.parametrize(
-    "text", ["[" * 10_000, '{"a":' * 10_000, "[" * 2000 + "]" * 2000], ids=["lists", "objects", "closed"]
+    ("read", "text"),
+    in_turn(READERS, NESTED),
+    ids=[f"{read.__qualname__}-{how}" for read in READERS for how in ("lists", "objects", "closed")],
 )
-@pytest.mark.parametrize("read", READERS)
 def test_a_file_of_nested_brackets_is_refused_in_words(
     read: Callable[[Path], object], text: str, tmp_path: Path
 ) -> None:
@@ -270,6 +275,7 @@ def shown(*words: str) -> str:
     return printed.output
 
 
+@pytest.mark.usefixtures("pictures_are_not_rendered")
 def test_results_are_reported_as_text_and_without_an_import(planted: Path) -> None:
     own = f"{planted / MODULE}.py:task"
     for name, task in (("all-reduce", f"{ESCAPES}.py:task"), ("all-reduce", own), (NAMES[0], own), (NAMES[1], own)):
@@ -320,7 +326,7 @@ def test_a_terminal_shows_names_from_costs_and_files_as_text(tmp_path: Path) -> 
     assert "its format is None" in shown(*words)
 
 
-@on_ranks(2)
+@on_ranks(2, check_exit=False)
 def test_a_checkpoint_imports_nothing_that_it_names(rank: int, tmp_path: Path) -> None:
     (tmp_path / f"{MODULE}.py").write_text(TRAP)
     sys.path.insert(0, str(tmp_path))

@@ -173,17 +173,3 @@ def test_the_command_writes_a_page_of_what_it_counted(tmp_path: Path, monkeypatc
     assert "GPT block: 6,208 elements in 2 parameters" in text
     assert "| `torch.all-reduce` | 2 | 1 | 0 | 8 | 1.00 |" in text.replace("8.00", "8")
     assert all(sentence in text for sentence in ASSUMPTIONS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--device", "cpu", "--model", "GPT"], "model 'GPT' is not known"),
-        (["--device", "tpu"], "device 'tpu'"),
-        (["--device", "cpu", "no-such-hook"], "no-such-hook"),
-    ],
-)
-def test_the_command_says_what_it_does_not_know(arguments: list[str], said: str) -> None:
-    result = CliRunner().invoke(app, ["gpu-cost", *arguments])
-    assert result.exit_code != 0
-    assert said in result.output

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from multiprocessing import connection
 
 import psutil
 import pytest
 
+from experiments import launch
 from experiments.launch import RankFunction, WorldError, reason_of, run_world
-from tests.experiments.rank_functions import add_up, die_on_one, fail_on_one, listen, listening, say_nothing
-from tests.waiting import has_ended
+from tests.experiments.forked_ranks import ForkingContext, forking
+from tests.experiments.rank_functions import (
+    Told,
+    die_on_one,
+    fail_on_one,
+    listening,
+    say_nothing,
+    start_others,
+    work_together,
+)
+from tests.waiting import has_ended, until
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,27 +30,42 @@ def ranks_are_forked() -> None:
     """Spawn them, as users' ranks are: the fixture of this name for all other files does not apply here."""
 
 
-def test_ranks_work_together_on_one_thread_each_and_are_gone() -> None:
-    messages: list[tuple[int, int, str, int, bool]] = []
-    environment = dict(os.environ)
-    collect: Callable[[object], None] = messages.append  # type: ignore[assignment]  # what this rank function sends
-    run_world(add_up, 2, 10, collect, timeout=120)
-    assert sorted(message[:3] for message in messages) == [(0, 21, "1"), (1, 21, "1")]
-    assert all(has_ended(message[3]) for message in messages)
-    assert all(message[4] for message in messages)  # from the start of their interpreters on
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    assert dict(os.environ) == environment
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork them: how they start is not what a test is about."""
+    monkeypatch.setattr(launch, "multiprocessing", forking())
 
 
-def test_ranks_of_this_machine_and_their_store_listen_on_the_loopback_alone() -> None:
+def test_ranks_work_together_on_one_thread_each_over_the_loopback_alone_and_are_gone() -> None:
+    told: list[Told] = []
     addresses: list[str] = []
+    environment = dict(os.environ)
 
     def collect(message: object) -> None:
-        assert isinstance(message, list)
-        addresses.extend([*message, *listening()])
+        assert isinstance(message, Told)
+        told.append(message)
+        addresses.extend([*message.addresses, *listening()])  # the store's too
 
-    run_world(listen, 2, 32, collect, timeout=120)
+    run_world(work_together, 2, 10, collect, timeout=120)
+    assert sorted((one.rank, one.total, one.threads) for one in told) == [(0, 21, "1"), (1, 21, "1")]
+    assert all(has_ended(one.pid) for one in told)
+    assert all(one.ctrl_c_is_held_back for one in told)  # from the start of their interpreters on
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert dict(os.environ) == environment
     assert len(addresses) >= 4 and set(addresses) == {"127.0.0.1"}
+
+
+def test_ranks_end_when_the_process_that_started_them_is_killed() -> None:
+    heard, told = multiprocessing.Pipe(duplex=False)
+    parent = ForkingContext().Process(target=start_others, args=(told,))
+    parent.start()
+    assert connection.wait([heard], timeout=60)
+    pids = [heard.recv(), heard.recv()]
+    assert not any(map(has_ended, pids))
+    assert parent.pid is not None
+    os.kill(parent.pid, signal.SIGKILL)
+    assert until(lambda: all(map(has_ended, pids)))
+    parent.join()
 
 
 @pytest.mark.parametrize(
@@ -50,7 +76,9 @@ def test_ranks_of_this_machine_and_their_store_listen_on_the_loopback_alone() ->
     ],
     ids=["raises", "killed"],
 )
-def test_a_rank_that_fails_ends_the_others_at_once_and_says_why(function: RankFunction, words: list[str]) -> None:
+def test_a_rank_that_fails_ends_the_others_at_once_and_says_why(
+    forked: None, function: RankFunction, words: list[str]
+) -> None:
     pids: list[object] = []
     with pytest.raises(WorldError) as caught:
         run_world(function, 2, 1, pids.append, timeout=120)
@@ -78,7 +106,7 @@ def test_the_reason_of_a_failure_is_the_first_ranks_exception(story: str, reason
     assert reason_of(story) == reason
 
 
-def test_ranks_that_fall_silent_are_ended() -> None:
-    with pytest.raises(WorldError, match="ranks 0, 1 reported nothing for 6 s"):
-        run_world(say_nothing, 2, None, print, timeout=6)
+def test_ranks_that_fall_silent_are_ended(forked: None) -> None:
+    with pytest.raises(WorldError, match="ranks 0, 1 reported nothing for 1 s"):
+        run_world(say_nothing, 2, None, print, timeout=1)
     assert not [child for child in psutil.Process().children() if "rank" in " ".join(child.cmdline())]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 
@@ -102,26 +101,6 @@ def test_another_leaderboard_in_the_same_folder_is_refused_and_loses_the_first_n
     assert (folder / "board" / "runs.csv").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--hook", "top-k", "--hook", "powersdg"], "did you mean 'powersgd'"),
-        (["--task", "digits", "--task", "gtp"], "did you mean 'gpt'"),
-        (["--task", "gpt", "--task", "gpt"], "asked for twice"),
-        (["--hook", "powersgd", "--hook", "powersgd:rank=4"], "asked for twice"),
-        (["--hook", ","], "hook ',' does not parse"),
-        (["--seeds", "1"], "seeds must be at least 2"),
-        (["--workers", "1"], "workers must be at least 2"),
-        (["--out", __file__], "is a file; name a folder"),
-    ],
-)
-def test_a_mistake_is_an_error_in_words(words: Sequence[str], message: str, tmp_path: Path) -> None:
-    ended = run(*([] if "--out" in words else ["--out", str(tmp_path / "out")]), *words)
-    assert ended.exit_code == 2
-    assert message in ended.output
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_file_for_estimates_has_every_difference_in_the_tasks_unit_and_none_of_what_diverged() -> None:
     results = sample()
     found = accuracy_of(
@@ -144,6 +123,7 @@ def test_the_file_for_estimates_has_every_difference_in_the_tasks_unit_and_none_
     assert nats.mean == pytest.approx(0.09)
 
 
+@pytest.mark.usefixtures("pictures_are_not_rendered")
 def test_overwrite_removes_what_a_leaderboard_wrote_and_nothing_else(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare_board(out, overwrite=False)

@@ -38,19 +38,6 @@ def test_a_rate_is_read_in_decimal_units(text: str, bits_per_second: float | Non
     assert parse_rate(text) == bits_per_second
 
 
-@pytest.mark.parametrize(
-    "text", ["", "fast", "100", "100 furlongs", "-1Mbit/s", "1Mibit/s", "Mbit/s", "100Mbit/h", "1e3"]
-)
-def test_a_rate_that_does_not_parse_is_an_error_that_shows_how(text: str) -> None:
-    with pytest.raises(ValueError, match=r"does not parse: expected a number and a unit, such as '100Mbit/s'"):
-        parse_rate(text)
-
-
-def test_a_rate_of_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="above zero"):
-        parse_rate("0Mbit/s")
-
-
 @given(st.integers(1, 999), st.sampled_from(["kbit/s", "Mbit/s", "Gbit/s"]))
 def test_a_rate_survives_being_written_and_read(number: int, unit: str) -> None:
     rate = parse_rate(f"{number}{unit}")
@@ -60,33 +47,6 @@ def test_a_rate_survives_being_written_and_read(number: int, unit: str) -> None:
 @pytest.mark.parametrize(("text", "seconds"), [("0.2ms", 2e-4), ("50us", 5e-5), ("1s", 1.0), ("0", 0.0)])
 def test_a_latency_is_read(text: str, seconds: float) -> None:
     assert parse_latency(text) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("text", ["", "5", "5min", "-1ms"])
-def test_a_latency_that_does_not_parse_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="latency .* does not parse"):
-        parse_latency(text)
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"bits_per_second": 0.0}, "bits_per_second must be in"),
-        ({"down_bits_per_second": -1.0}, "down_bits_per_second must be in"),
-        ({"latency_seconds": -1.0}, "latency_seconds must be in"),
-        ({"kind": "host"}, "kind must be one of emulated, hosts, real"),
-        ({"schedule": ((30.0, 1e6), (20.0, 1e6))}, "above zero and ascending"),
-        ({"schedule": ((0.0, 1e6),)}, "above zero and ascending"),
-        ({"schedule": ((1.0, 0.0),)}, "above zero and ascending"),
-        ({"schedule": ((1.0, 1e6),), "down_bits_per_second": 1e6}, "leave out down_bits_per_second"),
-        ({"kind": "hosts", "latency_seconds": 0.1}, "'hosts' takes no latency: tc .*Use kind 'emulated'"),
-        ({"kind": "real", "bits_per_second": 1e6}, "'real' takes no rate: it is used as it is"),
-        ({"kind": "real", "framing": False}, "'real' takes no framing"),
-    ],
-)
-def test_link_settings_that_cannot_be_are_refused(settings: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        LinkSettings(**settings)
 
 
 @pytest.mark.parametrize(
@@ -112,25 +72,6 @@ def test_link_settings_that_cannot_be_are_refused(settings: dict[str, Any], why:
 def test_a_link_is_read_and_written(text: str, settings: dict[str, Any], label: str) -> None:
     assert LinkSettings.parse(text) == LinkSettings(**settings)
     assert LinkSettings(**settings).label == label
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("", "empty text; expected '100Mbit/s'"),
-        ("host:1Mbit/s", "kind 'host' is not known: .*did you mean 'hosts'"),
-        ("1Mbit/s,latncy=5ms", "key 'latncy' is not known: .*did you mean 'latency'"),
-        ("1Mbit/s,rate=1Mbit/s", "rate is given twice"),
-        ("1Mbit/s+2Mbit/s", "says when it begins"),
-        ("1Mbit/s+2Mbit/s@soon", "time 'soon' does not parse"),
-        ("framing=of", "framing must be on or off"),
-        ("fast", "rate 'fast' does not parse"),
-        ("1Mbit/s,down=unlimited", "receives without a limit is not modelled"),
-    ],
-)
-def test_a_link_that_does_not_parse_is_an_error_that_shows_how(text: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        LinkSettings.parse(text)
 
 
 rates = st.none() | st.floats(1e-3, 1e15)
@@ -290,16 +231,25 @@ def megabytes(count: float) -> Collective:
     return Collective("all-reduce", tensor)
 
 
-def test_a_collective_lasts_as_long_as_its_bytes() -> None:
+@pytest.mark.parametrize(
+    ("size", "inner_seconds", "idle", "compute", "end"),
+    [
+        (2, 0.0, 0.0, 0.0, 2.0),  # as long as its bytes
+        (2, 5.0, 0.0, 0.0, 5.0),  # what is slower than the link stays slower
+        (1, 0.0, 0.0, 0.75, 1.0),  # what was carried during compute costs no waiting
+        (1, 0.0, 10.0, 0.0, 11.0),  # an idle link saves nothing up
+    ],
+)
+def test_a_collective_ends_with_its_bytes(
+    size: float, inner_seconds: float, idle: float, compute: float, end: float
+) -> None:
     time = FakeTime()
-    emulated(time).start(megabytes(2)).wait()
-    assert time.now == pytest.approx(2.0)
-
-
-def test_a_collective_that_is_slower_than_the_link_stays_slower() -> None:
-    time = FakeTime()
-    emulated(time, inner_seconds=5.0).start(megabytes(2)).wait()
-    assert time.now == pytest.approx(5.0)
+    link = emulated(time, inner_seconds=inner_seconds)
+    time.sleep(idle)
+    pending = link.start(megabytes(size))
+    time.sleep(compute)
+    pending.wait()
+    assert time.now == pytest.approx(end)
 
 
 def test_transfers_queue_and_never_share_the_rate() -> None:
@@ -311,22 +261,6 @@ def test_transfers_queue_and_never_share_the_rate() -> None:
         each.wait()
         ends.append(time.now)
     assert ends == pytest.approx([1.0, 2.0, 3.0])
-
-
-def test_what_was_carried_during_compute_costs_no_waiting() -> None:
-    time = FakeTime()
-    pending = emulated(time).start(megabytes(1))
-    time.sleep(0.75)  # compute
-    pending.wait()
-    assert time.now == pytest.approx(1.0)
-
-
-def test_an_idle_link_saves_nothing_up() -> None:
-    time = FakeTime()
-    link = emulated(time)
-    time.sleep(10)
-    link.start(megabytes(1)).wait()
-    assert time.now == pytest.approx(11.0)
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(0.01, 2)), min_size=1, max_size=8))

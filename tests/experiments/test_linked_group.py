@@ -194,23 +194,6 @@ def test_names_of_pytorchs_hooks_are_told_from_ours() -> None:
         assert not is_stock(Spec.parse(other))
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("torch.bf16", "by its name, only with NCCL.*'torch.fp16' runs"),
-        ("torch.fp61", "Did you mean 'torch.fp16'"),
-        ("torch.fp16:rank=4", "'torch.fp16' has no settings"),
-        ("torch.powersgd:rank=4", "there is no setting 'rank'.*matrix_approximation_rank"),
-        ("torch.powersgd:matrix_approximation_rank=4.5", "must be of type int"),
-        ("torch.powersgd:matrix_approximation_rank=0", "must be at least 1"),
-        ("torch.powersgd:start_powerSGD_iter=1", "Expect `start_powerSGD_iter` > 1"),
-    ],
-)
-def test_what_pytorchs_hooks_cannot_do_is_refused_before_any_process_starts(text: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        check_stock(Spec.parse(text))
-
-
 def test_a_pytorch_whose_class_hangs_over_an_emulated_link_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
     group: Any = LinkedGroup.__new__(LinkedGroup)

@@ -8,7 +8,6 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from experiments.sweeps.execute import RunFailed
@@ -34,13 +33,6 @@ class Clock:
         return self.now
 
 
-def made(hook: str = "all-reduce", *, task: str = "gpt", seed: int = 0, link: str = "100Mbit/s") -> RunResult:
-    run = result(hook, task=task)
-    return dataclasses.replace(
-        run, settings=dataclasses.replace(run.settings, seed=seed, link=LinkSettings.parse(link), ranks=4)
-    )
-
-
 def console(width: int = 80, height: int = 24, *, terminal: bool = False) -> tuple[Console, StringIO]:
     out = StringIO()
     return Console(file=out, width=width, height=height, force_terminal=terminal, _environ={}), out
@@ -54,7 +46,7 @@ def drawn(live: Live, width: int, height: int = 24) -> list[str]:
 
 def after_ten_steps(width: int, height: int = 24, *, steps: int = 40) -> list[str]:
     """Return what is shown after ten steps and an evaluation of every hook but the last, which has not begun."""
-    results = [made(hook) for hook in HOOKS]
+    results = [result(hook) for hook in HOOKS]
     results = [dataclasses.replace(one, settings=dataclasses.replace(one.settings, steps=steps)) for one in results]
     runs = [one.settings for one in results]
     live = Live(runs, {}, console(width, height)[0], clock=Clock())
@@ -116,7 +108,7 @@ def test_a_narrow_terminal_leaves_columns_out() -> None:
 
 
 def test_a_link_without_a_rate_has_no_use() -> None:
-    one = made(link="unlimited")
+    one = result(link="unlimited")
     live = Live([one.settings], {}, console()[0], clock=Clock())
     live(one.settings, StepDone(0, one.steps[0]))
     assert "–" in drawn(live, 80)[3]
@@ -124,7 +116,7 @@ def test_a_link_without_a_rate_has_no_use() -> None:
 
 
 def test_a_run_made_again_begins_anew_and_what_ended_is_counted() -> None:
-    old, bad, good = made("fp16"), made("bad"), made()
+    old, bad, good = result("fp16"), result("bad"), result()
     live = Live([old.settings, bad.settings, good.settings], {old.settings: old}, console()[0], clock=Clock())
     for step in (*good.steps[:30], good.steps[0]):
         live(good.settings, StepDone(0, step))
@@ -139,7 +131,7 @@ def test_a_run_made_again_begins_anew_and_what_ended_is_counted() -> None:
 
 
 def test_without_a_terminal_every_run_leaves_one_line_and_with_quiet_none() -> None:
-    fast, slow = made(link="1Gbit/s"), made(link="10Mbit/s")
+    fast, slow = result(link="1Gbit/s"), result(link="10Mbit/s")
     for quiet, lines in ((True, 0), (False, 2)):
         shown, out = console(40)
         with Live([fast.settings, slow.settings], {}, shown, quiet=quiet) as live:
@@ -154,7 +146,7 @@ def test_without_a_terminal_every_run_leaves_one_line_and_with_quiet_none() -> N
 
 
 def test_under_torchrun_only_rank_0_shows_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = made()
+    run = result()
     monkeypatch.setenv("WORLD_SIZE", "2")
     shown = []
     for rank in ("0", "1"):
@@ -168,7 +160,7 @@ def test_under_torchrun_only_rank_0_shows_anything(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_terminal_has_its_cursor_again_after_ctrl_c() -> None:
-    run = made()
+    run = result()
     shown, out = console(terminal=True)
     live = Live([run.settings], {}, shown)
     with pytest.raises(KeyboardInterrupt), live:
@@ -179,7 +171,7 @@ def test_a_terminal_has_its_cursor_again_after_ctrl_c() -> None:
 
 def test_listeners_hear_every_message_in_order() -> None:
     heard: list[tuple[int, RunSettings, object]] = []
-    settings = made().settings
+    settings = result().settings
     listeners(lambda *message: heard.append((1, *message)), lambda *message: heard.append((2, *message)))(settings, "x")
     assert heard == [(1, settings, "x"), (2, settings, "x")]
 
@@ -197,7 +189,7 @@ def take_turns(pace: Pace, clock: Clock, scene: list[RunResult], seconds: float,
 
 def test_the_time_left_is_the_turns_left_and_what_scenes_to_come_take_to_begin() -> None:
     clock = Clock()
-    scenes = [[made(hook, seed=seed) for hook in ("all-reduce", "fp16")] for seed in range(3)]
+    scenes = [[result(hook, seed=seed) for hook in ("all-reduce", "fp16")] for seed in range(3)]
     pace = Pace([one.settings for scene in scenes for one in scene], {}, clock)
     assert pace.seconds_left() is None
     take_turns(pace, clock, scenes[0], 0.5, starting=7)
@@ -212,7 +204,7 @@ def test_the_time_left_is_the_turns_left_and_what_scenes_to_come_take_to_begin()
 
 def test_the_silence_before_a_failure_is_no_runs_turn() -> None:
     clock = Clock()
-    scene = [made(), made("fp16")]
+    scene = [result(), result("fp16")]
     pace = Pace([one.settings for one in scene], {}, clock)
     for step in scene[0].steps[:2]:
         clock.now += 0.5
@@ -227,7 +219,7 @@ def test_the_silence_before_a_failure_is_no_runs_turn() -> None:
 
 def test_the_time_on_another_link_differs_by_the_time_of_the_bytes() -> None:
     clock = Clock()
-    known, unknown = made(link="100Mbit/s"), made(link="10Mbit/s")
+    known, unknown = result(link="100Mbit/s"), result(link="10Mbit/s")
     pace = Pace([known.settings, unknown.settings], {known.settings: known}, clock)
     here = sum(step.seconds for step in known.steps) / 40
     slower = 8 * DENSE_BYTES * (1 / 10e6 - 1 / 100e6)
@@ -235,8 +227,8 @@ def test_the_time_on_another_link_differs_by_the_time_of_the_bytes() -> None:
 
 
 def test_another_hook_is_expected_to_take_as_long_as_the_most_similar_run() -> None:
-    other_task, same_task = made(task="digits"), made(hook="fp16")
-    wanted = made(hook="sign")
+    other_task, same_task = result(task="digits"), result(hook="fp16")
+    wanted = result(hook="sign")
     runs = [one.settings for one in (other_task, same_task, wanted)]
     pace = Pace(runs, {one.settings: dataclasses.replace(one, dilation=10.0) for one in (other_task,)}, Clock())
     assert pace.seconds_left() == pytest.approx(80 * 10 * sum(step.seconds for step in other_task.steps) / 40)
@@ -245,7 +237,7 @@ def test_another_hook_is_expected_to_take_as_long_as_the_most_similar_run() -> N
 
 
 def test_without_a_terminal_a_line_a_minute_says_how_far_the_runs_are() -> None:
-    clock, (shown, out), one = Clock(), console(), made()
+    clock, (shown, out), one = Clock(), console(), result()
     live = Live([one.settings], {}, shown, clock=clock)
     for number, step in enumerate(one.steps[:7]):
         clock.now = 20.0 * number

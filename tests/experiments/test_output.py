@@ -121,35 +121,51 @@ def test_the_demo_runs_a_second_time(out: Path, monkeypatch: pytest.MonkeyPatch)
     assert (ended.exit_code, trained) == (0, True), ended.output
 
 
-@pytest.mark.parametrize(
-    "foreign",
-    [
-        "thesis.tex",
-        "report.html",
-        "results/digits.mine.json.part",
-        "results/notes.txt",
-        "results/digits.fp16-put-by.json",
-        "results/digits.json",
-        "failures/mine.txt",
-        "plots/digits.mine.png",
-        "tensorboard/mine/events.out.tfevents.1.host",
-        "tensorboard/digits/fp16/mine/events.out.tfevents.1.host",
+def holding_a_report(folder: Path) -> Path:
+    (folder / "plots").mkdir()
+    (folder / "plots" / f"digits.{PICTURES[0]}.png").write_bytes(b"a picture")
+    (folder / "report.html").write_text(HEAD + "old</title>")
+    return folder
+
+
+FOREIGN = {
+    "results": (
+        "thesis.tex", "report.html", "results/digits.mine.json.part", "results/notes.txt", "results/digits.json",
+        "results/digits.fp16-put-by.json", "failures/mine.txt", "plots/digits.mine.png",
+        "tensorboard/mine/events.out.tfevents.1.host", "tensorboard/digits/fp16/mine/events.out.tfevents.1.host",
         "tensorboard/digits/fp16/seed-0/notes.txt",
-    ],
-)
-def test_overwrite_leaves_a_folder_with_other_files_alone(
-    foreign: str, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (out / foreign).parent.mkdir(parents=True, exist_ok=True)
-    if "put-by" in foreign:
-        (out / foreign).write_text(next((out / "results").glob("digits.fp16.*")).read_text())
-    else:
-        (out / foreign).write_text('["years of work"]')
-    before = files(out)
+    ),
+    "a report": (
+        "thesis.tex", "report.html", "plots/mine.png", f"plots/more/digits.{PICTURES[0]}.png", "results/digits.json",
+        "tensorboard/mine/events.out.tfevents.1.host",
+    ),
+    # No result is there, so nothing says whose what has a comparison's names is.
+    "nothing": (f"plots/digits.{PICTURES[0]}.png", "tensorboard/digits.fp16/events.out.tfevents.1.host"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("there", "foreign"), [(there, one) for there, files in FOREIGN.items() for one in files])
+def test_a_folder_with_other_files_is_left_alone(there: str, foreign: str, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    folder = {"results": out, "nothing": tmp_path / "other"}.get(there) or holding_a_report(tmp_path / "other")
+    (folder / foreign).parent.mkdir(parents=True, exist_ok=True)
+    ours = next((out / "results").glob("digits.fp16.*")).read_text()
+    (folder / foreign).write_text(ours if "put-by" in foreign else '["years of work"]')
+    before = files(folder)
+    named = "" if there == "a report" else re.escape(f"({foreign})")
+    with pytest.raises(ValueError, match=f"{folder} holds files of another kind {named}"):
+        prepare_folder(folder, overwrite=there != "a report")
+    assert files(folder) == before
+
+
+def test_the_command_says_so_before_it_trains(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (out / "thesis.tex").write_text("years of work")
     ended, trained = run(monkeypatch, "--out", str(out), "--overwrite")
-    assert (ended.exit_code, trained) == (2, False)
-    assert f"{out} holds files of another kind ({foreign})" in ended.output
-    assert files(out) == before
+    assert (ended.exit_code, trained) == (2, False) and "(thesis.tex)" in ended.output
+
+
+def test_a_folder_with_nothing_but_a_report_can_have_another_one(tmp_path: Path) -> None:
+    prepare_folder(holding_a_report(tmp_path))
 
 
 @pytest.mark.parametrize("foreign", ["report.html", "plots/a.png", LOCK, "results"])
@@ -162,33 +178,6 @@ def test_somebody_elses_file_is_not_replaced_unasked(
     assert (ended.exit_code, trained) == (2, False)
     assert foreign in ended.output
     assert files(tmp_path) == {foreign: b"years of work"}
-
-
-@pytest.mark.parametrize(
-    "foreign",
-    [
-        "",
-        "thesis.tex",
-        "report.html",
-        "plots/mine.png",
-        f"plots/more/digits.{PICTURES[0]}.png",
-        "results/digits.json",
-        "tensorboard/mine/events.out.tfevents.1.host",
-    ],
-)
-def test_a_folder_with_nothing_but_a_report_can_have_another_one(foreign: str, tmp_path: Path) -> None:
-    (tmp_path / "plots").mkdir()
-    (tmp_path / "plots" / f"digits.{PICTURES[0]}.png").write_bytes(b"a picture")
-    (tmp_path / "report.html").write_text(HEAD + "old</title>")
-    if not foreign:
-        prepare_folder(tmp_path)
-        return
-    (tmp_path / foreign).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / foreign).write_text("years of work")
-    before = files(tmp_path)
-    with pytest.raises(ValueError, match="files of another kind"):
-        prepare_folder(tmp_path)
-    assert files(tmp_path) == before
 
 
 def test_a_folder_in_use_is_left_to_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,16 +201,6 @@ with claimed(pathlib.Path({str(tmp_path)!r})):
     with claimed(tmp_path), pytest.raises(ValueError, match=f"in use by process {os.getpid()} "), claimed(tmp_path):
         pass
     assert not (tmp_path / LOCK).exists()
-
-
-def test_files_that_only_have_a_comparisons_names_are_left_alone(tmp_path: Path) -> None:
-    """No result is there, so nothing says whose they are."""
-    for name in (f"plots/digits.{PICTURES[0]}.png", "tensorboard/digits.fp16/events.out.tfevents.1.host"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("years of work")
-        with pytest.raises(ValueError, match="files of another kind"):
-            prepare_folder(tmp_path, overwrite=True)
-        (tmp_path / name).unlink()
 
 
 def test_a_removal_that_was_interrupted_can_be_gone_on_with(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,13 +32,6 @@ from tests.quantised import OnCodes
 from tests.world import on_ranks
 
 LABELS = {one.label for one in profiling_in_ranks.candidates()}
-
-
-@pytest.fixture(scope="module")
-def standing() -> Iterator[StandingRanks]:
-    ranks = StandingRanks(timeout=120.0)
-    yield ranks
-    ranks.close()
 
 
 Said = list[tuple[int, Profile, bool, bool, dict[str, dict[str, int]]]]

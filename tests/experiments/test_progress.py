@@ -7,25 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from experiments.links.link import LinkSettings
 from experiments.runs import RunResult, RunSettings
-from experiments.specs import Spec
 from experiments.sweeps.execute import execute, goes_on_from, saved_steps
 from experiments.training.progress import PROGRESS, can_continue
 from experiments.training.worker import BeginsAgain, Evaluated, NotSaved, StepDone
 
-HOOKS = ("all-reduce", "powersgd:rank=2,start_after=5", "dgc:ratio=0.05", "diloco:compressor=int4,every=9")
-STOPPED = 38
+HOOKS = ("all-reduce", "powersgd:rank=2,start_after=2", "dgc:ratio=0.05", "diloco:compressor=int4,every=5")
+STEPS, EVALUATE_EVERY = 18, 6
+STOPPED = 11
+"""A step within a round of DiLoCo, between two evaluations."""
 
 
-def settings(hook: str, compute: str | None = None, link: str | LinkSettings = "100Mbit/s") -> RunSettings:
-    return RunSettings(
-        task=Spec.parse("digits:size=tiny", "task"),
-        hook=Spec.parse(hook),
-        steps=60,
-        compute=compute,
-        link=LinkSettings.parse(link) if isinstance(link, str) else link,
-    )
+def settings(hook: str, **others: object) -> RunSettings:
+    asked = {"task": "digits:size=tiny", "hook": hook, "steps": STEPS, "evaluate_every": EVALUATE_EVERY}
+    return RunSettings.from_dict({"link": "100Mbit/s", **asked, **others})
 
 
 RUNS = [settings(hook) for hook in HOOKS]
@@ -39,7 +34,7 @@ def learned(result: RunResult) -> tuple[object, ...]:
 
 
 @pytest.mark.timeout(250)  # three worlds, on a machine that may be busy
-def test_ctrl_c_at_38_of_60_steps_goes_on_there(tmp_path: Path) -> None:
+def test_after_ctrl_c_in_a_round_all_go_on_after_it(tmp_path: Path) -> None:
     def press(run: RunSettings, message: object) -> None:
         if isinstance(message, StepDone) and (run, message.record.step) == (RUNS[1], STOPPED):
             raise KeyboardInterrupt
@@ -47,7 +42,7 @@ def test_ctrl_c_at_38_of_60_steps_goes_on_there(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         execute(RUNS, tmp_path / "stopped", press)
     saved = {saved_steps(tmp_path / "stopped", run) for run in RUNS}
-    assert len(saved) == 1 and STOPPED <= min(saved) < 60  # the round that was under way was finished
+    assert len(saved) == 1 and STOPPED <= min(saved) < STEPS  # the round that was under way was finished
     damaged = next((tmp_path / "stopped" / PROGRESS / RUNS[2].name).glob("*/shared.pt"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
 
@@ -57,9 +52,9 @@ def test_ctrl_c_at_38_of_60_steps_goes_on_there(tmp_path: Path) -> None:
     for run in RUNS:
         said = [message for one, message in heard if one == run]
         steps = [message for message in said if isinstance(message, StepDone)]
-        assert [message.record.step for message in steps] == [*range(1, 61)]
+        assert [message.record.step for message in steps] == [*range(1, STEPS + 1)]
         assert sum(message.again for message in steps) == (0 if run == RUNS[2] else min(saved))
-        assert [message.evaluation.step for message in said if isinstance(message, Evaluated)] == [20, 40, 60]
+        assert [message.evaluation.step for message in said if isinstance(message, Evaluated)] == [6, 12, 18]
     assert not (tmp_path / "stopped" / PROGRESS).exists()
     whole = execute(RUNS, tmp_path / "whole", lambda *_: None)
     for run in RUNS:
@@ -101,7 +96,7 @@ def test_what_was_saved_is_not_promised_beside_a_run_that_cannot_be_continued(tm
     [
         settings("torch.powersgd:matrix_approximation_rank=2"),
         settings("fp16", compute="10ms"),
-        settings("fp16", link=LinkSettings(kind="hosts", bits_per_second=1e8, schedule=((10.0, 1e7),))),
+        settings("fp16", link="hosts:100Mbit/s+10Mbit/s@10s"),
     ],
     ids=lambda run: run.hook.label,
 )

@@ -37,7 +37,7 @@ from experiments.results.intervals import Interval
 from experiments.results.outcomes import settings_of
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
-from tests.experiments.synthetic import diverged, result, results
+from tests.experiments.synthetic import diverged, result, results, stepwise
 
 ROOT = Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
@@ -81,23 +81,23 @@ class Links(HTMLParser):
         self.words += f" {data.strip()}"
 
 
-def test_the_page_needs_nothing_but_itself(folder: Path) -> None:
-    text = (folder / "report.html").read_text()
-    found = Links()
-    found.feed(text)
-    assert len(found.fetched) == 2 * 6 + 1  # pictures of each setting, and one across them
-    assert all(link.startswith("data:image/png;base64,") for link in found.fetched)
-    assert not re.search(r"url\(|@import|<script", text)
-
-
-def test_warnings_come_first_then_failures_then_findings(folder: Path) -> None:
+@pytest.fixture
+def shown(folder: Path) -> Links:
     found = Links()
     found.feed((folder / "report.html").read_text())
-    words = found.words
-    places = [
-        words.index(text)
-        for text in ("4 ranks share 2 cores", "RuntimeError: <gloo> closed", "times as fast", "Across settings")
-    ]
+    return found
+
+
+def test_the_page_needs_nothing_but_itself(folder: Path, shown: Links) -> None:
+    assert len(shown.fetched) == 2 * 6 + 1  # pictures of each setting, and one across them
+    assert all(link.startswith("data:image/png;base64,") for link in shown.fetched)
+    assert not re.search(r"url\(|@import|<script", (folder / "report.html").read_text())
+
+
+def test_warnings_come_first_then_failures_then_findings(shown: Links) -> None:
+    words = shown.words
+    first_to_last = ("4 ranks share 2 cores", "RuntimeError: <gloo> closed", "times as fast", "Across settings")
+    places = [words.index(text) for text in first_to_last]
     assert places == sorted(places)
     assert "torch.powersgd · 2 ranks · unlimited · seeds 0, 1 and 2: " in words
     assert words.count("RuntimeError") == 1  # the same error of all seeds is one line
@@ -164,10 +164,8 @@ def test_a_period_names_the_second_day_only_if_there_is_one() -> None:
     ]  # fmt: skip
 
 
-def test_wherever_errors_are_shown_the_page_says_what_one_above_1_means(folder: Path) -> None:
-    found = Links()
-    found.feed((folder / "report.html").read_text())
-    assert found.words.count(ABOVE_ONE) == 2 * (1 + 1 + 1) + 1  # of each setting three, and the terms
+def test_wherever_errors_are_shown_the_page_says_what_one_above_1_means(shown: Links) -> None:
+    assert shown.words.count(ABOVE_ONE) == 2 * (1 + 1 + 1) + 1  # of each setting three, and the terms
 
 
 def test_curves_over_time_come_first_then_over_steps(folder: Path) -> None:
@@ -251,12 +249,7 @@ def test_the_best_time_is_never_that_of_a_hook_that_missed_the_target_once() -> 
 
 
 def test_the_link_use_stands_in_the_table_if_the_interface_was_counted() -> None:
-    runs = [
-        dataclasses.replace(
-            one, steps=tuple(dataclasses.replace(step, interface_bytes=step.moved_bytes) for step in one.steps)
-        )
-        for one in results(tasks=("gpt",))
-    ]
+    runs = [stepwise(one, lambda step: {"interface_bytes": step.moved_bytes}) for one in results(tasks=("gpt",))]
     (one,) = settings_of(runs)
     assert [heading.text for heading in cost_grid(one).headings[-2:]] == ["interface bytes", "link use"]
     assert cost_grid(one).rows[0][-2].main == "1.00×"

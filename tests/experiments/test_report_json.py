@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from experiments.report.findings import finding
 from experiments.results.outcomes import settings_of
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
-from tests.experiments.synthetic import diverged, result, results
+from tests.experiments.synthetic import diverged, result, results, stepwise
 
 SEEDS = (0, 1, 2)
 FAILED = {RunSettings(task=Spec("gpt"), hook=Spec("torch.powersgd"), steps=40): "Traceback\nRuntimeError: closed"}
@@ -36,6 +37,7 @@ def parsed(runs: list[RunResult], failures: dict[RunSettings, str] | None = None
     return found
 
 
+@functools.cache
 def validator() -> Any:
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -44,10 +46,7 @@ def validator() -> Any:
 
 def silent() -> list[RunResult]:
     """Return runs of a single rank, which moves nothing."""
-    return [
-        dataclasses.replace(one, steps=tuple(dataclasses.replace(step, moved_bytes=0) for step in one.steps))
-        for one in (result(), result("fp16", ratio=2))
-    ]
+    return [stepwise(one, lambda _: {"moved_bytes": 0}) for one in (result(), result("fp16", ratio=2))]
 
 
 CASES = {
@@ -114,6 +113,7 @@ def test_the_schema_is_of_the_same_format_and_describes_every_key() -> None:
     assert schema["properties"]["format"]["const"] == FORMAT and schema["$id"].endswith(f":{FORMAT}")
 
 
+@pytest.mark.usefixtures("pictures_are_not_rendered")
 def test_the_command_writes_it_to_a_file_or_alone_to_standard_output(tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     for one in results(tasks=("gpt",)):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from experiments.hooks import make_hook
-from experiments.launch import run_world
 from experiments.links.link import LinkSettings
 from experiments.report.writing import write
 from experiments.results.outcomes import settings_of
@@ -22,9 +21,9 @@ from experiments.sweeps.plan import plan
 from experiments.tasks import load_task
 from experiments.training.lockstep import train_in_lockstep
 from experiments.training.seldom import train_seldom_in_lockstep
-from experiments.training.worker import RunDone, Work, train_all
+from tests.experiments.on_two_ranks import train_on_two_ranks
 
-BITS_PER_SECOND = 10e6
+BITS_PER_SECOND = 50e6
 DENSE, EXACT, SELDOM, STREAMED = HOOKS = (
     "all-reduce",
     "diloco:every=1,outer_momentum=0,outer_rate=1",
@@ -34,55 +33,16 @@ DENSE, EXACT, SELDOM, STREAMED = HOOKS = (
 STEPS = 14
 
 
-def settings(hook: str, task: str = "digits:size=tiny") -> RunSettings:
-    return RunSettings(
-        task=Spec.parse(task, "task"),
-        hook=Spec.parse(hook),
-        optimizer=Spec.parse("sgd:lr=0.05", "optimizer"),
-        steps=STEPS,
-        evaluate_every=5,
-        link=LinkSettings(bits_per_second=BITS_PER_SECOND),
+def settings(hook: str) -> RunSettings:
+    return RunSettings.from_dict(
+        {"task": "digits:size=tiny", "hook": hook, "optimizer": "sgd:lr=0.05", "steps": STEPS, "link": "50Mbit/s"}
+        | {"evaluate_every": 5}
     )
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, RunResult]:
-    """Train with every hook, in one world."""
-    found: dict[str, RunResult] = {}
-
-    def hear(message: object) -> None:
-        if isinstance(message, RunDone):
-            found[message.result.settings.hook.label] = message.result
-
-    run_world(train_all, 2, Work(dict(enumerate(map(settings, HOOKS))), {}, {}), hear, timeout=100)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("hook", "message"),
-    [
-        ("diloco", "say how many steps a round has, such as diloco:every=30"),
-        ("diloco:evry=3", "setting 'evry' is not known: .*; did you mean 'every'?"),
-        ("diloco:every=few", "every must be a whole number"),
-        ("diloco:every=True", "every must be a whole number"),
-        ("diloco:every=0", "every must be an int of at least 1"),
-        ("diloco:every=15", "a run of 14 steps ends before the first round; let it take at least 15"),
-        ("diloco:every=4,delay=4", "delay must be an int from 0 to 3"),
-        ("diloco:every=4,fragments=5", "5 fragments need at least as many steps"),
-        ("diloco:every=4,arrangement=round", "arrangement must be one of strided, sequential"),
-        ("diloco:every=4,mixing=2", "mixing must be a number in"),
-        ("diloco:every=4,outer_rate=0", "outer_rate must be above zero"),
-        ("diloco:every=4,outer_momentum=1", "outer_momentum must be in"),
-        ("diloco:every=4,compressor=inty4", "Did you mean 'int4'"),
-        ("diloco:every=4,compressor=4", "compressor must be a name"),
-        ("diloco:every=4,compressor=torch.fp16", "'torch.fp16' is not known"),
-        ("diloco:every=4,compressor=(int4:policy=fused)", "policy has no effect"),
-        ("diloco:every=4,policy=fused", "'policy' is not known"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_starts(hook: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan(["digits:size=tiny"], [hook], links=["10Mbit/s"], steps=STEPS)
+    return dict(zip(HOOKS, train_on_two_ranks([settings(hook) for hook in HOOKS]), strict=True))
 
 
 def test_a_compressor_has_its_own_outer_recipe_unless_one_is_given() -> None:
@@ -147,6 +107,7 @@ def test_ranks_share_the_model_that_is_evaluated(results: dict[str, RunResult]) 
     assert last < second < first
 
 
+@pytest.mark.usefixtures("pictures_are_not_rendered")
 def test_a_report_has_the_mean_step_and_the_peak_of_a_round(results: dict[str, RunResult], tmp_path: Path) -> None:
     (setting,) = settings_of([results[hook] for hook in HOOKS])
     found = {one.hook: one for one in setting.outcomes}

@@ -59,12 +59,6 @@ def test_without_skew_batches_are_those_of_the_plain_task() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("skew", ["-0.1", "1.5"])
-def test_a_skew_that_is_no_share_is_rejected(skew: str) -> None:
-    with pytest.raises(ValueError, match=f"skew must be between 0 and 1 .got {skew}"):
-        load_task(f"digits:skew={skew}")
-
-
 def test_a_batch_larger_than_a_ranks_share_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"12 images is more than the 10 .*use fewer ranks or a smaller batch_size"):
         skewed(40, 1.0, batch_size=12)(0, 0, 0, RANKS)

@@ -37,9 +37,13 @@ silent = Situations(RAISES)
 # ---------------------------------------------------------------- the module inside the wrapper is called
 
 
-@silent()
-def the_inner_module_is_called(run: Run) -> None:
-    run.train(run.model.module)
+silent.calls(
+    the_inner_module_is_called=lambda run: run.train(run.model.module),
+    a_method_of_the_inner_module_is_called=lambda run: run.train(run.model.module.encode),
+    the_inner_module_is_called_for_an_optimizer_of_its_head=lambda run: run.train(
+        run.model.module, run.optimizer_of(run.model.module.head.parameters())
+    ),
+)
 
 
 @silent()
@@ -127,16 +131,6 @@ def the_inner_module_is_called_and_a_scaler_steps(run: Run) -> None:
         scaler.scale(run.loss(run.model if step == 0 else run.model.module)).backward()
         scaler.step(run.optimizer)
         scaler.update()
-
-
-@silent()
-def the_inner_module_is_called_for_an_optimizer_of_its_head(run: Run) -> None:
-    run.train(run.model.module, run.optimizer_of(run.model.module.head.parameters()))
-
-
-@silent()
-def a_method_of_the_inner_module_is_called(run: Run) -> None:
-    run.train(run.model.module.encode)
 
 
 @silent()
@@ -270,14 +264,12 @@ def replace_the_head(run: Run, **options: Any) -> None:
     run.train(model, run.optimizer_of(model.parameters()))
 
 
-@silent()
-def a_layer_is_replaced_after_wrapping(run: Run) -> None:
-    replace_the_head(run)
-
-
-@silent()
-def a_layer_is_replaced_after_wrapping_where_unused_parameters_are_searched_for(run: Run) -> None:
-    replace_the_head(run, find_unused_parameters=True)
+silent.calls(
+    a_layer_is_replaced_after_wrapping=replace_the_head,
+    a_layer_is_replaced_after_wrapping_where_unused_parameters_are_searched_for=lambda run: replace_the_head(
+        run, find_unused_parameters=True
+    ),
+)
 
 
 @silent()
@@ -324,16 +316,6 @@ def three_passes(run: Run, **options: Any) -> None:
             loss.backward()
 
 
-@silent()
-def three_forward_passes_are_followed_by_three_backward_passes(run: Run) -> None:
-    three_passes(run)
-
-
-@silent()
-def three_forward_and_backward_passes_search_for_unused_parameters(run: Run) -> None:
-    three_passes(run, find_unused_parameters=True)
-
-
 def two_backward_passes(run: Run, **options: Any) -> None:
     model = run.wrap(Net(), **options)
     for _ in run.steps(4, run.optimizer_of(model.parameters())):
@@ -342,14 +324,16 @@ def two_backward_passes(run: Run, **options: Any) -> None:
         outputs.abs().mean().backward()
 
 
-@silent()
-def a_forward_pass_is_followed_by_two_backward_passes(run: Run) -> None:
-    two_backward_passes(run)
-
-
-@silent()
-def a_forward_pass_of_a_static_graph_is_followed_by_two_backward_passes(run: Run) -> None:
-    two_backward_passes(run, static_graph=True)
+silent.calls(
+    three_forward_passes_are_followed_by_three_backward_passes=three_passes,
+    three_forward_and_backward_passes_search_for_unused_parameters=lambda run: three_passes(
+        run, find_unused_parameters=True
+    ),
+    a_forward_pass_is_followed_by_two_backward_passes=two_backward_passes,
+    a_forward_pass_of_a_static_graph_is_followed_by_two_backward_passes=lambda run: two_backward_passes(
+        run, static_graph=True
+    ),
+)
 
 
 class Heads(nn.Module):

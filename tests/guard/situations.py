@@ -58,8 +58,13 @@ class Situations(dict[str, Situation]):
         """
         return functools.partial(self._add, expected or self._expected, but or {})
 
-    def _add(self, expected: str, but: Mapping[str, str], program: Program) -> Program:
-        name = program.__name__
+    def calls(self, **programs: Program) -> None:
+        """Add programs of one call each, by name."""
+        for name, program in programs.items():
+            self._add(self._expected, {}, program, name)
+
+    def _add(self, expected: str, but: Mapping[str, str], program: Program, name: str = "") -> Program:
+        name = name or program.__name__
         assert name not in self, f"two situations are called {name}"
         under = {wrapper: but.get(wrapper, expected) for wrapper in WRAPPERS}
         self[name] = Situation(name=name, program=program, expected=under)
@@ -156,6 +161,10 @@ class Run:
             yield step
             for optimizer in chosen:
                 optimizer.step()
+
+    def train_module(self, module: nn.Module, optimizer: Optimizer | None = None, **options: Any) -> None:
+        """Wrap a module, and train it as everybody does."""
+        self.train(self.wrap(module, **options), optimizer or self.optimizer_of(module.parameters()))
 
     def train(self, model: Any = None, optimizer: Optimizer | None = None, steps: int = 4) -> None:
         """Train as everybody does."""

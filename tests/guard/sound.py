@@ -58,15 +58,32 @@ def gradients_of(module: nn.Module) -> list[Tensor]:
 # ---------------------------------------------------------------- the usual
 
 
-@sound()
-def a_model_trains(run: Run) -> None:
-    run.train(steps=8)
+class Embeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.table((5 * x[:, 0]).long().abs() % 20))
+        return output
 
 
-@sound()
-def gradients_are_views_of_buckets(run: Run) -> None:
-    run.model = run.wrap(Net(), gradient_as_bucket_view=True)
-    run.train()
+def train_without_momentum(run: Run, module: nn.Module) -> None:
+    run.train_module(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+
+sound.calls(
+    a_model_trains=lambda run: run.train(steps=8),
+    gradients_are_views_of_buckets=lambda run: run.train_module(Net(), gradient_as_bucket_view=True),
+    a_static_graph_trains=lambda run: run.train_module(Net(), static_graph=True),
+    batches_are_normalized=lambda run: run.train_module(Net(normalizes=True)),
+    an_embedding_is_sparse=lambda run: train_without_momentum(run, Embeds()),
+    the_wrapper_is_compiled=lambda run: run.train(torch.compile(run.model, backend="aot_eager")),
+    an_optimizer_steps_for_each=lambda run: run.train(optimizer=torch.optim.Adam(run.model.parameters(), foreach=True)),
+    one_optimizer_has_the_head_and_the_rest_is_never_zeroed=lambda run: run.train(
+        optimizer=run.optimizer_of(run.model.module.head.parameters()), steps=5
+    ),
+)
 
 
 @sound()
@@ -76,12 +93,6 @@ def a_forward_pass_of_a_static_graph_has_no_backward_pass(run: Run) -> None:
         if step == 1:
             run.model(run.batch())
         run.backward(run.model)
-
-
-@sound()
-def a_static_graph_trains(run: Run) -> None:
-    run.model = run.wrap(Net(), static_graph=True)
-    run.train(steps=5)
 
 
 @sound()
@@ -166,29 +177,7 @@ def adapters_of_a_frozen_model_train(run: Run) -> None:
 def weights_are_tied(run: Run) -> None:
     module = Net()
     module.extra = module.second
-    run.train(run.wrap(module), run.optimizer_of(module.parameters()))
-
-
-@sound()
-def batches_are_normalized(run: Run) -> None:
-    module = Net(normalizes=True)
-    run.train(run.wrap(module), run.optimizer_of(module.parameters()))
-
-
-class Embeds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(self.table((5 * x[:, 0]).long().abs() % 20))
-        return output
-
-
-@sound()
-def an_embedding_is_sparse(run: Run) -> None:
-    module = Embeds()
-    run.train(run.wrap(module), torch.optim.SGD(module.parameters(), lr=0.1))
+    run.train_module(module)
 
 
 # ---------------------------------------------------------------- gradients are changed before the step
@@ -264,14 +253,10 @@ def sharpness_aware(run: Run, *, first_is_averaged: bool) -> None:
             parameter.data.copy_(value)
 
 
-@sound()
-def sharpness_aware_steps_average_both_passes(run: Run) -> None:
-    sharpness_aware(run, first_is_averaged=True)
-
-
-@sound()
-def sharpness_aware_steps_look_uphill_on_each_rank(run: Run) -> None:
-    sharpness_aware(run, first_is_averaged=False)
+sound.calls(
+    sharpness_aware_steps_average_both_passes=lambda run: sharpness_aware(run, first_is_averaged=True),
+    sharpness_aware_steps_look_uphill_on_each_rank=lambda run: sharpness_aware(run, first_is_averaged=False),
+)
 
 
 @sound()
@@ -468,14 +453,14 @@ def rank_1_saves_before_its_step(run: Run, seconds: float) -> None:
 
 
 @sound()
-def a_rank_comes_a_second_late_to_its_step(run: Run) -> None:
-    rank_1_saves_before_its_step(run, seconds=1.0)
+def a_rank_comes_late_to_its_step(run: Run) -> None:
+    rank_1_saves_before_its_step(run, seconds=0.5)
 
 
 @sound(WARNS)  # that rank 0 waits, and for how long it will
 def a_rank_comes_to_its_step_later_than_the_guard_waits_without_a_word(run: Run) -> None:
     with mock.patch.object(ddp_core.proof, "PATIENCE", 0.2):
-        rank_1_saves_before_its_step(run, seconds=1.0)
+        rank_1_saves_before_its_step(run, seconds=0.5)
 
 
 # ---------------------------------------------------------------- several models, several optimizers
@@ -501,11 +486,6 @@ def the_learning_rate_begins_at_zero(run: Run) -> None:
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.01
     run.train(optimizer=optimizer)
-
-
-@sound()
-def one_optimizer_has_the_head_and_the_rest_is_never_zeroed(run: Run) -> None:
-    run.train(optimizer=run.optimizer_of(run.model.module.head.parameters()), steps=5)
 
 
 @sound()
@@ -663,7 +643,7 @@ def rank_0_alone_trains_a_probe(run: Run) -> None:
 def ignored_parameters_stay_local(run: Run) -> None:
     module = Net()
     TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ["second.weight", "second.bias"])
-    run.train(run.wrap(module), run.optimizer_of(module.parameters()))
+    run.train_module(module)
 
 
 @sound()
@@ -691,9 +671,8 @@ def experts_outside_are_averaged_by_a_ddp_of_their_group(run: Run) -> None:
 @sound(but={TORCH_ATTACH: LOCAL, TORCH_HOOK: LOCAL})  # PyTorch's ranks differ at times, without a guard too
 def parameters_are_delayed(run: Run) -> None:
     module = Net()
-    delayed = {"delay_all_reduce_named_params": [("head.weight", module.head.weight)]}
-    model = run.wrap(module, **delayed, param_to_hook_all_reduce=module.first.weight)
-    run.train(model, run.optimizer_of(module.parameters()))
+    delayed: Any = {"delay_all_reduce_named_params": [("head.weight", module.head.weight)]}
+    run.train_module(module, **delayed, param_to_hook_all_reduce=module.first.weight)
 
 
 @sound(LOCAL)
@@ -785,11 +764,6 @@ def the_guard_of_a_wrapper_only_warns(run: Run) -> None:
 
 
 @sound()
-def the_wrapper_is_compiled(run: Run) -> None:
-    run.train(torch.compile(run.model, backend="aot_eager"))
-
-
-@sound()
 def the_optimizers_step_is_compiled(run: Run) -> None:
     step: Callable[[], Any] = torch.compile(run.optimizer.step, backend="eager")
     for _ in range(4):
@@ -822,16 +796,10 @@ class Checkpointed(Net):
         return output
 
 
-@sound()
-def activations_are_checkpointed(run: Run) -> None:
-    module = Checkpointed(reentrant=False)
-    run.train(run.wrap(module), run.optimizer_of(module.parameters()))
-
-
-@sound()
-def activations_are_checkpointed_in_nested_backward_passes(run: Run) -> None:
-    module = Checkpointed(reentrant=True)
-    run.train(run.wrap(module), run.optimizer_of(module.parameters()))
+sound.calls(
+    activations_are_checkpointed=lambda run: run.train_module(Checkpointed(reentrant=False)),
+    activations_are_checkpointed_in_nested_backward_passes=lambda run: run.train_module(Checkpointed(reentrant=True)),
+)
 
 
 @sound()
@@ -933,11 +901,6 @@ def a_compressor_is_detached_and_attached_again(run: Run) -> None:
 def a_zero_redundancy_optimizer_steps(run: Run) -> None:
     optimizer: Any = ZeroRedundancyOptimizer(run.model.parameters(), torch.optim.AdamW, lr=0.01)
     run.train(optimizer=optimizer)
-
-
-@sound()
-def an_optimizer_steps_for_each(run: Run) -> None:
-    run.train(optimizer=torch.optim.Adam(run.model.parameters(), foreach=True))
 
 
 @sound(but={TORCH_ATTACH: OTHER_ERROR, TORCH_HOOK: OTHER_ERROR})  # nor does it work there without a guard

@@ -10,6 +10,7 @@ from tests.guard.running import Cell, Verdict, judge
 from tests.guard.silent import silent
 from tests.guard.situations import OPTIMIZERS, WRAPPERS, Situations
 from tests.guard.sound import sound
+from tests.tiers import THOROUGH
 
 pytestmark = pytest.mark.timeout(240)  # a fixture runs several worlds, each of which has a limit of its own
 
@@ -25,7 +26,10 @@ def one_cell_each(situations: Situations, every: int = 1) -> list[Cell]:
 
 
 CELLS = one_cell_each(silent)
-SAMPLE = one_cell_each(sound, EVERY)
+SAMPLE, COMPILED = (
+    [cell for cell in one_cell_each(sound, EVERY) if ("compiled" in cell.situation) is compiled]
+    for compiled in (False, True)
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +52,10 @@ def test_a_sound_program_runs_as_it_would_without_a_guard(
     verdicts_of_sound: Mapping[Cell, Verdict], cell: Cell
 ) -> None:
     assert verdicts_of_sound[cell].is_expected, str(verdicts_of_sound[cell])
+
+
+@THOROUGH  # the compiler takes a third of the time of all cells
+@pytest.mark.parametrize("cell", COMPILED, ids=[cell.situation for cell in COMPILED])
+def test_a_sound_program_that_is_compiled_runs_as_it_would_without_a_guard(cell: Cell) -> None:
+    (verdict,) = judge([cell])
+    assert verdict.is_expected, str(verdict)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.soak.training import train
+from tests.tiers import THOROUGH
 from tests.world import run_world_outcomes
 from tests.world.launcher import ROOT, exit_name
 from tests.world.rank import exit_like_a_script
@@ -42,25 +43,10 @@ def scripts(which: str, destroy: bool, folder: Path) -> list[str]:
     store = folder / f"store-{which}-{destroy}-{len(list(folder.iterdir()))}"
     ending = "destroy" if destroy else "keep"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-X", "faulthandler", "-m", "tests.soak.training"]
+    words = [str(WORLD_SIZE), str(store), which, ending]
     started = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-X",
-                "faulthandler",
-                "-m",
-                "tests.soak.training",
-                str(rank),
-                str(WORLD_SIZE),
-                str(store),
-                which,
-                ending,
-            ],
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([*command, str(rank), *words], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
         for rank in range(WORLD_SIZE)
     ]
     try:
@@ -88,6 +74,7 @@ def count_endings(
     return counted
 
 
+@THOROUGH  # the ranks of each test file's first world end as scripts do, too
 def test_six_processes_end_with_exit_code_0(tmp_path: Path) -> None:
     assert count_endings("ours", 4, 0, tmp_path) == {"exit code 0": 4}
     assert count_endings("ours", 0, 2, tmp_path, endings=[False]) == {"exit code 0": 2}

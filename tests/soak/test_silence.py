@@ -75,13 +75,7 @@ class Told:
 
 
 def train_on_a_host(
-    rank: int,
-    cluster: Cluster,
-    kind: str,
-    policy: str,
-    fault: Fault,
-    hook_timeout: float | None,
-    group_timeout: float,
+    rank: int, cluster: Cluster, kind: str, policy: str, fault: Fault, hook_timeout: float | None, group_timeout: float
 ) -> Told:
     """Join a group from a host of this rank's own, and train; rank 0's process holds the store."""
     cluster.enter(rank)
@@ -107,12 +101,7 @@ def train_and_end_what_is_stopped(rank: int, kind: str, policy: str, fault: Faul
 
 
 def train(
-    rank: int,
-    kind: str,
-    policy: Any,
-    fault: Fault,
-    hook_timeout: float | None = None,
-    cluster: Cluster | None = None,
+    rank: int, kind: str, policy: Any, fault: Fault, hook_timeout: float | None = None, cluster: Cluster | None = None
 ) -> Told:
     """Train to the end, or until something fails."""
     model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
@@ -168,13 +157,7 @@ def silence_the_host_of_the_store(case: tuple[str, str, str]) -> Outcome:
     """Return what became of rank 1 when rank 0, whose process holds the store, fell silent."""
     how, kind, policy = case
     silent, survivor = run_world_outcomes(
-        train_and_end_what_is_stopped,
-        2,
-        kind,
-        policy,
-        Fault(rank=0, how=how),
-        HOOK_TIMEOUT,
-        store="tcp",
+        train_and_end_what_is_stopped, 2, kind, policy, Fault(rank=0, how=how), HOOK_TIMEOUT, store="tcp"
     )
     assert not silent.returned
     check_survivor(survivor, HOOK_TIMEOUT, "the store at 127.0.0.1:")

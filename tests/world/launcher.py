@@ -84,41 +84,13 @@ def exit_name(code: int | None) -> str:
     return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
-def run_world(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = HANG_SECONDS,
-    backend: str | None = "gloo",
-    check_exit: bool | None = None,
-    destroy_group: bool = True,
-    store: str = "file",
-    environment: Mapping[str, str] | None = None,
-    **kwargs: Any,
-) -> list[Any]:
+def run_world(function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
     """Run a module-level `function(rank, *args, **kwargs)` on every rank of a new world; return the results in order.
 
-    timeout: seconds until every rank still running is killed; also the process group's own timeout.
-    backend: None leaves the process group to the function; "gloo in turn" runs one collective at a time, without which
-        PyTorch's own sums of sparse tensors corrupt the heap now and then.
-    check_exit: whether ranks end as a script does, which costs three times what the rest of a world does, or by
-        `os._exit`. None: as `checks_exit` says; then what they leave in their process is an error, too.
-    destroy_group: False leaves the process group to the end of the process, as many scripts do.
-    store: "file", or "tcp" (a TCPStore in rank 0, on a port that the system chose).
-    environment: variables for the ranks, beside the parent's own.
+    kwargs: those of the function, and what else `run_world_outcomes` takes.
     Raises WorldError with the traceback of every rank that failed.
     """
-    checks = checks_exit(*args, *kwargs.values())
-    options = Options(
-        timeout=timeout,
-        backend=backend,
-        check_exit=checks if check_exit is None else check_exit,
-        check_left=checks and check_exit is None and destroy_group,
-        destroy_group=destroy_group,
-        store=store,
-        environment={**os.environ, **(environment or {})},
-    )
-    outcomes = _run(pickle.dumps((function, args, kwargs)), world_size, options, GRACE_SECONDS)
+    outcomes = run_world_outcomes(function, world_size, *args, grace=GRACE_SECONDS, **kwargs)
     for outcome in outcomes:
         if outcome.output:
             print(f"[rank {outcome.rank}] {outcome.output.rstrip()}")
@@ -138,22 +110,34 @@ def run_world_outcomes(
     destroy_group: bool = True,
     store: str = "file",
     environment: Mapping[str, str] | None = None,
+    grace: float | None = None,
     **kwargs: Any,
 ) -> list[Outcome]:
     """Run a world as `run_world` does, but return what became of each rank and raise nothing.
 
-    For tests in which ranks are meant to fail: the others may run on until `timeout`.
+    timeout: seconds until every rank still running is killed; also the process group's own timeout.
+    backend: None leaves the process group to the function; "gloo in turn" runs one collective at a time, without which
+        PyTorch's own sums of sparse tensors corrupt the heap now and then.
+    check_exit: whether ranks end as a script does, which costs three times what the rest of a world does, or by
+        `os._exit`. None: as `checks_exit` says; where no rank is meant to fail, leaving something in the process is
+        an error then, too.
+    destroy_group: False leaves the process group to the end of the process, as many scripts do.
+    store: "file", or "tcp" (a TCPStore in rank 0, on a port that the system chose).
+    environment: variables for the ranks, beside the parent's own.
+    grace: seconds for which the other ranks may run on once one has failed; None: until `timeout`, for tests in which
+        ranks are meant to fail.
     """
+    checks = checks_exit(*args, *kwargs.values()) if check_exit is None else check_exit
     options = Options(
         timeout=timeout,
         backend=backend,
-        check_exit=checks_exit(*args, *kwargs.values()) if check_exit is None else check_exit,
-        check_left=False,
+        check_exit=checks,
+        check_left=checks and check_exit is None and destroy_group and grace is not None,
         destroy_group=destroy_group,
         store=store,
         environment={**os.environ, **(environment or {})},
     )
-    return _run(pickle.dumps((function, args, kwargs)), world_size, options, grace=timeout)
+    return _run(pickle.dumps((function, args, kwargs)), world_size, options, timeout if grace is None else grace)
 
 
 def checks_exit(*arguments: Any) -> bool:
