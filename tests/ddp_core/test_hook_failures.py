@@ -24,6 +24,7 @@ from torch.futures import Future
 from ddp_core import HookTimeoutError
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import MEAN, grads, ones, scale, wrap
+from tests.tiers import thorough
 from tests.waiting import has_ended, until
 from tests.world import Outcome, run_world_outcomes
 
@@ -258,7 +259,7 @@ def only_on_rank_1(rank: int, name: str, stays: bool) -> None:
     mistake = MISTAKES.get(name, lambda bucket: Future[Any]())
     ddp = mistaken(
         mistake if rank == 1 else lambda bucket: reduced(bucket).then(lambda f: f.value()[0]),
-        hook_timeout=0.5 if stays else 2,
+        hook_timeout=0.5 if stays else 1,
     )
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
@@ -273,7 +274,10 @@ def only_on_rank_1(rank: int, name: str, stays: bool) -> None:
         assert until(lambda: has_ended(int(store.get("rank 0's process"))))
 
 
-@pytest.mark.parametrize("name", [*MISTAKES, "never joins in"])
+MECHANISMS = ["returns None", "raises", "a future that fails", "never joins in"]
+
+
+@pytest.mark.parametrize("name", thorough([*MISTAKES, "never joins in"], unless=MECHANISMS.__contains__))
 def test_a_mistake_of_one_rank_ends_both_with_exit_code_1_and_words(name: str) -> None:
     outcomes = run_world_outcomes(only_on_rank_1, 2, name, False, check_exit=True)
     for outcome in outcomes:
