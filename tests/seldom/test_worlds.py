@@ -153,7 +153,7 @@ def frozen_codes_are_left_as_each_rank_has_them(rank: int) -> None:
         model.register_buffer("adjacency", torch.eye(3).mul(rank).to_sparse())
         model.register_buffer("constant", torch.full((1,), float(rank)).expand(3, 3))
         optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
-        overlapping = {"fragments": 2, "delay": 1, "mixing": 0.5} if kind is DiLoCo else {}
+        overlapping: dict[str, Any] = {"fragments": 2, "delay": 1, "mixing": 0.5} if kind is DiLoCo else {}
         made: Any = kind(model, optimizer, every=2, **overlapping)
         assert model.marks() == [rank, 0]
         for number in range(5):

@@ -72,6 +72,14 @@ def attached(model: nn.Module, mesh: DeviceMesh, compressor: str, policy: Any, *
     return attach_replicas(model, compressor, group, policy=policy, **{"hook_timeout": 30.0, **settings})
 
 
+def replica(
+    mesh: DeviceMesh, compressor: str, policy: Any, make: Make = sgd, **settings: Any
+) -> tuple[Any, torch.optim.Optimizer, ReplicasAttachment]:
+    """Return a new model, its optimizer, and its attachment to the others' replicas."""
+    model = sharded(mesh=mesh["shards"])
+    return model, make(model), attached(model, mesh, compressor, policy, **settings)
+
+
 def trained(
     rank: int,
     mesh: DeviceMesh,
@@ -216,8 +224,7 @@ def test_every_compressor_trains_the_same_per_module_and_at_once(rank: int) -> N
     mesh, found = sites(), dict[str, dict[str, Tensor]]()
     for name, collectives in (("int8", 3), ("bf16", 1), ("powersgd", 2)):
         for policy in POLICIES:
-            model = sharded(mesh=mesh["shards"])
-            attachment, optimizer = attached(model, mesh, name, policy), sgd(model)
+            model, optimizer, attachment = replica(mesh, name, policy)
             losses = [train(model, optimizer, rank, 0, 1) for _ in range(STEPS)]
             assert losses[-1] < losses[0] / 2, (name, losses)
             assert_replicas_are_equal(model, mesh)
@@ -293,8 +300,7 @@ def both_hops_are_compressed_in_any_order_of_attaching(rank: int, policy: str) -
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(rank: int, policy: str, tmp_path: Path) -> None:
     """One checkpoint of torch.distributed holds the state of every shard, of its true shape."""
     mesh = sites()
-    model = sharded(mesh=mesh["shards"])
-    optimizer, attachment = adamw(model), attached(model, mesh, "powersgd", policy)
+    model, optimizer, attachment = replica(mesh, "powersgd", policy, make=adamw)
     train(model, optimizer, rank, 0, 4)
     state = attachment.state_dict()
     (label,) = [one for one in state["groups"] if one.startswith(("all modules", "second.wide"))]
@@ -382,10 +388,8 @@ def modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit_for_
 @two
 def a_watched_optimizer_may_step_while_a_module_keeps_its_gradients(rank: int, policy: str) -> None:
     """Also on the zeros that `zero_grad(set_to_none=False)` leaves in `.grad`."""
-    mesh = alone()
     for to_none in (True, False):
-        model: Any = sharded(mesh=mesh["shards"])
-        optimizer, attachment = sgd(model), attached(model, mesh, "int8", policy)
+        model, optimizer, attachment = replica(alone(), "int8", policy)
         attachment.watch(optimizer)
         for step in range(5):
             accumulating("one at every step of another", model, step)
@@ -530,12 +534,11 @@ class Branches(nn.Module):
 @two
 def modules_that_some_replicas_do_not_use_hang_nobody(rank: int, policy: str) -> None:
     """At once, they send zeros; per module, the ranks disagree in words, and what no rank uses is left alone."""
-    mesh = alone()
     model = Branches()
     for module in (model.stem, model.left, model.right, model.never, model):
         if module is not model:
-            fully_shard(module, mesh=mesh["shards"])
-    attachment = attached(model, mesh, "int8", policy, hook_timeout=5.0)
+            fully_shard(module, mesh=alone()["shards"])
+    attachment = attached(model, alone(), "int8", policy, hook_timeout=5.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, rank, 0, 3)
     model.uses = "left" if rank == 0 else "right"
@@ -604,12 +607,11 @@ def replicas_meet_at_the_end_of_each_pass_if_the_module_that_wants_an_average_is
 @four
 def the_ranks_of_a_site_have_gradients_of_the_same_parameters(rank: int, policy: str) -> None:
     """Of an embedding that wants no average, one shard alone may be owed a residual; clipping takes collectives."""
-    mesh = sites()
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
     for module in (*model, model):
-        fully_shard(module, mesh=mesh["shards"])
-    attachment = attached(model, mesh, "top-k", policy)
+        fully_shard(module, mesh=sites()["shards"])
+    attachment = attached(model, sites(), "top-k", policy)
     for step in range(4):
         model[0].set_requires_all_reduce(step % 2 == 0)
         model(torch.tensor([0, 1, 2]) + rank // 2).sin().sum().backward()
@@ -732,7 +734,6 @@ def gradients_are_averaged_once_if_every_module_is_reduced_in_a_nested_backward_
 @two
 def what_acts_on_one_replica_alone_is_named(rank: int) -> None:
     """From after attaching: a hook on a gradient, a parameter in another's place, a new head."""
-    mesh = alone()
 
     def acting(model: Any) -> None:
         model.head.weight.register_post_accumulate_grad_hook(lambda _: None)
@@ -753,8 +754,7 @@ def what_acts_on_one_replica_alone_is_named(rank: int) -> None:
         (added, POLICIES, "'shift' now requires a gradient, which FSDP2 does not shard"),
     ):
         for policy in policies:
-            model = sharded(mesh=mesh["shards"])
-            attachment, optimizer = attached(model, mesh, "int8", policy), sgd(model)
+            model, optimizer, attachment = replica(alone(), "int8", policy)
             train(model, optimizer, rank, 0, 1)
             change(model)
             told = told_by(lambda model=model, optimizer=optimizer: train(model, optimizer, rank, 1, 2))  # type: ignore[misc]
@@ -784,10 +784,9 @@ def a_module_that_runs_thrice_is_averaged_once(rank: int) -> None:
 
 @four
 def memory_is_that_of_shards_and_residuals_follow_the_loss_scale(rank: int, policy: str) -> None:
-    mesh = sites()
-    model = sharded(mesh=mesh["shards"])
+    model = sharded(mesh=sites()["shards"])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-    attachment = attached(model, mesh, "top-k", policy, scaler=scaler, residuals="bf16")
+    attachment = attached(model, sites(), "top-k", policy, scaler=scaler, residuals="bf16")
     optimizer = sgd(model)
     scales = []
     for step in range(3):
@@ -808,9 +807,8 @@ def memory_is_that_of_shards_and_residuals_follow_the_loss_scale(rank: int, poli
 
 @two
 def detaching_frees_residuals_at_once(rank: int, policy: str) -> None:
-    model = sharded(mesh=alone()["shards"])
-    attachment = attached(model, alone(), "int8", policy)
-    train(model, sgd(model), rank, 0, 2)
+    model, optimizer, attachment = replica(alone(), "int8", policy)
+    train(model, optimizer, rank, 0, 2)
     exchangers = [weakref.ref(one) for one in attachment.values()]
     gc.collect()
     gc.disable()
@@ -825,8 +823,7 @@ def detaching_frees_residuals_at_once(rank: int, policy: str) -> None:
 @two
 def training_goes_on_after_a_backward_pass_that_failed(rank: int, policy: str) -> None:
     """On every rank, as for a batch that is too large."""
-    model: Any = sharded(mesh=alone()["shards"])
-    optimizer, attachment = sgd(model), attached(model, alone(), "int8", policy)
+    model, optimizer, attachment = replica(alone(), "int8", policy)
     attachment.watch(optimizer)
     train(model, optimizer, rank, 0, 1)
     fails_in_its_backward_pass(model, model.first, rank)
@@ -852,8 +849,7 @@ def a_backward_pass_that_failed_is_named_as_the_cause_if_fsdp2_was_not_told(rank
 
 @two
 def an_inf_on_one_rank_commits_nothing_on_any(rank: int, policy: str) -> None:
-    model = sharded(mesh=alone()["shards"])
-    optimizer, attachment = sgd(model), attached(model, alone(), "powersgd", policy)
+    model, optimizer, attachment = replica(alone(), "powersgd", policy)
     train(model, optimizer, rank, 0, 2)
     before = copy.deepcopy(attachment.state_dict()["groups"])
     model(torch.full((2, 20), float("inf") if rank else 1.0)).sum().backward()
@@ -868,10 +864,7 @@ def an_inf_on_one_rank_commits_nothing_on_any(rank: int, policy: str) -> None:
 
 def without_a_peer(rank: int, how: str, policy: str) -> Told | None:
     """Train on while rank 1 was killed, or does not come."""
-    mesh = alone()
-    model = sharded(mesh=mesh["shards"])
-    optimizer = sgd(model)
-    attached(model, mesh, "int8", policy, hook_timeout=0.5 if how == "late" else None)
+    model, optimizer, _ = replica(alone(), "int8", policy, hook_timeout=0.5 if how == "late" else None)
     train(model, optimizer, rank, 0, 2)
     if rank == 1:
         if how == "killed":
@@ -1018,10 +1011,9 @@ def buffers_that_are_dtensors_are_shared_too(rank: int) -> None:
 
 @two
 def frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> None:
-    mesh = alone()
     model = OnCodes(rank)
-    fully_shard(model.head, mesh=mesh["shards"])
-    optimizer, attachment = sgd(model.head), attached(model, mesh, "int8", policy)
+    fully_shard(model.head, mesh=alone()["shards"])
+    optimizer, attachment = sgd(model.head), attached(model, alone(), "int8", policy)
     assert model.marks() == [rank, 0]
     for step in range(3):
         model(torch.full((2, 4), rank + step + 1.0)).sum().backward()
@@ -1034,14 +1026,12 @@ def frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> None:
 
 @two
 def an_optimizer_that_steps_on_gradients_of_one_rank_is_stopped(rank: int, policy: str) -> None:
-    mesh = alone()
-    model = sharded(mesh=mesh["shards"])
-    optimizer, attachment = sgd(model), attached(model, mesh, "int8", policy)
+    model, optimizer, attachment = replica(alone(), "int8", policy)
     attachment.watch(optimizer)
     train(model, optimizer, rank, 0, 1)
-    model.set_all_reduce_hook(None)  # type: ignore[operator]  # FSDPModule's
-    model.first.set_all_reduce_hook(None)  # type: ignore[operator]
-    model.second["wide"].set_all_reduce_hook(None)  # type: ignore[operator]
+    model.set_all_reduce_hook(None)
+    model.first.set_all_reduce_hook(None)
+    model.second["wide"].set_all_reduce_hook(None)
     told = told_by(lambda: train(model, optimizer, rank, 1, 2))
     assert told.error == "NotAveragedError" and "set no other all-reduce hook" in told.text, told.text
     assert not attachment.is_attached
@@ -1051,10 +1041,9 @@ def an_optimizer_that_steps_on_gradients_of_one_rank_is_stopped(rank: int, polic
 @on_ranks(1)
 def test_one_rank_trains_as_a_distributed_data_parallel_with_a_hook_does(rank: int) -> None:
     """With itself, that is: without loss as without."""
-    mesh = alone()
-    plain = trained(rank, mesh["shards"], None, steps=3)[0]
+    plain = trained(rank, alone()["shards"], None, steps=3)[0]
     for policy in POLICIES:
-        assert furthest(plain, trained(rank, mesh, "all-reduce", policy, steps=3)[0]) == 0
+        assert furthest(plain, trained(rank, alone(), "all-reduce", policy, steps=3)[0]) == 0
 
 
 test_on_two_ranks, test_on_four_ranks = two.tests(), four.tests()
