@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -292,58 +293,53 @@ def test_a_conversion_that_changes_nothing_is_welcome() -> None:
     assert ddp.module.weight.grad is not None
 
 
-@facts
-def another_number_of_parameters_is_named_on_every_rank(rank: int) -> None:
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + rank)))
-    with pytest.raises(RuntimeError, match=r"Rank 0 has 2 params.*rank 1 has inconsistent 4.*1\.weight"):
-        wrap(model)
-
-
-@facts
-def another_shape_is_named_on_every_rank(rank: int) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3 + rank))
-    with pytest.raises(RuntimeError, match=r"\[1\].*'1\.weight'.*\(4, 2\).*not to match.*\(3, 2\)"):
-        wrap(model)
-
-
-@facts
-def other_strides_are_named_on_every_rank(rank: int) -> None:
+def channels_last_on_rank_1(rank: int) -> nn.Module:
     model = nn.Sequential(nn.Conv2d(2, 3, 3))
-    if rank == 1:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # 'No overload variant of "to"': the stubs leave memory_format alone out
-    with pytest.raises(RuntimeError, match=r"\[1\].*'0\.weight'.*strides"):
-        wrap(model)
+    return model.to(memory_format=torch.channels_last) if rank else model  # type: ignore[call-overload]  # 'No overload variant of "to"': the stubs leave memory_format alone out
 
 
-@facts
-def another_dtype_is_named_on_every_rank(rank: int) -> None:
-    with pytest.raises(RuntimeError, match=r"\[1\].*'weight'.*torch\.float64.*torch\.float32"):
-        wrap(scale().to([torch.float32, torch.float64][rank]))
-
-
-@facts
-def a_parameter_frozen_on_one_rank_is_named_on_every_rank(rank: int) -> None:
+def bias_frozen_on_rank_1(rank: int) -> nn.Module:
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(rank == 0)
-    with pytest.raises(RuntimeError, match="bias"):
-        wrap(model)
+    return model
+
+
+def with_buffer(buffer: Tensor) -> nn.Module:
+    model = scale()
+    model.register_buffer("running", buffer)
+    return model
+
+
+OTHER_ON_RANK_1: dict[str, tuple[Callable[[int], nn.Module], str]] = {
+    "number of parameters": (
+        lambda rank: nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + rank))),
+        r"Rank 0 has 2 params.*rank 1 has inconsistent 4.*1\.weight",
+    ),
+    "shape": (
+        lambda rank: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3 + rank)),
+        r"\[1\].*'1\.weight'.*\(4, 2\).*not to match.*\(3, 2\)",
+    ),
+    "strides": (channels_last_on_rank_1, r"\[1\].*'0\.weight'.*strides"),
+    "dtype": (
+        lambda rank: scale().to([torch.float32, torch.float64][rank]),
+        r"\[1\].*'weight'.*torch\.float64.*torch\.float32",
+    ),
+    "frozen parameter": (bias_frozen_on_rank_1, "bias"),
+    "shape of a frozen parameter": (
+        lambda rank: nn.Sequential(nn.Linear(2, 2 + rank).requires_grad_(False), nn.Linear(2, 2)),
+        r"0\.weight",
+    ),
+    "shape of a buffer": (lambda rank: with_buffer(torch.zeros(2 + rank)), "running"),
+    "dtype of a buffer": (lambda rank: with_buffer(torch.zeros(2).to([torch.float32, torch.float64][rank])), "running"),
+}
 
 
 @facts
-def another_shape_of_a_frozen_parameter_is_named_on_every_rank(rank: int) -> None:
-    model = nn.Sequential(nn.Linear(2, 2 + rank), nn.Linear(2, 2))
-    model[0].requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"0\.weight"):
-        wrap(model)
-
-
-@facts
-def another_buffer_is_named_on_every_rank(rank: int) -> None:
-    for buffer in (torch.zeros(2 + rank), torch.zeros(2, dtype=[torch.float32, torch.float64][rank])):
-        model = scale()
-        model.register_buffer("running", buffer)
-        with pytest.raises(RuntimeError, match="running"):
-            wrap(model)
+def what_rank_1_has_otherwise_is_named_on_every_rank(rank: int) -> None:
+    for what, (made_on, words) in OTHER_ON_RANK_1.items():
+        with pytest.raises(RuntimeError) as caught:
+            wrap(made_on(rank))
+        assert re.search(words, str(caught.value)), (what, str(caught.value))
 
 
 @facts

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from ddp_core import DistributedDataParallel
 from tests.commhooks.models import torchs_takes
+from tests.tiers import in_turn
 from tests.world import run_world
 
-SEEDS = 25
+SEEDS = [range(13), range(13, 25)]
 DTYPES = (torch.float32, torch.float32, torch.float32, torch.float64, torch.bfloat16)
 CAN_SYNC = torchs_takes("forward_sync_buffers")
 """An older PyTorch's class fails if a second forward pass comes before the backward pass and buffers are copied."""
@@ -138,7 +139,7 @@ def first_difference(ours: list[Any], theirs: list[Any]) -> str | None:
     return None if len(ours) == len(theirs) else f"{ours[0]}: {len(ours)} moments against {len(theirs)}"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_random_lives_are_those_of_pytorchs_class(world_size: int) -> None:
-    for differences in run_world(compare_lives, world_size, range(SEEDS), check_exit=False):
+@pytest.mark.parametrize(("world_size", "seeds"), in_turn([2, 3], SEEDS), ids=str)
+def test_random_lives_are_those_of_pytorchs_class(world_size: int, seeds: range) -> None:
+    for differences in run_world(compare_lives, world_size, seeds, check_exit=False):
         assert differences == []

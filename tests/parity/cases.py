@@ -29,24 +29,6 @@ class Place:
         return torch.Generator().manual_seed(1000 * self.step + self.rank)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One model with its data and its way of training."""
-
-    name: str
-    model: Callable[[], nn.Module]
-    batch: Callable[[Place], Batch]
-    backward: Callable[[Any, list[Batch]], None]
-    micro_batches: int = 1  # per optimiser step
-    options: dict[str, Any] = field(default_factory=dict)  # for DDP
-    static: bool = True  # the static-graph form applies
-    only_static: bool = False  # PyTorch's class refuses the other form
-    local: bool = True  # equal to local training on the joined batch
-    sparse: bool = False  # some gradients are sparse: SparseAdam takes AdamW's part for those
-    join: bool = False  # rank r leaves after steps - 3 * r
-    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
-
-
 def vectors(place: Place) -> Batch:
     generator = place.generator()
     return torch.randn(BATCH, 12, generator=generator), torch.randint(5, (BATCH,), generator=generator)
@@ -109,64 +91,54 @@ def accumulated(ddp: Any, batches: list[Batch]) -> None:
             models.cross_entropy(ddp(x), target).backward()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model with its data and its way of training."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[Place], Batch] = vectors
+    backward: Callable[[Any, list[Batch]], None] = one_backward
+    micro_batches: int = 1  # per optimiser step
+    options: dict[str, Any] = field(default_factory=dict)  # for DDP
+    static: bool = True  # the static-graph form applies
+    only_static: bool = False  # PyTorch's class refuses the other form
+    local: bool = True  # equal to local training on the joined batch
+    sparse: bool = False  # some gradients are sparse: SparseAdam takes AdamW's part for those
+    join: bool = False  # rank r leaves after steps - 3 * r
+
+
 CASES = {
     case.name: case
     for case in (
-        Case(name="mlp", model=models.mlp, batch=vectors, backward=one_backward, dtypes=(torch.float32, torch.float64)),
-        Case(name="cnn with batchnorm", model=models.cnn, batch=images, backward=one_backward, local=False),
-        Case(
-            name="channels-last cnn", model=models.channels_last_cnn, batch=channels_last_images, backward=one_backward
-        ),
-        Case(name="transformer, tied weights", model=models.TiedTransformer, batch=tokens, backward=one_backward),
-        Case(name="sparse embedding", model=models.Bag, batch=words, backward=one_backward, sparse=True, static=False),
+        Case(name="mlp", model=models.mlp),
+        Case(name="cnn with batchnorm", model=models.cnn, batch=images, local=False),
+        Case(name="channels-last cnn", model=models.channels_last_cnn, batch=channels_last_images),
+        Case(name="transformer, tied weights", model=models.TiedTransformer, batch=tokens),
+        Case(name="sparse embedding", model=models.Bag, batch=words, sparse=True, static=False),
         Case(
             name="branches unused on some ranks",
             model=models.Branches,
             batch=branches,
-            backward=one_backward,
             options={"find_unused_parameters": True},
             static=False,
             local=False,
         ),
-        Case(name="several outputs", model=models.Outputs, batch=vectors, backward=outputs_backward),
-        Case(name="several backward passes", model=models.mlp, batch=vectors, backward=one_backward, micro_batches=3),
+        Case(name="several outputs", model=models.Outputs, backward=outputs_backward),
+        Case(name="several backward passes", model=models.mlp, micro_batches=3),
         Case(
             name="two forward passes, one backward",
             model=models.mlp,
-            batch=vectors,
             backward=two_backwards_at_once,
             micro_batches=2,
             only_static=True,
         ),
-        Case(
-            name="gradient accumulation",
-            model=models.mlp,
-            batch=vectors,
-            backward=accumulated,
-            micro_batches=3,
-            # static=True: PyTorch's class fails an internal assertion when a static graph's first pass is no_sync
-            static=False,
-        ),
-        Case(
-            name="uneven inputs, join",
-            model=models.cnn,
-            batch=images,
-            backward=one_backward,
-            join=True,
-            static=False,
-            local=False,
-        ),
-        Case(
-            name="mixed fp32 and bf16", model=models.MixedPrecision, batch=vectors, backward=one_backward, local=False
-        ),
-        Case(
-            name="reentrant checkpoints",
-            model=models.Checkpointed,
-            batch=vectors,
-            backward=one_backward,
-            only_static=True,
-        ),
-        Case(name="odd parameters", model=models.Odd, batch=vectors, backward=one_backward, local=False),
+        # static=True: PyTorch's class fails an internal assertion when a static graph's first pass is no_sync
+        Case(name="gradient accumulation", model=models.mlp, backward=accumulated, micro_batches=3, static=False),
+        Case(name="uneven inputs, join", model=models.cnn, batch=images, join=True, static=False, local=False),
+        Case(name="mixed fp32 and bf16", model=models.MixedPrecision, local=False),
+        Case(name="reentrant checkpoints", model=models.Checkpointed, only_static=True),
+        Case(name="odd parameters", model=models.Odd, local=False),
     )
 }
 

@@ -15,9 +15,9 @@ from tests.tiers import thorough
 from tests.world import run_world
 
 STEPS = 50
-SHORT = 10
-"""Enough for all that happens: buckets are rebuilt after the first step, branches come round every 6 steps, and a rank
-leaves 3 steps before the next one. What follows repeats it."""
+SHORT = 7
+"""Enough for all that happens: buckets are rebuilt after the first step, branches come round every 6 steps, and of
+three ranks each leaves 3 steps before the next one. What follows repeats it."""
 TABLE = list(variants())
 MLP = Variant(case="mlp", optimizer="sgd", view=False, static=False, bucket_cap_mb=0.002)
 
@@ -31,7 +31,7 @@ def assert_equal_histories(world_size: int, chosen: list[Variant], timeout: floa
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("world_size", "part"), [(2, 0), (3, 1), *thorough([(2, 2), (3, 3)])])
+@pytest.mark.parametrize(("world_size", "part"), thorough([(3, 1), (2, 0), (2, 2), (3, 3)], unless=(3, 1).__eq__))
 def test_every_step_has_the_bits_of_pytorchs_ddp(world_size: int, part: int) -> None:
     """A quarter of the table, with each model; the whole of it, 50 steps, with 2, 3 and 4 ranks below."""
     chosen = [v for number, v in enumerate(TABLE) if (number + list(CASES).index(v.case)) % 4 == part]

@@ -22,10 +22,12 @@ from commhooks.unwrapping import bare
 from tests.commhooks.models import wrap
 from tests.commhooks.resuming import distance
 from tests.commhooks.told import told_by
+from tests.ddp_core.facts import Facts
 from tests.seldom.workers import Worker, adamw, network
 from tests.world import on_ranks, run_world
 
 WARMUP = 4
+facts = Facts(check_exit=False)
 
 
 def states_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -134,8 +136,8 @@ def test_an_averager_resumes_bit_for_bit_and_needs_its_own_state(rank: int, tmp_
     other.close()
 
 
-@on_ranks(2)
-def test_a_step_that_a_scaler_leaves_out_on_one_rank_counts_if_averaging_is_called(rank: int) -> None:
+@facts
+def a_step_that_a_scaler_leaves_out_on_one_rank_counts_if_averaging_is_called(rank: int) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     averager = ModelAverager(model, optimizer, every=3)
@@ -152,8 +154,8 @@ def test_a_step_that_a_scaler_leaves_out_on_one_rank_counts_if_averaging_is_call
     averager.close()
 
 
-@on_ranks(2, check_exit=False)
-def test_a_rank_that_is_not_finite_does_not_count_in_the_first_average(rank: int) -> None:
+@facts
+def a_rank_that_is_not_finite_does_not_count_in_the_first_average(rank: int) -> None:
     """Otherwise all ranks would begin with NaN, and drop every round from then on."""
     for spoilt in ([1], [0, 1]):
         model = network()
@@ -184,8 +186,8 @@ def test_a_rank_that_is_not_finite_does_not_count_in_the_first_average(rank: int
         averager.close()
 
 
-@on_ranks(2, check_exit=False)
-def test_an_averager_refuses_what_pytorchs_leaves_out_without_a_word(rank: int) -> None:
+@facts
+def an_averager_refuses_what_pytorchs_leaves_out_without_a_word(rank: int) -> None:
     """PyTorch's average nothing after `zero_grad()`, and fewer parameters on ranks that do not use some."""
     for settings, complaint in ({"every": 0}, "every must be"), ({"every": 2, "warmup_steps": 1.5}, "warmup_steps=1.5"):
         model = network()
@@ -216,11 +218,14 @@ class ScheduleFree(torch.optim.SGD):
         """Move them to the point of evaluation."""
 
 
-@on_ranks(2, check_exit=False)
-def test_an_optimizer_with_a_point_of_its_own_for_evaluation_is_refused(rank: int) -> None:
+@facts
+def an_optimizer_with_a_point_of_its_own_for_evaluation_is_refused(rank: int) -> None:
     """Schedule-free optimizers keep part of it on each rank, so that models end 1 to 2 % apart in evaluation."""
     for make in (ModelAverager, DiLoCo):
         model = network()
         told = told_by(lambda make=make, model=model: make(model, ScheduleFree(model.parameters(), lr=0.1), every=2))  # type: ignore[misc]
         assert told.error == "SettingsError" and "ScheduleFree has train() and eval()" in told.text, told
         assert "use an optimizer whose parameters are evaluated as they are" in told.text
+
+
+test_on_two_ranks = facts.tests()

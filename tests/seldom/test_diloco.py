@@ -319,10 +319,7 @@ def test_buffers_are_weighed_as_fragments_are(heaviest: float) -> None:
 
 
 def test_mixing_may_be_a_number_of_numpy() -> None:
-    model = nn.Linear(2, 2)
-    mixing: Any = numpy.float32(0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    diloco = DiLoCo(model, optimizer, every=2, mixing=mixing, line=lockstep_lines(1)[0])
+    (diloco,) = team_of([nn.Linear(2, 2)], every=2, mixing=numpy.float32(0.5))
     assert diloco.schedule.mixing == 0.5 and type(diloco.schedule.mixing) is float
     diloco.close()
     check_run_settings("attach", "fifo", numpy.float32(2.5))  # type: ignore[arg-type]  # a number, but no float
@@ -332,8 +329,7 @@ def test_tied_parameters_count_once_and_frozen_ones_are_left_out() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
     model[2].weight = model[0].weight
     model[1].bias.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    diloco = DiLoCo(model, optimizer, every=2, line=lockstep_lines(1)[0])
+    (diloco,) = team_of([model], every=2)
     assert [name for own in diloco.schedule.fragments for name in own] == ["0.weight", "0.bias", "1.weight"]
     shared = diloco.model_state()
     assert shared.keys() == model.state_dict().keys() and torch.equal(shared["2.weight"], shared["0.weight"])
@@ -608,13 +604,9 @@ def test_a_closed_one_counts_no_steps() -> None:
 
 
 def test_bytes_of_buffers_count_in_the_last_turn_and_steps_of_an_earlier_process_do_not() -> None:
-    lines = lockstep_lines(2)
-    made = [nn.Sequential(nn.Linear(9, 2), nn.BatchNorm1d(1000, affine=False), nn.Linear(1, 2)) for _ in lines]
+    made = [nn.Sequential(nn.Linear(9, 2), nn.BatchNorm1d(1000, affine=False), nn.Linear(1, 2)) for _ in range(2)]
     made[1].load_state_dict(made[0].state_dict())
-    team = [
-        DiLoCo(model, torch.optim.SGD(model.parameters()), every=4, fragments=2, delay=2, line=line)
-        for model, line in zip(made, lines, strict=True)
-    ]
+    team = team_of(made, every=4, fragments=2, delay=2)
     for _ in range(6):
         step_in_lockstep(team)
     counts = team[0].statistics()
@@ -622,14 +614,9 @@ def test_bytes_of_buffers_count_in_the_last_turn_and_steps_of_an_earlier_process
     assert counts.traffic.gradient_bytes == 4 * 20 + 2 * (4 * 4 + buffers), "after steps 4, and 2 and 6"
     assert counts.bytes_per_step == counts.traffic.moved_bytes / 6
     assert counts.peak_bytes_per_step == (4 * 4 + buffers + 2 * 32) / 2, "with a header of each"
-    saved = [worker.state_dict() for worker in team]
-    lines = lockstep_lines(2)
-    resumed = [
-        DiLoCo(model, torch.optim.SGD(model.parameters()), every=4, fragments=2, delay=2, line=line)
-        for model, line in zip(made, lines, strict=True)
-    ]
-    for worker, state in zip(resumed, saved, strict=True):
-        worker.load_state_dict(state)
+    resumed = team_of(made, every=4, fragments=2, delay=2)
+    for worker, before in zip(resumed, team, strict=True):
+        worker.load_state_dict(before.state_dict())
     for _ in range(4):
         step_in_lockstep(resumed)
     counts = resumed[0].statistics()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tests.commhooks.ranks import of_every_rank
+
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 INPUTS, CLASSES = 20, 7
+MODULES = ["the model", "first", "second.wide"]
 FP32 = MixedPrecisionPolicy()
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -51,6 +55,24 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+@functools.cache
+def sites() -> DeviceMesh:
+    """Return the mesh of four ranks in two sites, each of which has the whole model."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+
+
+@functools.cache
+def alone() -> DeviceMesh:
+    """Return the mesh of ranks each of which has the whole model."""
+    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
+
+
+@functools.cache
+def everyone() -> DeviceMesh:
+    """Return the mesh of all ranks, which share one model."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
 def sharded(
     policy: MixedPrecisionPolicy = FP32,
     *,
@@ -60,13 +82,11 @@ def sharded(
     **settings: Any,
 ) -> Network:
     """Return the network, a new one or `model`, sharded over a mesh or all ranks, three FSDP modules."""
-    if mesh is None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = model or Network()
     if frozen:
         model.first.bias.requires_grad_(False)
     for module in (model.first, model.second["wide"], model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, **settings)
+        fully_shard(module, mesh=everyone() if mesh is None else mesh, mp_policy=policy, **settings)
     return model
 
 
@@ -85,6 +105,14 @@ def with_grad_dtypes(
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(8, INPUTS, generator=generator), torch.randint(0, CLASSES, (8,), generator=generator)
+
+
+def backward(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    """Run a forward and a backward pass on the batch of a step; return the loss."""
+    inputs, targets = batch(rank, step)
+    loss = nn.functional.cross_entropy(model(inputs).float(), targets)
+    loss.backward()
+    return loss
 
 
 def train(
@@ -108,6 +136,18 @@ def shards(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of what this rank keeps of the parameters."""
     named: dict[str, Any] = dict(model.named_parameters())
     return {name: parameter.to_local().detach().clone() for name, parameter in named.items()}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of what this rank keeps of the gradients."""
+    named: dict[str, Any] = dict(model.named_parameters())
+    return {name: parameter.grad.to_local().clone() for name, parameter in named.items()}
+
+
+def assert_ranks_agree(model: nn.Module) -> None:
+    """Assert that two ranks keep the same of the parameters."""
+    one, other = of_every_rank(shards(model))
+    assert furthest(one, other) == 0
 
 
 def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

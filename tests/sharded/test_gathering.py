@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import commhooks
@@ -19,11 +19,25 @@ from commhooks.codecs import QSGD, Codec, Half, Int4, Int8
 from commhooks.sharded.gathering import Cut, Run, code_of
 from tests.commhooks.ranks import of_every_rank, survived
 from tests.commhooks.told import Told, told_by
-from tests.sharded.models import FP32, MIXED, NARROW, Network, batch, furthest, sgd, sharded, shards, train
-from tests.tiers import in_turn
+from tests.ddp_core.facts import Facts
+from tests.sharded.models import (
+    FP32,
+    MIXED,
+    MODULES,
+    NARROW,
+    Network,
+    batch,
+    everyone,
+    furthest,
+    sgd,
+    sharded,
+    shards,
+    train,
+)
+from tests.tiers import in_turn, thorough
 from tests.world import on_ranks, run_world_outcomes
 
-MODULES = ["the model", "first", "second.wide"]
+facts = Facts()
 
 
 def trained(
@@ -39,21 +53,25 @@ def trained(
     return shards(model), loss
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("resharded", [True, False])
-def test_what_travels_without_loss_trains_bit_for_bit_as_fsdp2_does(rank: int, resharded: bool) -> None:
+@facts
+def what_travels_without_loss_trains_bit_for_bit_as_fsdp2_does(rank: int) -> None:
     of_bf16: list[Any] = ["bf16", torch.float32, Half(block=16, dtype=torch.bfloat16)]
-    for policy, gathers in ((FP32, ["fp32"]), (MIXED, of_bf16), (NARROW, of_bf16)):
-        plain = trained(rank, None, policy, reshard_after_forward=resharded)
+    ways = ((FP32, ["fp32"]), (MIXED, of_bf16), (NARROW, of_bf16))
+    for resharded, (policy, gathers) in itertools.product((True, False), ways):
+        plain = trained(rank, None, policy, steps=4, reshard_after_forward=resharded)
         for gather in gathers:
-            ours = trained(rank, gather, policy, reshard_after_forward=resharded)
+            ours = trained(rank, gather, policy, steps=4, reshard_after_forward=resharded)
             assert furthest(plain[0], ours[0]) == 0 and plain[1] == ours[1], (policy, gather)
 
 
+FURTHEST = [("int8", 2e-2), ("int4", 0.2), ("bf16", 1e-2), ("fp8", 5e-2), ("mxfp4", 0.2)]
+
+
 @on_ranks(2)
-def test_codes_of_weights_train_about_as_well(rank: int) -> None:
+@pytest.mark.parametrize("codes", [FURTHEST[:2], *thorough([FURTHEST[2:]])], ids=str)
+def test_codes_of_weights_train_about_as_well(rank: int, codes: Any) -> None:
     _, plain = trained(rank, None, steps=20)
-    for gather, most in (("bf16", 1e-2), ("int8", 2e-2), ("fp8", 5e-2), ("int4", 0.2), ("mxfp4", 0.2)):
+    for gather, most in codes:
         _, loss = trained(rank, gather, steps=20)
         assert abs(loss / plain - 1) < most, (gather, loss, plain)
 
@@ -67,10 +85,12 @@ class Seen:
 
 
 @on_ranks("ranks")
-@pytest.mark.parametrize(("gather", "ranks"), in_turn(["int8", "int4:block=32", "fp8", "mxfp4", "fp16"], [2, 3]))
-def test_all_ranks_compute_with_what_the_codes_represent(rank: int, ranks: int, gather: str) -> None:
+@pytest.mark.parametrize(
+    ("codes", "ranks"), in_turn([["int8", "fp8", "fp16"], ["int4:block=32", "mxfp4"]], [2, 3]), ids=str
+)
+def test_all_ranks_compute_with_what_the_codes_represent(rank: int, ranks: int, codes: list[str]) -> None:
     """Their own shard included; each block is one rank's, and the ends of shards travel as they are."""
-    for policy in (FP32, MIXED):
+    for gather, policy in itertools.product(codes, (FP32, MIXED)):
         model = sharded(policy)
         attachment = attach_sharded(model, "all-reduce", gather=gather)
         optimizer, seen = sgd(model), Seen(model.second["wide"])
@@ -96,7 +116,7 @@ def represented(code: Codec | torch.dtype, shard: Tensor) -> Tensor:
 
 
 @on_ranks("ranks")
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", thorough([2, 3], unless=(3).__eq__))
 def test_bytes_are_those_of_codes_and_ends_to_every_other_rank(rank: int, ranks: int) -> None:
     """Of 32 bytes more for whose turn it is, and of rows that are multiples of their widest elements."""
     chunks = {name: -(-own.shape[0] // ranks) * own[:1].numel() for name, own in Network().named_parameters()}
@@ -123,16 +143,16 @@ def test_bytes_are_those_of_codes_and_ends_to_every_other_rank(rank: int, ranks:
         attachment.detach()
 
 
-@on_ranks(2)
-def test_weights_are_gathered_where_no_gradient_is(rank: int) -> None:
-    """In evaluation, of frozen modules, under activation checkpointing, with tied weights and from the host."""
+@facts
+def weights_are_gathered_where_no_gradient_is(rank: int) -> None:
+    """As in evaluation: of frozen modules, under activation checkpointing, with tied weights and from the host."""
     model = Network()
     model.first.requires_grad_(False)
     model.second["wide"] = checkpoint_wrapper(model.second["wide"])
     model.second["tied"] = nn.Linear(130, 7)
     model.second["tied"].weight = model.head.weight
     for module in (model.first, model.second["wide"], model):
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        fully_shard(module, mesh=everyone())
     attachment = attach_sharded(model, "int8", gather="int8")
     assert list(attachment) == ["the model", "second.wide"] and list(attachment.gathers) == MODULES
     with torch.no_grad():
@@ -150,8 +170,8 @@ def test_weights_are_gathered_where_no_gradient_is(rank: int) -> None:
     assert attachment.gathers["first"].statistics().steps == gathered
 
 
-@on_ranks(2)
-def test_shards_that_lie_elsewhere_are_gathered_too(rank: int) -> None:
+@facts
+def shards_that_lie_elsewhere_are_gathered_too(rank: int) -> None:
     model = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
     plain = trained(rank, "int8", steps=3)[0]
     attachment = attach_sharded(model, "all-reduce", gather="int8")
@@ -167,10 +187,10 @@ def test_among_fewer_ranks_weights_are_gathered_once_decoded(rank: int) -> None:
     assert furthest(whole, parts) == 0
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("gather", ["int8", "int4", "fp8", "mxfp4", "e3m0", "fp16"])
-def test_a_weight_that_is_not_finite_is_so_on_every_rank(rank: int, gather: str) -> None:
-    for bad in (float("inf"), float("nan")):
+@facts
+def a_weight_that_is_not_finite_is_so_on_every_rank(rank: int) -> None:
+    codes = ("int8", "int4", "fp8", "mxfp4", "e3m0", "fp16")
+    for gather, bad in itertools.product(codes, (float("inf"), float("nan"))):
         model = sharded()
         attachment = attach_sharded(model, "all-reduce", gather=gather)
         if rank == 1:
@@ -179,12 +199,12 @@ def test_a_weight_that_is_not_finite_is_so_on_every_rank(rank: int, gather: str)
                 weight.to_local().view(-1)[3] = bad
         seen = Seen(model.head)
         model(batch(0, 0)[0])
-        assert not seen.weights[0][4:].isfinite().all() and seen.weights[0][:4].isfinite().all()
+        assert not seen.weights[0][4:].isfinite().all() and seen.weights[0][:4].isfinite().all(), gather
         attachment.detach()
 
 
-@on_ranks(2)
-def test_what_cannot_be_gathered_is_refused_in_words(rank: int) -> None:
+@facts
+def what_cannot_be_gathered_is_refused_in_words(rank: int) -> None:
     model = sharded()
     for gather, text in (
         ("powersgd", "expected a code of blocks, such as 'int8'"),
@@ -213,10 +233,13 @@ def test_what_cannot_be_gathered_is_refused_in_words(rank: int) -> None:
     model.first.set_custom_all_gather(attachment.gathers["first"]._before)  # type: ignore[operator]  # as above
     mixed = nn.Linear(4, 4)
     mixed.bias = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)
-    fully_shard(mixed, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(mixed, mesh=everyone())
     attachment = attach_sharded(mixed, "all-reduce", gather="int8")
     told = told_by(lambda: mixed(torch.zeros(1, 4)))
     assert told.error == "AttachError" and "elements of torch.uint8 in place of 10 floating-point ones" in told.text
+
+
+test_on_two_ranks = facts.tests()
 
 
 def without_a_peer(rank: int, how: str) -> Told | None:
@@ -233,7 +256,7 @@ def without_a_peer(rank: int, how: str) -> Told | None:
     return told_by(lambda: train(model, sgd(model), rank, 2, 3))
 
 
-@pytest.mark.parametrize("how", ["killed", "astray"])
+@pytest.mark.parametrize("how", thorough(["killed", "astray"], unless="astray".__eq__))
 def test_a_rank_that_dies_or_gathers_something_else_is_named(how: str) -> None:
     first, _ = run_world_outcomes(without_a_peer, 2, how)
     assert survived(first), first.describe()

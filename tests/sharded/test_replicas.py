@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import itertools
 import os
 import re
 import signal
@@ -29,51 +31,53 @@ from ddp_core import DistributedDataParallel
 from tests.commhooks.ranks import of_every_rank, survived
 from tests.commhooks.resuming import distance
 from tests.commhooks.told import Told, told_by
+from tests.ddp_core.facts import Facts
 from tests.quantised import OnCodes
 from tests.sharded.models import (
     FP32,
+    INPUTS,
     MIXED,
+    MODULES,
     NARROW,
     UNSAID,
     Make,
     Network,
     adamw,
+    alone,
+    assert_ranks_agree,
+    backward,
     batch,
     follows_grad_dtype,
     furthest,
+    gradients,
     reduces_in_grad_dtype,
     sgd,
     sharded,
     shards,
+    sites,
     train,
     with_grad_dtypes,
 )
 from tests.tiers import in_turn, thorough
 from tests.world import on_ranks, run_world_outcomes, stay_away, tell
 
-STEPS = 20
+STEPS = 13
 POLICIES = ["fifo", "fused"]
-FIFO_ELSE_LATER, FUSED_ELSE_LATER = (
-    pytest.mark.parametrize("policy", thorough(POLICIES, unless=policy.__eq__)) for policy in POLICIES
-)
-"""Tests take turns with the policies; `make test-all` runs each with both."""
-MODULES = ["the model", "first", "second.wide"]
-
-
-def sites() -> DeviceMesh:
-    """Return the mesh of four ranks in two sites, each of which has the whole model."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-
-
-def alone() -> DeviceMesh:
-    """Return the mesh of ranks each of which has the whole model."""
-    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
+CAN_END_BY_HAND = hasattr(FSDPModule, "set_manual_backward_finalization")
+two, four = Facts(2, turns=POLICIES), Facts(4, turns=POLICIES)
 
 
 def attached(model: nn.Module, mesh: DeviceMesh, compressor: str, policy: Any, **settings: Any) -> ReplicasAttachment:
-    return attach_replicas(
-        model, compressor, mesh["replicas"].get_group(), policy=policy, **{"hook_timeout": 30.0, **settings}
-    )
+    group = mesh["replicas"].get_group()
+    return attach_replicas(model, compressor, group, policy=policy, **{"hook_timeout": 30.0, **settings})
+
+
+def replica(
+    mesh: DeviceMesh, compressor: str, policy: Any, make: Make = sgd, **settings: Any
+) -> tuple[Any, torch.optim.Optimizer, ReplicasAttachment]:
+    """Return a new model, its optimizer, and its attachment to the others' replicas."""
+    model = sharded(mesh=mesh["shards"])
+    return model, make(model), attached(model, mesh, compressor, policy, **settings)
 
 
 def trained(
@@ -111,22 +115,26 @@ def assert_replicas_are_equal(model: nn.Module, mesh: DeviceMesh) -> None:
         assert torch.equal(others[0], others[1]), name
 
 
+WAYS: list[tuple[MixedPrecisionPolicy, dict[str, Any]]] = [
+    (FP32, {}),
+    (MIXED, {}),
+    (NARROW, {}),
+    (UNSAID, {}),
+    (FP32, {"frozen": True}),
+    (FP32, {"accumulated": 2}),
+    (FP32, {"reshard_after_forward": False}),
+]
+POLICIES_AND_OPTIMIZERS = list(itertools.product(POLICIES, (sgd, adamw)))
+
+
 @on_ranks(4)
-@pytest.mark.parametrize(("policy", "make"), in_turn(POLICIES, [sgd, adamw]))
-def test_without_loss_shards_are_those_of_native_hsdp_bit_for_bit(rank: int, policy: str, make: Make) -> None:
+@pytest.mark.parametrize("offset", [0, *thorough([1, 2, 3])])
+def test_without_loss_shards_are_those_of_native_hsdp_bit_for_bit(rank: int, offset: int) -> None:
     """With reduce_dtype=bf16 "fused" averages in the parameters' fp32, and is more precise than HSDP."""
-    mesh = sites()
-    ways: list[tuple[MixedPrecisionPolicy, dict[str, Any]]] = [(FP32, {"steps": STEPS}), (MIXED, {}), (NARROW, {})]
-    ways += [
-        (UNSAID, {}),
-        (FP32, {"frozen": True}),
-        (FP32, {"accumulated": 2}),
-        (FP32, {"reshard_after_forward": False}),
-    ]
-    for precision, how in ways:
+    for number, (precision, how) in enumerate(WAYS):
+        policy, make = POLICIES_AND_OPTIMIZERS[(number + offset) % 4]
         native, ours = (
-            trained(rank, mesh, name, policy, make, precision, **{"steps": 5, **how})[0]
-            for name in (None, "all-reduce")
+            trained(rank, sites(), name, policy, make, precision, steps=4, **how)[0] for name in (None, "all-reduce")
         )
         if precision in ((NARROW,) if reduces_in_grad_dtype else (NARROW, UNSAID)) and policy == "fused":
             assert 0 < furthest(native, ours) < 0.01
@@ -150,10 +158,8 @@ def test_replicas_average_gradients_of_each_grad_dtype_as_native_hsdp_does(rank:
             if policy is None:
                 model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
             attachment = attached(model, mesh, "all-reduce", policy) if policy else None
-            inputs, targets = batch(rank, 0)
-            nn.functional.cross_entropy(model(inputs).float(), targets).backward()
-            named: dict[str, Any] = dict(model.named_parameters())
-            kept.append({name: parameter.grad.to_local() for name, parameter in named.items()})
+            backward(model, rank)
+            kept.append(gradients(model))
             if attachment is not None:
                 attachment.detach()
         for other in kept[1:]:
@@ -161,9 +167,7 @@ def test_replicas_average_gradients_of_each_grad_dtype_as_native_hsdp_does(rank:
             assert furthest(kept[0], other) <= (0.01 if precision is FP32 else 0), (precision, wanted)
 
 
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_manual_backward_finalization"), reason="FSDP2 always ends a backward pass itself"
-)
+@pytest.mark.skipif(not CAN_END_BY_HAND, reason="FSDP2 always ends a backward pass itself")
 @on_ranks(2)
 def test_a_backward_pass_that_the_program_ends_is_averaged_or_refused(rank: int) -> None:
     kept, mesh = [], alone()
@@ -176,8 +180,7 @@ def test_a_backward_pass_that_the_program_ends_is_averaged_or_refused(rank: int)
         else:
             attached(model, mesh, "all-reduce", policy)
         model.set_manual_backward_finalization(True)
-        inputs, targets = batch(rank, 0)
-        nn.functional.cross_entropy(model(inputs), targets).backward()
+        backward(model, rank)
         told = told_by(model.finalize_backward)
         if policy == "fused":
             assert "outside a backward pass (set_manual_backward_finalization)" in told.text, told.text
@@ -187,29 +190,26 @@ def test_a_backward_pass_that_the_program_ends_is_averaged_or_refused(rank: int)
     assert furthest(kept[0], kept[1]) == furthest(kept[0], kept[2]) == 0
 
 
-@on_ranks(4)
-def test_ranks_that_keep_the_whole_model_train_as_a_distributed_data_parallel_does(rank: int) -> None:
+@four
+def ranks_that_keep_the_whole_model_train_as_a_distributed_data_parallel_does(rank: int, policy: str) -> None:
     """`attach_replicas` copies rank 0's parameters and buffers, as DDP does.
 
     The sums of four gradients below 1, in other orders, differ by at most 6 roundings of 2^-24, of which SGD with a
-    rate of 0.1 and a momentum of 0.9 adds up at most one for each step: 20 * 6 * 2^-24 is less than 1e-5.
+    rate of 0.1 and a momentum of 0.9 adds up at most one for each step.
     """
     ddp = DistributedDataParallel(Network(), find_unused_parameters=True)
     train(ddp, sgd(ddp), rank, 0, STEPS)
-    whole = {name: p.detach() for name, p in ddp.module.named_parameters()}
-    for policy in POLICIES:
-        mesh = alone()
-        model = sharded(mesh=mesh["shards"])
-        model.register_buffer("seen", torch.full((3,), rank, dtype=torch.int16))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(rank)
-        attachment = attached(model, mesh, "all-reduce", policy)
-        assert list(attachment) == (["all modules"] if policy == "fused" else MODULES)
-        train(model, sgd(model), rank, 0, STEPS)
-        assert furthest(whole, shards(model)) < 1e-5
-        assert dict(model.named_buffers())["seen"].tolist() == [0, 0, 0]
-        attachment.detach()
+    model = sharded(mesh=alone()["shards"])
+    model.register_buffer("seen", torch.full((3,), rank, dtype=torch.int16))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(rank)
+    attachment = attached(model, alone(), "all-reduce", policy)
+    assert list(attachment) == (["all modules"] if policy == "fused" else MODULES)
+    train(model, sgd(model), rank, 0, STEPS)
+    assert furthest({name: p.detach() for name, p in ddp.module.named_parameters()}, shards(model)) < STEPS * 6 * 2**-24
+    assert dict(model.named_buffers())["seen"].tolist() == [0, 0, 0]
+    attachment.detach()
 
 
 @pytest.mark.kernels
@@ -219,13 +219,12 @@ def test_every_compressor_trains_the_same_per_module_and_at_once(rank: int) -> N
 
     But for PowerSGD's products of matrices: some kernels round them differently at another place in memory. Each of
     three in a step has at most 130 terms, of gradients below 1, and SGD with a rate of 0.1 and a momentum of 0.9 adds
-    their rounding up once for each step: 20 * 3 * 130 * 2^-24 is less than 5e-4.
+    their rounding up once for each step.
     """
     mesh, found = sites(), dict[str, dict[str, Tensor]]()
-    for name, collectives in (("all-reduce", 1), ("int8", 3), ("bf16", 1), ("powersgd", 2)):
+    for name, collectives in (("int8", 3), ("bf16", 1), ("powersgd", 2)):
         for policy in POLICIES:
-            model = sharded(mesh=mesh["shards"])
-            attachment, optimizer = attached(model, mesh, name, policy), sgd(model)
+            model, optimizer, attachment = replica(mesh, name, policy)
             losses = [train(model, optimizer, rank, 0, 1) for _ in range(STEPS)]
             assert losses[-1] < losses[0] / 2, (name, losses)
             assert_replicas_are_equal(model, mesh)
@@ -236,32 +235,32 @@ def test_every_compressor_trains_the_same_per_module_and_at_once(rank: int) -> N
             if policy == "fused":
                 assert counts.steps == STEPS and counts.collectives == collectives * STEPS
             attachment.detach()
-        assert furthest(found["fifo"], found["fused"]) <= (5e-4 if name == "powersgd" else 0), name
+        assert furthest(found["fifo"], found["fused"]) <= (STEPS * 3 * 130 * 2**-24 if name == "powersgd" else 0), name
 
 
-@on_ranks(4)
-def test_the_guide_tells_what_is_sent(rank: int) -> None:
+@four
+def the_guide_tells_what_is_sent(rank: int, policy: str) -> None:
     """Of its model, on two sites of two ranks."""
     mesh, guide = sites(), (Path(__file__).parents[2] / "docs/guide/sharded.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([^`]+)` \| ([\d,]+) \| (\d+) \| ([\d,]+) \| (\d+) \|$", guide, re.M)
     assert len(rows) == 6
-    for name, at_once, fused, per_module, fifo in rows:
-        for policy, moved, collectives in (("fused", at_once, fused), ("fifo", per_module, fifo)):
-            model = nn.Sequential(nn.Linear(20, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10))
-            for layer in (model[0], model[2], model):
-                fully_shard(layer, mesh=mesh["shards"])
-            attachment = attached(model, mesh, name, policy)
-            for step in range(2):
-                nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
-                model.zero_grad()
-            counts = attachment.statistics()
-            assert counts.moved_bytes == 2 * int(moved.replace(",", "")), (name, policy)
-            assert counts.collectives == 2 * int(collectives), (name, policy)
-            attachment.detach()
+    for name, *told in rows:
+        moved, collectives = told[:2] if policy == "fused" else told[2:]
+        model = nn.Sequential(nn.Linear(20, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh["shards"])
+        attachment = attached(model, mesh, name, policy)
+        for step in range(2):
+            backward(model, rank, step)
+            model.zero_grad()
+        counts = attachment.statistics()
+        assert counts.moved_bytes == 2 * int(moved.replace(",", "")), name
+        assert counts.collectives == 2 * int(collectives), name
+        attachment.detach()
 
 
-@on_ranks(4)
-def test_flexdemo_trains_within_sites_on_means_between_them(rank: int) -> None:
+@four
+def flexdemo_trains_within_sites_on_means_between_them(rank: int) -> None:
     """DeMo's momentum takes the place of the optimizer's."""
     mesh = sites()
     model = sharded(mesh=mesh["shards"])
@@ -273,9 +272,8 @@ def test_flexdemo_trains_within_sites_on_means_between_them(rank: int) -> None:
     attachment.detach()
 
 
-@on_ranks(4)
-@FIFO_ELSE_LATER
-def test_both_hops_are_compressed_in_any_order_of_attaching(rank: int, policy: str) -> None:
+@four
+def both_hops_are_compressed_in_any_order_of_attaching(rank: int, policy: str) -> None:
     mesh = sites()
     for within_first in (True, False):
         model = sharded(mesh=mesh["shards"])
@@ -298,12 +296,11 @@ def test_both_hops_are_compressed_in_any_order_of_attaching(rank: int, policy: s
 
 
 @on_ranks(4)
-@FUSED_ELSE_LATER
+@pytest.mark.parametrize("policy", thorough(POLICIES, unless="fused".__eq__))
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(rank: int, policy: str, tmp_path: Path) -> None:
     """One checkpoint of torch.distributed holds the state of every shard, of its true shape."""
     mesh = sites()
-    model = sharded(mesh=mesh["shards"])
-    optimizer, attachment = adamw(model), attached(model, mesh, "powersgd", policy)
+    model, optimizer, attachment = replica(mesh, "powersgd", policy, make=adamw)
     train(model, optimizer, rank, 0, 4)
     state = attachment.state_dict()
     (label,) = [one for one in state["groups"] if one.startswith(("all modules", "second.wide"))]
@@ -355,11 +352,8 @@ def accumulating(name: str, model: Any, step: int) -> bool:
     return is_last
 
 
-@on_ranks(4)
-@FIFO_ELSE_LATER
-def test_modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit_for_bit(
-    rank: int, policy: str
-) -> None:
+@four
+def modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit_for_bit(rank: int, policy: str) -> None:
     """Gradients of modules that want no average are kept aside: there are none in `.grad`, as with HSDP."""
     mesh = sites()
     for which, exchanges in (
@@ -378,7 +372,7 @@ def test_modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit
             empty.append([])
             for step in range(6):
                 steps = accumulating(which, model, step)
-                nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
+                backward(model, rank, step)
                 empty[-1].append([one for one, parameter in model.named_parameters() if parameter.grad is None])
                 if steps:
                     optimizer.step()
@@ -391,89 +385,79 @@ def test_modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit
         assert empty[0] == empty[1], which
 
 
-@on_ranks(2)
-@FUSED_ELSE_LATER
-def test_a_watched_optimizer_may_step_while_a_module_keeps_its_gradients(rank: int, policy: str) -> None:
+@two
+def a_watched_optimizer_may_step_while_a_module_keeps_its_gradients(rank: int, policy: str) -> None:
     """Also on the zeros that `zero_grad(set_to_none=False)` leaves in `.grad`."""
-    mesh = alone()
     for to_none in (True, False):
-        model: Any = sharded(mesh=mesh["shards"])
-        optimizer, attachment = sgd(model), attached(model, mesh, "int8", policy)
+        model, optimizer, attachment = replica(alone(), "int8", policy)
         attachment.watch(optimizer)
         for step in range(5):
             accumulating("one at every step of another", model, step)
-            nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
+            backward(model, rank, step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
-        assert all(torch.equal(*of_every_rank(shard)) for shard in shards(model).values())
+        assert_ranks_agree(model)
         attachment.detach()
 
 
-@on_ranks(2)
-@FIFO_ELSE_LATER
-def test_what_was_kept_before_a_backward_pass_that_failed_is_dropped_as_native_hsdp_drops_it(
-    rank: int, policy: str
-) -> None:
-    mesh, (inputs, targets), found = alone(), batch(rank, 0), []
+@two
+def what_was_kept_before_a_backward_pass_that_failed_is_dropped_as_native_hsdp_drops_it(rank: int, policy: str) -> None:
+    found = []
     for name in (None, "all-reduce"):
-        model: Any = sharded(mesh=mesh if name is None else mesh["shards"])
+        model: Any = sharded(mesh=alone() if name is None else alone()["shards"])
         model.set_reduce_scatter_unused_params(True)
-        attachment = attached(model, mesh, name, policy) if name is not None else None
-
-        def backward(model: Any = model) -> None:
-            nn.functional.cross_entropy(model(inputs), targets).backward()
-
+        attachment = attached(model, alone(), name, policy) if name is not None else None
         model.set_requires_all_reduce(False)
-        backward()
+        backward(model, rank)
         if attachment is not None:
             assert attachment.memory_report().gradients == 4 * sum(one.numel() for one in shards(model).values())
-        assert "shape" in told_by(lambda model=model: model(inputs[:, 1:])).text  # type: ignore[misc]  # a lambda's
+        assert "shape" in told_by(lambda model=model: model(torch.ones(8, INPUTS - 1))).text  # type: ignore[misc]  # a lambda's
         model.reset_iter_state()
-        backward()
+        backward(model, rank)
         for module in (model.first, model.head):  # the last and the first one that has a gradient
-            failing = module.register_full_backward_hook(_fail)
-            assert "of its own" in told_by(backward).text
-            failing.remove()
+            fails_in_its_backward_pass(model, module, rank)
             model.reset_iter_state()
             model.zero_grad()
-            backward()
+            backward(model, rank)
         model.set_requires_all_reduce(True)
-        backward()
-        found.append({name: one.grad.to_local() for name, one in model.named_parameters()})
+        backward(model, rank)
+        found.append(gradients(model))
         if attachment is not None:
             attachment.detach()
     assert furthest(*found) == 0
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_detaching_gives_kept_gradients_back_as_a_detached_ddp_has_them(rank: int, policy: str) -> None:
+def fails_in_its_backward_pass(model: nn.Module, module: nn.Module, rank: int) -> None:
+    """Let a module of the model fail in one backward pass."""
+    failing = module.register_full_backward_hook(_fail)
+    assert "of its own" in told_by(lambda: backward(model, rank)).text
+    failing.remove()
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("a failure of its own")
+
+
+@two
+def detaching_gives_kept_gradients_back_as_a_detached_ddp_has_them(rank: int, policy: str) -> None:
     """In `.grad`, added to what was averaged, also if a parameter was frozen since; none of a pass that failed.
 
     Kernels may sum the 130 terms of a gradient below 1 in another order: 130 * 2^-24 is less than 1e-5.
     """
-    mesh, (inputs, targets), plain = alone(), batch(rank, 0), Network()
-    nn.functional.cross_entropy(plain(inputs), targets).backward()
+    plain = Network()
+    backward(plain, rank)
     own = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in plain.named_parameters()}
     for then in ("detach", "freeze", "fail", "reset"):
-        model: Any = sharded(mesh=mesh["shards"])
-        attachment = attached(model, mesh, "all-reduce", policy)
-
-        def backward(model: Any = model) -> None:
-            nn.functional.cross_entropy(model(inputs), targets).backward()
-
-        def gradients(model: Any = model) -> dict[str, Tensor]:
-            return {name: one.grad.to_local().clone() for name, one in model.named_parameters()}
-
-        backward()
-        means = gradients()
+        model: Any = sharded(mesh=alone()["shards"])
+        attachment = attached(model, alone(), "all-reduce", policy)
+        backward(model, rank)
+        means = gradients(model)
         model.set_requires_all_reduce(False)
-        backward()
+        backward(model, rank)
         if then == "freeze":
             model.first.weight.requires_grad_(False)
         elif then == "fail":
-            model.head.register_full_backward_hook(_fail)
-            assert "of its own" in told_by(backward).text
+            fails_in_its_backward_pass(model, model.head, rank)
         elif then == "reset":
             model.reset_iter_state()
         with warnings.catch_warnings(record=True, action="always") as warned:
@@ -483,63 +467,53 @@ def test_detaching_gives_kept_gradients_back_as_a_detached_ddp_has_them(rank: in
         kept = then in ("detach", "freeze")
         told = [str(one.message) for one in warned if "kept gradients aside" in str(one.message)]
         assert len(told) == (kept and rank == 0) and ("and 2 other modules" in told[0] if told else True), told
-        assert furthest(gradients(), {name: means[name] + kept * own[name] for name in own}) < 1e-5, then
+        assert furthest(gradients(model), {name: means[name] + kept * own[name] for name in own}) < 1e-5, then
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("ends_by_hand", [False, True])
-def test_what_would_act_on_gradients_that_are_kept_is_named(rank: int, ends_by_hand: bool) -> None:
-    model: Any = sharded(mesh=alone()["shards"])
-    if ends_by_hand and not hasattr(model, "set_manual_backward_finalization"):
-        return
-    attachment = attached(model, alone(), "int8", "fifo")
-    model.set_requires_all_reduce(False)
-    if ends_by_hand:
-        model.set_manual_backward_finalization(True)
-    else:
-        model.head.weight.register_post_accumulate_grad_hook(lambda _: None)
-
-    def backward() -> None:
-        model(batch(rank, 0)[0]).sum().backward()
-        if ends_by_hand:
-            model.finalize_backward()
-
-    told = told_by(backward)
-    complaint = (
-        "set_manual_backward_finalization; accumulate gradients with set_requires_gradient_sync(False)"
-        if ends_by_hand
-        else "register_post_accumulate_grad_hook: FSDP2 would call the hook of 'head.weight' with zeros; accumulate"
-    )
-    assert told.error in {"CompressorError", "CollectiveError"}, told
-    assert f"set_requires_all_reduce(False) cannot be combined with {complaint}" in told.text, told
-    attachment.detach()
+@two
+def what_would_act_on_gradients_that_are_kept_is_named(rank: int) -> None:
+    complaints = {
+        "hook": "register_post_accumulate_grad_hook: FSDP2 would call the hook of 'head.weight' with zeros; accumulate",
+        "end": "set_manual_backward_finalization; accumulate gradients with set_requires_gradient_sync(False)",
+    }
+    for acts, complaint in list(complaints.items())[: 1 + CAN_END_BY_HAND]:
+        model: Any = sharded(mesh=alone()["shards"])
+        attachment = attached(model, alone(), "int8", "fifo")
+        model.set_requires_all_reduce(False)
+        if acts == "hook":
+            model.head.weight.register_post_accumulate_grad_hook(lambda _: None)
+            told = told_by(functools.partial(backward, model, rank))
+        else:
+            model.set_manual_backward_finalization(True)
+            backward(model, rank)
+            told = told_by(model.finalize_backward)
+        assert told.error in {"CompressorError", "CollectiveError"}, told
+        assert f"set_requires_all_reduce(False) cannot be combined with {complaint}" in told.text, told
+        attachment.detach()
 
 
-@on_ranks(2)
-@FUSED_ELSE_LATER
-def test_means_add_up_and_what_was_not_averaged_before_is_named(rank: int, policy: str) -> None:
+@two
+def means_add_up_and_what_was_not_averaged_before_is_named(rank: int, policy: str) -> None:
     """Under "fifo" each module's new gradients alone are averaged, whatever `.grad` holds."""
-    mesh, (inputs, targets) = alone(), batch(rank, 0)
-    model = sharded(mesh=mesh["shards"])
+    model = sharded(mesh=alone()["shards"])
     for compressor in ("all-reduce", "int8"):
-        attachment = attached(model, mesh, compressor, policy)
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        once = {name: one.grad.to_local().clone() for name, one in model.named_parameters()}  # type: ignore[union-attr]  # there is one
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        twice = {name: one.grad.to_local().clone() for name, one in model.named_parameters()}  # type: ignore[union-attr]
+        attachment = attached(model, alone(), compressor, policy)
+        backward(model, rank)
+        once = gradients(model)
+        backward(model, rank)
+        twice = gradients(model)
         if compressor == "all-reduce":
             assert furthest({name: 2 * one for name, one in once.items()}, twice) == 0
-        assert all(torch.equal(*of_every_rank(one)) for one in twice.values())
+        assert furthest(*of_every_rank(twice)) == 0
         attachment.detach()
         model.zero_grad()
-    nn.functional.cross_entropy(model(inputs), targets).backward()
-    attachment = attached(model, mesh, "all-reduce", policy)
-    told = told_by(lambda: nn.functional.cross_entropy(model(inputs), targets).backward())
+    backward(model, rank)
+    attachment = attached(model, alone(), "all-reduce", policy)
+    told = told_by(lambda: backward(model, rank))
     if policy == "fused":
         assert told.error in {"CompressorError", "CollectiveError"}, told.text
         assert "had a gradient before this backward pass that this attachment has not averaged" in told.text
     attachment.detach()
-    model.zero_grad()
 
 
 class Branches(nn.Module):
@@ -557,33 +531,29 @@ class Branches(nn.Module):
         return y
 
 
-@on_ranks(2)
-@FIFO_ELSE_LATER
-def test_modules_that_some_replicas_do_not_use_hang_nobody(rank: int, policy: str) -> None:
+@two
+def modules_that_some_replicas_do_not_use_hang_nobody(rank: int, policy: str) -> None:
     """At once, they send zeros; per module, the ranks disagree in words, and what no rank uses is left alone."""
-    mesh = alone()
     model = Branches()
     for module in (model.stem, model.left, model.right, model.never, model):
         if module is not model:
-            fully_shard(module, mesh=mesh["shards"])
-    attachment = attached(model, mesh, "int8", policy, hook_timeout=5.0)
+            fully_shard(module, mesh=alone()["shards"])
+    attachment = attached(model, alone(), "int8", policy, hook_timeout=5.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, rank, 0, 3)
     model.uses = "left" if rank == 0 else "right"
     told = told_by(lambda: train(model, optimizer, rank, 3, 6))
     if policy == "fused":
         assert told.error == "nothing", told.text
-        for name, shard in shards(model).items():
-            assert torch.equal(*of_every_rank(shard)), name
+        assert_ranks_agree(model)
     else:
         assert told.error == "CollectiveError", told.text
         assert not optimizer.state[model.never.weight], "no step was taken"
     attachment.detach()
 
 
-@on_ranks(2)
-@FUSED_ELSE_LATER
-def test_gradients_that_are_kept_add_up_by_parameter_if_passes_use_others(rank: int, policy: str) -> None:
+@two
+def gradients_that_are_kept_add_up_by_parameter_if_passes_use_others(rank: int, policy: str) -> None:
     """Both layers are of one size, and of one FSDP module, which reduces either alone unless zeros fill its place."""
     found, mesh = [], alone()
     for name in (None, "all-reduce"):
@@ -599,7 +569,7 @@ def test_gradients_that_are_kept_add_up_by_parameter_if_passes_use_others(rank: 
             model.uses = uses
             if attachment is not None:
                 model.set_requires_all_reduce(step in (2, 4))
-            nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
+            backward(model, rank, step)
         trained: dict[str, Any] = {one: p for one, p in model.named_parameters() if p.requires_grad}
         if attachment is None:
             for parameter in trained.values():
@@ -613,8 +583,8 @@ def test_gradients_that_are_kept_add_up_by_parameter_if_passes_use_others(rank: 
     assert furthest(*found) < 1e-6
 
 
-@on_ranks(2)
-def test_replicas_meet_at_the_end_of_each_pass_if_the_module_that_wants_an_average_is_not_used_on_all(
+@two
+def replicas_meet_at_the_end_of_each_pass_if_the_module_that_wants_an_average_is_not_used_on_all(
     rank: int,
 ) -> None:
     """Otherwise one replica's pass would be averaged with the next pass of the other."""
@@ -627,29 +597,21 @@ def test_replicas_meet_at_the_end_of_each_pass_if_the_module_that_wants_an_avera
     model.left.set_requires_all_reduce(False)  # type: ignore[operator]
     for step in range(3):
         model.uses = "right" if rank == 0 or step == 2 else "left"
-        nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
-        of_ranks = of_every_rank((attachment.steps, shard_of_gradient(model.right.weight)))
-        assert of_ranks[0][0] == of_ranks[1][0] == step + 1
-        assert torch.equal(of_ranks[0][1], of_ranks[1][1])
+        backward(model, rank, step)
+        one, other = of_every_rank((attachment.steps, gradients(model.right)))
+        assert one[0] == other[0] == step + 1 and furthest(one[1], other[1]) == 0
         model.zero_grad()
     attachment.detach()
 
 
-def shard_of_gradient(parameter: Any) -> Tensor:
-    shard: Tensor = parameter.grad.to_local()
-    return shard
-
-
-@on_ranks(4)
-@FIFO_ELSE_LATER
-def test_the_ranks_of_a_site_have_gradients_of_the_same_parameters(rank: int, policy: str) -> None:
+@four
+def the_ranks_of_a_site_have_gradients_of_the_same_parameters(rank: int, policy: str) -> None:
     """Of an embedding that wants no average, one shard alone may be owed a residual; clipping takes collectives."""
-    mesh = sites()
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
     for module in (*model, model):
-        fully_shard(module, mesh=mesh["shards"])
-    attachment = attached(model, mesh, "top-k", policy)
+        fully_shard(module, mesh=sites()["shards"])
+    attachment = attached(model, sites(), "top-k", policy)
     for step in range(4):
         model[0].set_requires_all_reduce(step % 2 == 0)
         model(torch.tensor([0, 1, 2]) + rank // 2).sin().sum().backward()
@@ -660,9 +622,8 @@ def test_the_ranks_of_a_site_have_gradients_of_the_same_parameters(rank: int, po
     attachment.detach()
 
 
-@on_ranks(2)
-@FUSED_ELSE_LATER
-def test_parameters_frozen_since_attaching_are_named(rank: int, policy: str) -> None:
+@two
+def parameters_frozen_since_attaching_are_named(rank: int, policy: str) -> None:
     mesh = alone()
     model = sharded(mesh=mesh["shards"])
     attachment = attached(model, mesh, "int8", policy)
@@ -693,8 +654,8 @@ class Checkpointed(Network):
         return self.scale * y
 
 
-@on_ranks(2)
-def test_the_exchange_comes_after_all_of_fsdps_work(rank: int) -> None:
+@two
+def the_exchange_comes_after_all_of_fsdps_work(rank: int) -> None:
     """Also if the model has several roots, and after a backward pass within the backward pass."""
     mesh = alone()
     for kind in (Network, Checkpointed):
@@ -736,9 +697,9 @@ class Adapted(nn.Module):
         return x
 
 
-@on_ranks(2)
-def test_gradients_are_averaged_once_if_every_module_is_reduced_in_a_nested_backward_pass(rank: int) -> None:
-    """The end of the first nested pass comes before FSDP2's work is done, or between the roots' reductions."""
+@two
+def gradients_are_averaged_once_if_every_module_is_reduced_in_a_nested_backward_pass(rank: int) -> None:
+    """Also if the first nested pass ends before FSDP2's work is done, or between the roots' reductions."""
     mesh, found = alone(), []
     for roots in ("one", "many", "none"):
         model = Adapted()
@@ -770,10 +731,9 @@ def test_gradients_are_averaged_once_if_every_module_is_reduced_in_a_nested_back
     within.detach()
 
 
-@on_ranks(2)
-def test_what_acts_on_one_replica_alone_is_named(rank: int) -> None:
-    """A hook on a gradient, a parameter in another's place, a new head: all of them from after attaching."""
-    mesh = alone()
+@two
+def what_acts_on_one_replica_alone_is_named(rank: int) -> None:
+    """From after attaching: a hook on a gradient, a parameter in another's place, a new head."""
 
     def acting(model: Any) -> None:
         model.head.weight.register_post_accumulate_grad_hook(lambda _: None)
@@ -794,8 +754,7 @@ def test_what_acts_on_one_replica_alone_is_named(rank: int) -> None:
         (added, POLICIES, "'shift' now requires a gradient, which FSDP2 does not shard"),
     ):
         for policy in policies:
-            model = sharded(mesh=mesh["shards"])
-            attachment, optimizer = attached(model, mesh, "int8", policy), sgd(model)
+            model, optimizer, attachment = replica(alone(), "int8", policy)
             train(model, optimizer, rank, 0, 1)
             change(model)
             told = told_by(lambda model=model, optimizer=optimizer: train(model, optimizer, rank, 1, 2))  # type: ignore[misc]
@@ -804,8 +763,8 @@ def test_what_acts_on_one_replica_alone_is_named(rank: int) -> None:
             model.zero_grad()
 
 
-@on_ranks(2)
-def test_a_module_that_runs_thrice_is_averaged_once(rank: int) -> None:
+@two
+def a_module_that_runs_thrice_is_averaged_once(rank: int) -> None:
     """If it sends zeros, FSDP2 reduces it three times in a pass, and adds up; nothing was there before the pass."""
     mesh, found = alone(), []
     for policy in POLICIES:
@@ -823,13 +782,11 @@ def test_a_module_that_runs_thrice_is_averaged_once(rank: int) -> None:
     assert furthest(*found) < 1e-6
 
 
-@on_ranks(4)
-@FIFO_ELSE_LATER
-def test_memory_is_that_of_shards_and_residuals_follow_the_loss_scale(rank: int, policy: str) -> None:
-    mesh = sites()
-    model = sharded(mesh=mesh["shards"])
+@four
+def memory_is_that_of_shards_and_residuals_follow_the_loss_scale(rank: int, policy: str) -> None:
+    model = sharded(mesh=sites()["shards"])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-    attachment = attached(model, mesh, "top-k", policy, scaler=scaler, residuals="bf16")
+    attachment = attached(model, sites(), "top-k", policy, scaler=scaler, residuals="bf16")
     optimizer = sgd(model)
     scales = []
     for step in range(3):
@@ -848,12 +805,10 @@ def test_memory_is_that_of_shards_and_residuals_follow_the_loss_scale(rank: int,
     attachment.detach()
 
 
-@on_ranks(2)
-@FUSED_ELSE_LATER
-def test_detaching_frees_residuals_at_once(rank: int, policy: str) -> None:
-    model = sharded(mesh=alone()["shards"])
-    attachment = attached(model, alone(), "int8", policy)
-    train(model, sgd(model), rank, 0, 2)
+@two
+def detaching_frees_residuals_at_once(rank: int, policy: str) -> None:
+    model, optimizer, attachment = replica(alone(), "int8", policy)
+    train(model, optimizer, rank, 0, 2)
     exchangers = [weakref.ref(one) for one in attachment.values()]
     gc.collect()
     gc.disable()
@@ -865,68 +820,51 @@ def test_detaching_frees_residuals_at_once(rank: int, policy: str) -> None:
         gc.enable()
 
 
-@on_ranks(2)
-@FIFO_ELSE_LATER
-def test_training_goes_on_after_a_backward_pass_that_failed(rank: int, policy: str) -> None:
+@two
+def training_goes_on_after_a_backward_pass_that_failed(rank: int, policy: str) -> None:
     """On every rank, as for a batch that is too large."""
-    mesh, (inputs, targets) = alone(), batch(rank, 0)
-    model: Any = sharded(mesh=mesh["shards"])
-    optimizer, attachment = sgd(model), attached(model, mesh, "int8", policy)
+    model, optimizer, attachment = replica(alone(), "int8", policy)
     attachment.watch(optimizer)
     train(model, optimizer, rank, 0, 1)
-    failing = model.first.register_full_backward_hook(_fail)
-    assert "of its own" in told_by(lambda: nn.functional.cross_entropy(model(inputs), targets).backward()).text
-    failing.remove()
+    fails_in_its_backward_pass(model, model.first, rank)
     model.reset_iter_state()
     optimizer.zero_grad()
     train(model, optimizer, rank, 1, 3)
-    assert all(torch.equal(*of_every_rank(shard)) for shard in shards(model).values())
+    assert_ranks_agree(model)
     attachment.detach()
 
 
-def _fail(*_: object) -> None:
-    raise RuntimeError("a failure of its own")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", [Network, Checkpointed])
-def test_a_backward_pass_that_failed_is_named_as_the_cause_if_fsdp2_was_not_told(rank: int, kind: Any) -> None:
+@two
+def a_backward_pass_that_failed_is_named_as_the_cause_if_fsdp2_was_not_told(rank: int) -> None:
     """FSDP2 then leaves the end of every later pass out, and with it the average."""
-    model, (inputs, targets) = sharded(mesh=alone()["shards"], model=kind()), batch(rank, 0)
-    optimizer, attachment = sgd(model), attached(model, alone(), "int8", "fused")
-    train(model, optimizer, rank, 0, 1)
-    failing = model.first.register_full_backward_hook(_fail)
-    assert "of its own" in told_by(lambda: nn.functional.cross_entropy(model(inputs), targets).backward()).text
-    failing.remove()
-    told = told_by(lambda: model(inputs))
-    assert told.error == "CompressorError" and "call reset_iter_state() on the root FSDP module" in told.text, told.text
-    attachment.detach()
-
-
-@on_ranks(2)
-def test_an_inf_on_one_rank_commits_nothing_on_any(rank: int) -> None:
-    mesh = alone()
-    for policy in POLICIES:
-        model = sharded(mesh=mesh["shards"])
-        optimizer, attachment = sgd(model), attached(model, mesh, "powersgd", policy)
-        train(model, optimizer, rank, 0, 2)
-        before = copy.deepcopy(attachment.state_dict()["groups"])
-        model(torch.full((2, 20), float("inf") if rank else 1.0)).sum().backward()
-        after = attachment.state_dict()["groups"]
-        for label in attachment:
-            assert distance(before[label]["local"], after[label]["local"]) == 0
-        optimizer.zero_grad()
-        train(model, optimizer, rank, 2, 3)
-        assert all(shard.isfinite().all() for shard in shards(model).values())
+    for kind in (Network, Checkpointed):
+        model = sharded(mesh=alone()["shards"], model=kind())
+        attachment = attached(model, alone(), "int8", "fused")
+        train(model, sgd(model), rank, 0, 1)
+        fails_in_its_backward_pass(model, model.first, rank)
+        told = told_by(functools.partial(model, batch(rank, 0)[0]))
+        assert told.error == "CompressorError" and "call reset_iter_state() on the root FSDP module" in told.text, told
         attachment.detach()
+
+
+@two
+def an_inf_on_one_rank_commits_nothing_on_any(rank: int, policy: str) -> None:
+    model, optimizer, attachment = replica(alone(), "powersgd", policy)
+    train(model, optimizer, rank, 0, 2)
+    before = copy.deepcopy(attachment.state_dict()["groups"])
+    model(torch.full((2, 20), float("inf") if rank else 1.0)).sum().backward()
+    after = attachment.state_dict()["groups"]
+    for label in attachment:
+        assert distance(before[label]["local"], after[label]["local"]) == 0
+    optimizer.zero_grad()
+    train(model, optimizer, rank, 2, 3)
+    assert all(shard.isfinite().all() for shard in shards(model).values())
+    attachment.detach()
 
 
 def without_a_peer(rank: int, how: str, policy: str) -> Told | None:
     """Train on while rank 1 was killed, or does not come."""
-    mesh = alone()
-    model = sharded(mesh=mesh["shards"])
-    optimizer = sgd(model)
-    attached(model, mesh, "int8", policy, hook_timeout=0.5 if how == "late" else None)
+    model, optimizer, _ = replica(alone(), "int8", policy, hook_timeout=0.5 if how == "late" else None)
     train(model, optimizer, rank, 0, 2)
     if rank == 1:
         if how == "killed":
@@ -938,8 +876,7 @@ def without_a_peer(rank: int, how: str, policy: str) -> Told | None:
     return told
 
 
-@FUSED_ELSE_LATER
-@pytest.mark.parametrize("how", ["killed", "late"])
+@pytest.mark.parametrize(("how", "policy"), in_turn(["late", "killed"], POLICIES))
 def test_a_rank_that_dies_or_does_not_come_is_named(how: str, policy: str) -> None:
     first, _ = run_world_outcomes(without_a_peer, 2, how, policy)
     assert survived(first) and first.value.error == "CollectiveError", first.describe()
@@ -949,8 +886,8 @@ def test_a_rank_that_dies_or_does_not_come_is_named(how: str, policy: str) -> No
         assert "hook_timeout=0.5 s. No answer from rank 1" in first.value.text
 
 
-@on_ranks(4)
-def test_what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
+@four
+def what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
     mesh, whole = sites(), alone()
     model = sharded(mesh=mesh["shards"])
     group = mesh["replicas"].get_group()
@@ -999,56 +936,54 @@ def test_what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
     assert "all parameters are frozen" in told(frozen).text
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("how", ["replicas", "diloco"])
-def test_replicas_take_rank_0s_unsaved_buffers_and_nothing_that_is_to_be_ignored(rank: int, how: str) -> None:
-    """A trained parameter that fully_shard ignores is exchanged by DiLoCo, which averages all that is trained."""
-    mesh, model = alone(), Network()
-    model.register_buffer("table", torch.full((2, 3), float(rank)), persistent=False)
-    model.register_buffer("cache", torch.full((rank + 1,), float(rank)), persistent=False)
-    model.own = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
-    model.trained = nn.Parameter(torch.full((2,), float(rank)))
-    model.first.bias = nn.Parameter(torch.full((65,), float(rank)), requires_grad=False)
-    sharded(model=model, mesh=mesh["shards"], ignored_params={model.own, model.trained})
-    group = mesh["replicas"].get_group()
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of the trained parameter
-        made: Any = (
-            attach_replicas(model, "all-reduce", group)
-            if how == "replicas"
-            else DiLoCo(model, sgd(model), every=1, process_group=group)
-        )
-    found = {name: float(one.view(-1)[0]) for name, one in model.named_buffers()}
-    assert found == {"table": 0.0, "cache": rank}
-    assert (float(model.own[0]), float(model.trained[0])) == (rank, rank if how == "replicas" else 0.0)
-    assert not shards(model.first)["bias"].any(), "frozen, and rank 0's"
-    made.detach() if how == "replicas" else made.close()
+@two
+def replicas_take_rank_0s_unsaved_buffers_and_nothing_that_is_to_be_ignored(rank: int) -> None:
+    """DiLoCo, which averages all that is trained, also exchanges a trained parameter that fully_shard ignores."""
+    group = alone()["replicas"].get_group()
+    for how in ("replicas", "diloco"):
+        model = Network()
+        model.register_buffer("table", torch.full((2, 3), float(rank)), persistent=False)
+        model.register_buffer("cache", torch.full((rank + 1,), float(rank)), persistent=False)
+        model.own = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
+        model.trained = nn.Parameter(torch.full((2,), float(rank)))
+        model.first.bias = nn.Parameter(torch.full((65,), float(rank)), requires_grad=False)
+        sharded(model=model, mesh=alone()["shards"], ignored_params={model.own, model.trained})
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of the trained parameter
+            made: Any = (
+                attach_replicas(model, "all-reduce", group)
+                if how == "replicas"
+                else DiLoCo(model, sgd(model), every=1, process_group=group)
+            )
+        found = {name: float(one.view(-1)[0]) for name, one in model.named_buffers()}
+        assert found == {"table": 0.0, "cache": rank}
+        assert (float(model.own[0]), float(model.trained[0])) == (rank, rank if how == "replicas" else 0.0)
+        assert not shards(model.first)["bias"].any(), "frozen, and rank 0's"
+        made.detach() if how == "replicas" else made.close()
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("how", ["replicas", "diloco"])
-def test_buffers_and_frozen_parameters_that_differ_between_replicas_are_named(rank: int, how: str) -> None:
+@two
+def buffers_and_frozen_parameters_that_differ_between_replicas_are_named(rank: int) -> None:
     """Otherwise a part of rank 0's bytes would take the place of others, without an error."""
-    mesh = alone()
-    for name in ("seen", "own"):
+    for how, name in itertools.product(("replicas", "diloco"), ("seen", "own")):
         model = Network()
         model.register_buffer("seen", torch.full((3 + rank * (name == "seen"),), float(rank)))
         frozen = torch.ones(1).expand(3) if rank == 1 and name == "own" else torch.ones(3)
         model.own = nn.Parameter(frozen, requires_grad=False)
         if how == "replicas":
             for module in (model.first, model.head):
-                fully_shard(module, mesh=mesh["shards"])
+                fully_shard(module, mesh=alone()["shards"])
             for left_out in (model.scale, *model.second.parameters()):
                 left_out.requires_grad_(False)
-            told = told_by(lambda model=model: attached(model, mesh, "int8", "fused"))  # type: ignore[misc]  # a lambda's
+            told = told_by(functools.partial(attached, model, alone(), "int8", "fused"))
         else:
-            told = told_by(lambda model=model: DiLoCo(model, sgd(model), every=1))  # type: ignore[misc]
+            told = told_by(functools.partial(DiLoCo, model, sgd(model), every=1))
         wanted = "AttachError" if how == "replicas" else "SettingsError"
         assert told.error == wanted and "ranks disagree" in told.text and f" {name}" in told.text, told
         assert dict(model.named_buffers())["seen"].unique().tolist() == [rank]
 
 
-@on_ranks(2)
-def test_buffers_that_are_dtensors_are_shared_too(rank: int) -> None:
+@two
+def buffers_that_are_dtensors_are_shared_too(rank: int) -> None:
     """`distribute_module` makes all buffers DTensors; of those, DiLoCo averages what this rank keeps."""
     mesh = alone()
     group, model = mesh["replicas"].get_group(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
@@ -1074,13 +1009,11 @@ def test_buffers_that_are_dtensors_are_shared_too(rank: int) -> None:
     attachment.detach()
 
 
-@on_ranks(2)
-@FIFO_ELSE_LATER
-def test_frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> None:
-    mesh = alone()
+@two
+def frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> None:
     model = OnCodes(rank)
-    fully_shard(model.head, mesh=mesh["shards"])
-    optimizer, attachment = sgd(model.head), attached(model, mesh, "int8", policy)
+    fully_shard(model.head, mesh=alone()["shards"])
+    optimizer, attachment = sgd(model.head), attached(model, alone(), "int8", policy)
     assert model.marks() == [rank, 0]
     for step in range(3):
         model(torch.full((2, 4), rank + step + 1.0)).sum().backward()
@@ -1091,17 +1024,14 @@ def test_frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> 
     attachment.detach()
 
 
-@on_ranks(2)
-@FUSED_ELSE_LATER
-def test_an_optimizer_that_steps_on_gradients_of_one_rank_is_stopped(rank: int, policy: str) -> None:
-    mesh = alone()
-    model = sharded(mesh=mesh["shards"])
-    optimizer, attachment = sgd(model), attached(model, mesh, "int8", policy)
+@two
+def an_optimizer_that_steps_on_gradients_of_one_rank_is_stopped(rank: int, policy: str) -> None:
+    model, optimizer, attachment = replica(alone(), "int8", policy)
     attachment.watch(optimizer)
     train(model, optimizer, rank, 0, 1)
-    model.set_all_reduce_hook(None)  # type: ignore[operator]  # FSDPModule's
-    model.first.set_all_reduce_hook(None)  # type: ignore[operator]
-    model.second["wide"].set_all_reduce_hook(None)  # type: ignore[operator]
+    model.set_all_reduce_hook(None)
+    model.first.set_all_reduce_hook(None)
+    model.second["wide"].set_all_reduce_hook(None)
     told = told_by(lambda: train(model, optimizer, rank, 1, 2))
     assert told.error == "NotAveragedError" and "set no other all-reduce hook" in told.text, told.text
     assert not attachment.is_attached
@@ -1111,7 +1041,9 @@ def test_an_optimizer_that_steps_on_gradients_of_one_rank_is_stopped(rank: int, 
 @on_ranks(1)
 def test_one_rank_trains_as_a_distributed_data_parallel_with_a_hook_does(rank: int) -> None:
     """With itself, that is: without loss as without."""
-    mesh = alone()
-    plain = trained(rank, mesh["shards"], None, steps=3)[0]
+    plain = trained(rank, alone()["shards"], None, steps=3)[0]
     for policy in POLICIES:
-        assert furthest(plain, trained(rank, mesh, "all-reduce", policy, steps=3)[0]) == 0
+        assert furthest(plain, trained(rank, alone(), "all-reduce", policy, steps=3)[0]) == 0
+
+
+test_on_two_ranks, test_on_four_ranks = two.tests(), four.tests()

@@ -9,35 +9,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from commhooks import SettingsError
 from commhooks.tensors import cloned
-from tests.sharded.models import Network, adamw, batch, shards, train
-from tests.world import on_ranks
+from tests.ddp_core.facts import Facts
+from tests.sharded.models import Network, adamw, batch, furthest, sharded, shards, sites, train
 
 STEPS, EVERY = 12, 4
+facts = Facts(4, turns=["int8", "powersgd(rank=2)"])
 
 
-def sites() -> DeviceMesh:
-    """Return the mesh of two sites with two ranks each."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "shard"))
-
-
-def sharded_in_its_site(mesh: DeviceMesh) -> Network:
+def sharded_in_its_site() -> Network:
     """Return the network, sharded within a site."""
-    model = Network()
-    for module in (model.first, model.second["wide"], model):
-        fully_shard(module, mesh=mesh["shard"])
-    return model
+    return sharded(mesh=sites()["shards"])
 
 
-def diloco(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> tuple[torch.optim.Optimizer, commhooks.DiLoCo]:
+def diloco(model: nn.Module, **settings: Any) -> tuple[torch.optim.Optimizer, commhooks.DiLoCo]:
     """Return an optimizer, and DiLoCo between the sites."""
     optimizer = adamw(model)
-    given = {"every": EVERY, "fragments": 2, "delay": 1, "process_group": mesh.get_group("site")}
+    given = {"every": EVERY, "fragments": 2, "delay": 1, "process_group": sites().get_group("replicas")}
     made: Any = commhooks.DiLoCo
     return optimizer, made(model, optimizer, **{**given, **settings})
 
@@ -64,50 +55,47 @@ def outputs(model: nn.Module, diloco: commhooks.DiLoCo) -> Tensor:
         return found
 
 
-@on_ranks(4)
-def test_shards_end_where_whole_models_do_and_resume_and_stay_together(rank: int) -> None:
-    mesh = sites()
+@facts
+def shards_end_where_whole_models_do(rank: int) -> None:
     expected_model = nn.parallel.DistributedDataParallel(
-        Network(), process_group=mesh.get_group("shard"), find_unused_parameters=True
+        Network(), process_group=sites().get_group("shards"), find_unused_parameters=True
     )
-    expected_run = diloco(expected_model, mesh)
-    model = sharded_in_its_site(mesh)
-    run = diloco(model, mesh)
+    expected_run = diloco(expected_model)
+    model = sharded_in_its_site()
+    run = diloco(model)
     for first in range(STEPS):
         for either, its_run in ((expected_model, expected_run), (model, run)):
             steps(either, *its_run, first, first + 1)
         if first % 5 == 2:  # once with a fragment under way, and once without
             assert torch.equal(outputs(model, run[1]), outputs(expected_model, expected_run[1]))
-    same(whole(model), whole(expected_model))
-    same({name: p.full_tensor() for name, p in run[1].model_state().items()}, expected_run[1].model_state())
-
-    for compressor in ("int8", "powersgd(rank=2)"):
-        one = sharded_in_its_site(mesh)
-        straight = diloco(one, mesh, compressor=compressor)
-        steps(one, *straight, 0, 7)
-        states = (
-            [p.detach().clone() for p in one.parameters()],
-            cloned(straight[0].state_dict()),
-            straight[1].state_dict(),
-        )
-        steps(one, *straight, 7, 13)
-        other = sharded_in_its_site(mesh)
-        resumed = diloco(other, mesh, compressor=compressor)
-        with torch.no_grad():
-            for parameter, saved in zip(other.parameters(), states[0], strict=True):
-                parameter.copy_(saved)
-        resumed[0].load_state_dict(states[1])
-        resumed[1].load_state_dict(states[2])
-        steps(other, *resumed, 7, 13)
-        same(shards(other), shards(one))
-
-    one_of_four_is_not_finite(rank, mesh)
+    assert furthest(whole(model), whole(expected_model)) == 0
+    outer = {name: p.full_tensor() for name, p in run[1].model_state().items()}
+    assert furthest(outer, expected_run[1].model_state()) == 0
 
 
-def one_of_four_is_not_finite(rank: int, mesh: DeviceMesh) -> None:
-    """Spoil one element on one rank: the round is dropped on all four, not on the two that average it."""
-    model = sharded_in_its_site(mesh)
-    optimizer, own = diloco(model, mesh, fragments=1, delay=0)
+@facts
+def a_resumed_run_is_the_uninterrupted_one_bit_for_bit(rank: int, compressor: str) -> None:
+    one, other = sharded_in_its_site(), sharded_in_its_site()
+    straight = diloco(one, compressor=compressor)
+    steps(one, *straight, 0, 7)
+    parameters = [p.detach().clone() for p in one.parameters()]
+    inner, state = cloned(straight[0].state_dict()), straight[1].state_dict()
+    steps(one, *straight, 7, 13)
+    resumed = diloco(other, compressor=compressor)
+    with torch.no_grad():
+        for parameter, saved in zip(other.parameters(), parameters, strict=True):
+            parameter.copy_(saved)
+    resumed[0].load_state_dict(inner)
+    resumed[1].load_state_dict(state)
+    steps(other, *resumed, 7, 13)
+    assert furthest(shards(other), shards(one)) == 0
+
+
+@facts
+def if_one_element_on_one_of_four_ranks_is_not_finite_all_four_drop_the_round(rank: int) -> None:
+    """Not the two alone that average it."""
+    model = sharded_in_its_site()
+    optimizer, own = diloco(model, fragments=1, delay=0)
     steps(model, optimizer, own, 0, EVERY)
     before = own.model_state()
     steps(model, optimizer, own, EVERY, 2 * EVERY - 1)
@@ -117,22 +105,23 @@ def one_of_four_is_not_finite(rank: int, mesh: DeviceMesh) -> None:
         spoiled.detach().to_local()[0, 0] = math.inf
     with pytest.warns(UserWarning, match="round 1 of .* was dropped"):
         own.step()
-    same(shards(model), {name: before[name].to_local() for name in shards(model)})
+    assert furthest(shards(model), {name: before[name].to_local() for name in shards(model)}) == 0
     assert own.statistics().dropped_rounds == 1
 
-    optimizer, own = diloco(model := sharded_in_its_site(mesh), mesh)
+
+@facts
+def what_keeps_parts_of_a_model_is_averaged_with_those_alone_that_keep_the_same(rank: int) -> None:
+    optimizer, own = diloco(model := sharded_in_its_site())
     own.close()
     with torch.no_grad():
         model(batch(0, 999)[0])  # after which the root's parameters stay gathered
-    commhooks.DiLoCo(model, optimizer, every=EVERY, process_group=mesh.get_group("site")).close()
+    commhooks.DiLoCo(model, optimizer, every=EVERY, process_group=sites().get_group("replicas")).close()
     for wrong, words in (
         ({"process_group": None}, r"ranks \[0, 1\]|ranks \[2, 3\]"),
-        ({"process_group": mesh.get_group("shard")}, "keep parts"),
+        ({"process_group": sites().get_group("shards")}, "keep parts"),
     ):
         with pytest.raises(SettingsError, match=words):
-            diloco(sharded_in_its_site(mesh), mesh, **wrong)
+            diloco(sharded_in_its_site(), **wrong)
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+test_on_four_ranks = facts.tests()

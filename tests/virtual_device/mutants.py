@@ -29,10 +29,10 @@ class Mutant:
 
     name: str
     """What is wrong."""
-    places: tuple[str, ...]
+    place: str
     """What is replaced: "module:name" or "module:Class.name"."""
     instead: Callable[[Any], Any]
-    """Returns what takes a place, given what was there."""
+    """Returns what takes the place, given what was there."""
     scenario: Scenario
     """In which it is found."""
     by: tuple[str, ...]
@@ -43,7 +43,7 @@ def table(mutants: Sequence[Mutant]) -> str:
     """Return a table of mutants in Markdown, as docs/guide/virtual-device.md shows it."""
     lines = ["| mistake | replaced | found in | by |", "| --- | --- | --- | --- |"]
     for mutant in mutants:
-        replaced = ", ".join(f"`{place.partition(':')[2]}` of `{_file(place)}`" for place in mutant.places)
+        replaced = f"`{mutant.place.partition(':')[2]}` of `{_file(mutant.place)}`"
         lines.append(f"| {mutant.name} | {replaced} | {mutant.scenario.name} | {', '.join(mutant.by)} |")
     return "\n".join(lines) + "\n"
 
@@ -58,34 +58,26 @@ class NotAppliedError(AssertionError):
 
 @contextlib.contextmanager
 def put_in(mutant: Mutant) -> Iterator[None]:
-    """Put a mutant in, within a `with`; raise `NotAppliedError` if one of its places was not used there.
+    """Put a mutant in, within a `with`; raise `NotAppliedError` if its place was not used there.
 
-    Raises `AttributeError` or `ModuleNotFoundError` if a place is gone.
+    Raises `AttributeError` or `ModuleNotFoundError` if the place is gone.
     """
-    with contextlib.ExitStack() as stack:
-        uses = [stack.enter_context(_replaced(place, mutant.instead)) for place in mutant.places]
-        yield
-    unused = [place for place, used in zip(mutant.places, uses, strict=True) if not used]
-    if unused:
-        raise NotAppliedError(f"mutant {mutant.name!r} no longer applies: {', '.join(unused)} was not called")
-
-
-@contextlib.contextmanager
-def _replaced(place: str, instead: Callable[[Any], Any]) -> Iterator[list[str]]:
-    """Replace what stands in a place; yields a list that is empty until it is called."""
-    module, _, path = place.partition(":")
+    module, _, path = mutant.place.partition(":")
     *classes, name = path.split(".")
     owner = functools.reduce(getattr, classes, importlib.import_module(module))
-    used: list[str] = []
-    mistaken = instead(getattr(owner, name))
+    mistaken = mutant.instead(getattr(owner, name))
+    calls = 0
 
     @functools.wraps(mistaken)
     def counted(*args: Any, **named: Any) -> Any:
-        used.append(place)
+        nonlocal calls
+        calls += 1
         return mistaken(*args, **named)
 
     with mock.patch.object(owner, name, counted):
-        yield used
+        yield
+    if not calls:
+        raise NotAppliedError(f"mutant {mutant.name!r} no longer applies: {mutant.place} was not called")
 
 
 # ---- what takes a place, given what was there ----
@@ -224,280 +216,89 @@ def _without_waiting(_there: Any) -> Any:
 
 
 MUTANTS: Sequence[Mutant] = (
-    Mutant(
-        "the side stream does not wait for the gradients",
-        ("commhooks.engine.engine:mark_of",),
-        _nothing,
-        scenarios.PLAIN,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "the same, with a step's buckets together",
-        ("commhooks.engine.engine:mark_of",),
-        _nothing,
-        scenarios.FUSED,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "no stream waits for a collective of sums",
-        ("commhooks.communicators.process_group:WorkPending.wait",),
-        _nothing,
-        scenarios.PLAIN,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "no stream waits for an exchange of codes",
-        ("commhooks.communicators.process_group:WorkPending.wait",),
-        _nothing,
-        scenarios.CODES,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "collectives are issued on the caller's stream",
-        ("commhooks.communicators.process_group:ProcessGroupCommunicator.start",),
-        _on_the_callers_stream,
-        scenarios.PLAIN,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "a future is completed on the caller's stream",
-        ("commhooks.scheduling.task:BucketTask.succeed",),
-        _on_the_callers_stream,
-        scenarios.PLAIN,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "a future does not know that its tensor is on a device",
-        ("commhooks.engine.engine:future_on",),
-        _without_devices,
-        scenarios.PLAIN,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "ddp_core takes a mean without waiting for its future",
-        ("ddp_core.hooks:Pending.result",),
-        _without_waiting,
-        scenarios.DDP,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "ddp_core takes a sum without waiting for its collective",
-        ("ddp_core.hooks:result_of",),
-        _nothing,
-        scenarios.DDP_ALONE,
-        (RACE,),
-    ),
-    Mutant(
-        "ddp_core reads which parameters are unused before they are counted",
-        ("ddp_core.unused:finish",),
-        _nothing,
-        scenarios.DDP_ALONE,
-        (RACE,),
-    ),
-    Mutant(
-        "a residual is written on the caller's stream, and read on the side stream",
-        ("commhooks.engine.engine:Engine.end_step",),
-        _written_on_the_callers_stream,
-        scenarios.PLAIN,
-        (RACE,),
-    ),
-    Mutant(
-        "memory of the caller's stream is freed while the side stream reads it",
-        ("commhooks.engine.engine:begin_exchange",),
-        _from_memory_that_is_freed,
-        scenarios.PLAIN,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "loaded state is freed while another stream reads it (no keep_until_read)",
-        ("commhooks.state.table:keep_until_read",),
-        _nothing,
-        scenarios.LOADED,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "a step is judged on one stream before means are there on the other",
-        ("commhooks.engine.undo:mark_of",),
-        _nothing,
-        scenarios.ATOMIC,
-        (RACE,),
-    ),
-    Mutant(
-        "what a step is judged by is freed while another stream reads it",
-        ("commhooks.engine.undo:keep_until_read",),
-        _nothing,
-        scenarios.ATOMIC,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "the side streams do not join between steps",
-        ("commhooks.devices:SideStream.join",),
-        _nothing,
-        scenarios.ATOMIC_ROUNDS,
-        (RACE,),
-    ),
-    Mutant(
-        "two models share scratch memory",
-        ("commhooks.language.tile:Scratch.room",),
-        _shared_by_all,
-        scenarios.TWO_MODELS,
-        (RACE,),
-    ),
-    Mutant(
-        "two models share messages",
-        ("commhooks.scheduling.packing:Packer._take",),
-        _messages_of_all,
-        scenarios.TWO_MODELS,
-        (RACE,),
-    ),
-    Mutant(
-        "random bases are drawn in one pinned buffer, which the device has yet to read",
-        ("commhooks.compressors.powersgd.powersgd:seeded_normal",),
-        _in_one_pinned_buffer,
-        scenarios.COLD,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "the host reads a residual in its memory before it waits",
-        ("commhooks.engine.engine:Engine.end_step",),
-        _read_before_the_wait,
-        scenarios.HOST_LOSS_SCALE,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "a copy to the host is marked before it, not after it",
-        ("commhooks.devices:_queue",),
-        _marked_before_the_copy,
-        scenarios.HOST_LOSS_SCALE,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "a changing loss scale does not wait for copies",
-        ("commhooks.state.loss_scale:wait_for_copies",),
-        _nothing,
-        scenarios.HOST_LOSS_SCALE,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "atomic alone does not wait for copies",
-        ("commhooks.engine.undo:wait_for_copies",),
-        _nothing,
-        scenarios.HOST_ATOMIC,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "the state of a parameter that no rank used is written",
-        ("commhooks.language.tile:Scratch.permits",),
-        _everything,
-        scenarios.HOST_UNUSED,
-        (NUMBER,),
-    ),
-    Mutant(
-        "the guard of a rank that has joined does not wait for copies",
-        ("commhooks.engine.guards:wait_for_copies",),
-        _nothing,
-        scenarios.HOST_JOINED,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "loading does not wait for copies",
-        ("commhooks.state.table:wait_for_copies",),
-        _nothing,
-        scenarios.HOST_LOADED,
-        (RACE,),
-    ),
-    Mutant(
-        "saving does not wait for copies",
-        ("commhooks.engine.resume:wait_for_copies",),
-        _nothing,
-        scenarios.HOST_SAVED,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "saving waits for the current device, which may be another",
-        ("commhooks.engine.resume:wait_for_copies",),
-        _for_the_current_device,
-        scenarios.HOST_SAVED,
-        (RACE, NUMBER, WAIT),
-    ),
-    Mutant(
-        "saving does not wait for the side streams",
-        ("commhooks.devices:SideStream.let_caller_follow",),
-        _nothing,
-        scenarios.SAVED_UNDER_WAY,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "the basis of a matrix that no rank used is written",
-        ("commhooks.language.tile:Scratch.permits_each",),
-        _everything,
-        scenarios.HOST_UNUSED,
-        (NUMBER,),
-    ),
-    Mutant(
-        "a replacement does not wait for copies",
-        ("commhooks.state.handover:wait_for_copies",),
-        _nothing,
-        scenarios.HOST_REPLACED,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "metrics do not wait for copies",
-        ("commhooks.hooks.metrics:wait_for_copies",),
-        _nothing,
-        scenarios.HOST_METRICS,
-        (RACE, NUMBER),
-    ),
-    Mutant(
-        "the host waits for each collective",
-        ("commhooks.communicators.process_group:WorkPending.wait",),
-        _waiting_host,
-        scenarios.ALONE,
-        (WAIT,),
-    ),
-    Mutant(
-        "a compressor reads its verdict (.item())",
-        ("commhooks.compressors.powersgd.powersgd:surely",),
-        _read_by_the_host,
-        scenarios.ALONE,
-        (WAIT,),
-    ),
-    Mutant(
-        "atomic reads its verdict",
-        ("commhooks.engine.undo:runs_later",),
-        _never_later,
-        scenarios.ALONE,
-        (WAIT,),
-    ),
-    Mutant(
-        "residuals are copied from the host without non_blocking",
-        ("commhooks.language.tile:add_residuals",),
-        _blocking_copies,
-        scenarios.ALONE_ON_HOST,
-        (WAIT,),
-    ),
-    Mutant(
-        "the host reads whose turn it was before that has arrived",
-        ("commhooks.scheduling.turns:_Headers.have_arrived",),
-        _at_once,
-        scenarios.TWO_LANES,
-        (RACE,),
-    ),
-    Mutant(
-        "whose turn it is is copied from memory that is not pinned",
-        ("commhooks.scheduling.lanes:copied_to",),
-        _from_memory_that_is_not_pinned,
-        scenarios.TWO_LANES,
-        (WAIT,),
-    ),
-    Mutant(
-        "a mean is spoilt on the caller's stream if it was another's turn",
-        ("commhooks.scheduling.lanes:spoil",),
-        _on_the_callers_stream,
-        scenarios.TWO_LANES,
-        (RACE, NUMBER),
-    ),
-)
+    Mutant("the side stream does not wait for the gradients",
+           "commhooks.engine.engine:mark_of", _nothing, scenarios.PLAIN, (RACE, NUMBER)),
+    Mutant("the same, with a step's buckets together",
+           "commhooks.engine.engine:mark_of", _nothing, scenarios.FUSED, (RACE, NUMBER)),
+    Mutant("no stream waits for a collective of sums",
+           "commhooks.communicators.process_group:WorkPending.wait", _nothing, scenarios.PLAIN, (RACE, NUMBER)),
+    Mutant("no stream waits for an exchange of codes",
+           "commhooks.communicators.process_group:WorkPending.wait", _nothing, scenarios.CODES, (RACE, NUMBER)),
+    Mutant("collectives are issued on the caller's stream",
+           "commhooks.communicators.process_group:ProcessGroupCommunicator.start", _on_the_callers_stream,
+           scenarios.PLAIN, (RACE, NUMBER)),
+    Mutant("a future is completed on the caller's stream",
+           "commhooks.scheduling.task:BucketTask.succeed", _on_the_callers_stream, scenarios.PLAIN, (RACE, NUMBER)),
+    Mutant("a future does not know that its tensor is on a device",
+           "commhooks.engine.engine:future_on", _without_devices, scenarios.PLAIN, (RACE, NUMBER)),
+    Mutant("ddp_core takes a mean without waiting for its future",
+           "ddp_core.hooks:Pending.result", _without_waiting, scenarios.DDP, (RACE, NUMBER)),
+    Mutant("ddp_core takes a sum without waiting for its collective",
+           "ddp_core.hooks:result_of", _nothing, scenarios.DDP_ALONE, (RACE,)),
+    Mutant("ddp_core reads which parameters are unused before they are counted",
+           "ddp_core.unused:finish", _nothing, scenarios.DDP_ALONE, (RACE,)),
+    Mutant("a residual is written on the caller's stream, and read on the side stream",
+           "commhooks.engine.engine:Engine.end_step", _written_on_the_callers_stream, scenarios.PLAIN, (RACE,)),
+    Mutant("memory of the caller's stream is freed while the side stream reads it",
+           "commhooks.engine.engine:begin_exchange", _from_memory_that_is_freed, scenarios.PLAIN, (RACE, NUMBER)),
+    Mutant("loaded state is freed while another stream reads it (no keep_until_read)",
+           "commhooks.state.table:keep_until_read", _nothing, scenarios.LOADED, (RACE, NUMBER)),
+    Mutant("a step is judged on one stream before means are there on the other",
+           "commhooks.engine.undo:mark_of", _nothing, scenarios.ATOMIC, (RACE,)),
+    Mutant("what a step is judged by is freed while another stream reads it",
+           "commhooks.engine.undo:keep_until_read", _nothing, scenarios.ATOMIC, (RACE, NUMBER)),
+    Mutant("the side streams do not join between steps",
+           "commhooks.devices:SideStream.join", _nothing, scenarios.ATOMIC_ROUNDS, (RACE,)),
+    Mutant("two models share scratch memory",
+           "commhooks.language.tile:Scratch.room", _shared_by_all, scenarios.TWO_MODELS, (RACE,)),
+    Mutant("two models share messages",
+           "commhooks.scheduling.packing:Packer._take", _messages_of_all, scenarios.TWO_MODELS, (RACE,)),
+    Mutant("random bases are drawn in one pinned buffer, which the device has yet to read",
+           "commhooks.compressors.powersgd.powersgd:seeded_normal", _in_one_pinned_buffer, scenarios.COLD,
+           (RACE, NUMBER)),
+    Mutant("the host reads a residual in its memory before it waits",
+           "commhooks.engine.engine:Engine.end_step", _read_before_the_wait, scenarios.HOST_LOSS_SCALE,
+           (RACE, NUMBER)),
+    Mutant("a copy to the host is marked before it, not after it",
+           "commhooks.devices:_queue", _marked_before_the_copy, scenarios.HOST_LOSS_SCALE, (RACE, NUMBER)),
+    Mutant("a changing loss scale does not wait for copies",
+           "commhooks.state.loss_scale:wait_for_copies", _nothing, scenarios.HOST_LOSS_SCALE, (RACE, NUMBER)),
+    Mutant("atomic alone does not wait for copies",
+           "commhooks.engine.undo:wait_for_copies", _nothing, scenarios.HOST_ATOMIC, (RACE, NUMBER)),
+    Mutant("the state of a parameter that no rank used is written",
+           "commhooks.language.tile:Scratch.permits", _everything, scenarios.HOST_UNUSED, (NUMBER,)),
+    Mutant("the guard of a rank that has joined does not wait for copies",
+           "commhooks.engine.guards:wait_for_copies", _nothing, scenarios.HOST_JOINED, (RACE, NUMBER)),
+    Mutant("loading does not wait for copies",
+           "commhooks.state.table:wait_for_copies", _nothing, scenarios.HOST_LOADED, (RACE,)),
+    Mutant("saving does not wait for copies",
+           "commhooks.engine.resume:wait_for_copies", _nothing, scenarios.HOST_SAVED, (RACE, NUMBER)),
+    Mutant("saving waits for the current device, which may be another",
+           "commhooks.engine.resume:wait_for_copies", _for_the_current_device, scenarios.HOST_SAVED,
+           (RACE, NUMBER, WAIT)),
+    Mutant("saving does not wait for the side streams",
+           "commhooks.devices:SideStream.let_caller_follow", _nothing, scenarios.SAVED_UNDER_WAY, (RACE, NUMBER)),
+    Mutant("the basis of a matrix that no rank used is written",
+           "commhooks.language.tile:Scratch.permits_each", _everything, scenarios.HOST_UNUSED, (NUMBER,)),
+    Mutant("a replacement does not wait for copies",
+           "commhooks.state.handover:wait_for_copies", _nothing, scenarios.HOST_REPLACED, (RACE, NUMBER)),
+    Mutant("metrics do not wait for copies",
+           "commhooks.hooks.metrics:wait_for_copies", _nothing, scenarios.HOST_METRICS, (RACE, NUMBER)),
+    Mutant("the host waits for each collective",
+           "commhooks.communicators.process_group:WorkPending.wait", _waiting_host, scenarios.ALONE, (WAIT,)),
+    Mutant("a compressor reads its verdict (.item())",
+           "commhooks.compressors.powersgd.powersgd:surely", _read_by_the_host, scenarios.ALONE, (WAIT,)),
+    Mutant("atomic reads its verdict",
+           "commhooks.engine.undo:runs_later", _never_later, scenarios.ALONE, (WAIT,)),
+    Mutant("residuals are copied from the host without non_blocking",
+           "commhooks.language.tile:add_residuals", _blocking_copies, scenarios.ALONE_ON_HOST, (WAIT,)),
+    Mutant("the host reads whose turn it was before that has arrived",
+           "commhooks.scheduling.turns:_Headers.have_arrived", _at_once, scenarios.TWO_LANES, (RACE,)),
+    Mutant("whose turn it is is copied from memory that is not pinned",
+           "commhooks.scheduling.lanes:copied_to", _from_memory_that_is_not_pinned, scenarios.TWO_LANES, (WAIT,)),
+    Mutant("a mean is spoilt on the caller's stream if it was another's turn",
+           "commhooks.scheduling.lanes:spoil", _on_the_callers_stream, scenarios.TWO_LANES, (RACE, NUMBER)),
+)  # fmt: skip
 
 
 if __name__ == "__main__":  # python -m tests.virtual_device.mutants > docs/guide/virtual-device/mutants.md

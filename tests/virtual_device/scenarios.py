@@ -49,40 +49,12 @@ def _changed(changes: dict[tuple[int, int, int], float]) -> list[list[list[Tenso
     ]
 
 
-def _plain() -> list[Tensor]:
-    return steps(_world, GRADIENTS)
-
-
-def _fused() -> list[Tensor]:
-    return steps(lambda: _world(policy="fused"), GRADIENTS)
-
-
-def _codes() -> list[Tensor]:
-    return steps(lambda: _world("int8"), GRADIENTS)
-
-
-def _alone() -> list[Tensor]:
-    return steps(lambda: _world(world_size=1, atomic=True), GRADIENTS)
-
-
-def _alone_on_host() -> list[Tensor]:
-    return steps(lambda: _world("top-k", world_size=1, storage="host"), GRADIENTS)
-
-
-def _cold() -> list[Tensor]:
-    return steps(lambda: _world(settings={"warm_start": False}), GRADIENTS)
-
-
 def _host_loss_scale() -> list[Tensor]:
     def announce(world: DeviceWorld, step: int) -> None:
         for engine in world.engines:
             engine.loss_scale.announce(2.0**step)
 
     return steps(lambda: _world(storage="host"), GRADIENTS, announce)
-
-
-def _atomic() -> list[Tensor]:
-    return steps(lambda: _world(atomic=True), _changed({(1, 1, 2): torch.inf}))
 
 
 def _atomic_rounds() -> list[Tensor]:
@@ -97,10 +69,6 @@ def _atomic_rounds() -> list[Tensor]:
         world.stop()
 
 
-def _host_atomic() -> list[Tensor]:
-    return steps(lambda: _world(storage="host", atomic=True), _changed({(1, 1, 2): torch.inf}))
-
-
 def _host_joined() -> list[Tensor]:
     absent = {(1, 1, parameter): 0.0 for parameter in range(len(SHAPES))}
     return steps(lambda: _world(storage="host", may_join=True), _changed(absent))
@@ -109,10 +77,6 @@ def _host_joined() -> list[Tensor]:
 def _host_unused() -> list[Tensor]:
     unused = {(1, rank, 0): 0.0 for rank in range(2)}
     return steps(lambda: _world(storage="host", may_be_unused=True), _changed(unused))
-
-
-def _host_loaded() -> list[Tensor]:
-    return steps(lambda: _world(storage="host"), GRADIENTS, lambda world, step: _load(world) if step == 1 else None)
 
 
 def _load(world: DeviceWorld) -> None:
@@ -197,11 +161,6 @@ def _host_metrics() -> list[Tensor]:
         world.stop()
 
 
-def _two_models() -> list[Tensor]:
-    """Let two models of the same shapes, in bf16, have steps under way at the same time."""
-    return _beside_each_other([_world("top-k", dtype=torch.bfloat16) for _ in range(2)])
-
-
 def _two_lanes() -> list[Tensor]:
     """Let the two models share a line, of one rank, which need not wait for the others' turns."""
     first = _world("top-k", world_size=1)
@@ -220,21 +179,6 @@ def _beside_each_other(models: Sequence[DeviceWorld], gradients: Sequence[Any] =
     finally:
         for model in models:
             model.stop()
-
-
-def _ddp() -> list[Tensor]:
-    """Attach a hook."""
-    return _through_ddp(hook="powersgd")
-
-
-def _ddp_alone() -> list[Tensor]:
-    """Attach no hook, and leave two parameters unused in every other step."""
-    return _through_ddp(used=(5, 3, 5), find_unused_parameters=True)
-
-
-def _ddp_elsewhere() -> list[Tensor]:
-    """Train on a device that is not the current one."""
-    return _through_ddp(hook="powersgd", device="cuda:1")
 
 
 def _through_ddp(
@@ -268,58 +212,52 @@ class _Given(Given):
         return torch.stack(terms).sum()
 
 
-PLAIN = Scenario("steps", _plain)
-FUSED = Scenario("fused steps", _fused)
-CODES = Scenario("steps of int8", _codes)
-ALONE = Scenario("steps of one rank, atomic", _alone)
-ALONE_ON_HOST = Scenario("steps of one rank, residuals on the host", _alone_on_host)
-COLD = Scenario("steps without warm start", _cold)
-ATOMIC = Scenario("atomic steps", _atomic)
+PLAIN = Scenario("steps", lambda: steps(_world, GRADIENTS))
+FUSED = Scenario("fused steps", lambda: steps(lambda: _world(policy="fused"), GRADIENTS))
+CODES = Scenario("steps of int8", lambda: steps(lambda: _world("int8"), GRADIENTS))
+ALONE = Scenario("steps of one rank, atomic", lambda: steps(lambda: _world(world_size=1, atomic=True), GRADIENTS))
+ALONE_ON_HOST = Scenario(
+    "steps of one rank, residuals on the host",
+    lambda: steps(lambda: _world("top-k", world_size=1, storage="host"), GRADIENTS),
+)
+COLD = Scenario("steps without warm start", lambda: steps(lambda: _world(settings={"warm_start": False}), GRADIENTS))
+ATOMIC = Scenario("atomic steps", lambda: steps(lambda: _world(atomic=True), _changed({(1, 1, 2): torch.inf})))
 ATOMIC_ROUNDS = Scenario("atomic steps, several under way", _atomic_rounds)
 HOST_LOSS_SCALE = Scenario("residuals on the host, a loss scale that changes", _host_loss_scale, (DEVICES,))
-HOST_ATOMIC = Scenario("residuals on the host, atomic", _host_atomic, (DEVICES,))
+HOST_ATOMIC = Scenario(
+    "residuals on the host, atomic",
+    lambda: steps(lambda: _world(storage="host", atomic=True), _changed({(1, 1, 2): torch.inf})),
+    (DEVICES,),
+)
 HOST_JOINED = Scenario(
     "residuals on the host, a rank that has joined", _host_joined, (DEVICES, "commhooks/engine/guards.py")
 )
 HOST_UNUSED = Scenario("residuals on the host, unused parameters", _host_unused)
-HOST_LOADED = Scenario("residuals on the host, state loaded", _host_loaded, (DEVICES, "commhooks/state/table.py"))
+HOST_LOADED = Scenario(
+    "residuals on the host, state loaded",
+    lambda: steps(lambda: _world(storage="host"), GRADIENTS, lambda world, step: _load(world) if step == 1 else None),
+    (DEVICES, "commhooks/state/table.py"),
+)
 LOADED = Scenario("state loaded, hooks called on the user's stream", _loaded_on_own_stream)
 SAVED_UNDER_WAY = Scenario("state saved while a round is under way", _saved_under_way)
 HOST_SAVED = Scenario("residuals on the host, state saved", _host_saved, (DEVICES,))
 HOST_REPLACED = Scenario("residuals on the host, the compressor replaced", _host_replaced, (DEVICES,))
 HOST_METRICS = Scenario("residuals on the host, metrics", _host_metrics, (DEVICES, "commhooks/hooks/metrics.py"))
-TWO_MODELS = Scenario("two models of one shape", _two_models)
+TWO_MODELS = Scenario(
+    "two models of one shape", lambda: _beside_each_other([_world("top-k", dtype=torch.bfloat16) for _ in range(2)])
+)
 TWO_LANES = Scenario("two lanes of a line", _two_lanes)
 _BEFORE_THE_FIRST_HOOK = ("ddp_core/replicas.py", "ddp_core/layout.py", "commhooks/communicators/connection.py")
-DDP = Scenario("backward passes through ddp_core", _ddp, _BEFORE_THE_FIRST_HOOK)
-DDP_ELSEWHERE = Scenario("the same on a device that is not the current one", _ddp_elsewhere, _BEFORE_THE_FIRST_HOOK)
+DDP = Scenario("backward passes through ddp_core", lambda: _through_ddp(hook="powersgd"), _BEFORE_THE_FIRST_HOOK)
+DDP_ELSEWHERE = Scenario(
+    "the same on a device that is not the current one",
+    lambda: _through_ddp(hook="powersgd", device="cuda:1"),
+    _BEFORE_THE_FIRST_HOOK,
+)
 DDP_ALONE = Scenario(
     "backward passes through ddp_core, no hook, unused parameters",
-    _ddp_alone,
+    lambda: _through_ddp(used=(5, 3, 5), find_unused_parameters=True),
     ("ddp_core/replicas.py", "ddp_core/unused.py"),
 )
 
-SCENARIOS: Sequence[Scenario] = (
-    PLAIN,
-    FUSED,
-    CODES,
-    ALONE,
-    ALONE_ON_HOST,
-    COLD,
-    ATOMIC,
-    ATOMIC_ROUNDS,
-    HOST_LOSS_SCALE,
-    HOST_ATOMIC,
-    HOST_JOINED,
-    HOST_UNUSED,
-    HOST_LOADED,
-    LOADED,
-    HOST_SAVED,
-    HOST_REPLACED,
-    HOST_METRICS,
-    TWO_MODELS,
-    TWO_LANES,
-    DDP,
-    DDP_ELSEWHERE,
-    DDP_ALONE,
-)
+SCENARIOS: Sequence[Scenario] = [value for value in list(globals().values()) if isinstance(value, Scenario)]

@@ -63,7 +63,7 @@ def test_a_mutant_is_found(mutant: Mutant, record_property: Callable[[str, objec
 
 def test_a_mutant_that_no_longer_applies_fails() -> None:
     def mutant(place: str) -> Mutant:
-        return Mutant("of nothing", (place,), lambda there: there, scenarios.PLAIN, ())
+        return Mutant("of nothing", place, lambda there: there, scenarios.PLAIN, ())
 
     unused = "'of nothing' no longer applies: commhooks.devices:use_own_stream was not called"
     with pytest.raises(NotAppliedError, match=unused), put_in(mutant("commhooks.devices:use_own_stream")):
@@ -84,7 +84,7 @@ def _modules() -> list[ModuleType]:
 
 @pytest.mark.parametrize("name", ["wait_for_copies", "keep_until_read", "mark_of"])
 def test_every_module_that_waits_has_a_mutant(name: str) -> None:
-    replaced = {place for mutant in MUTANTS for place in mutant.places} | training.UNORDERED.keys()
+    replaced = {mutant.place for mutant in MUTANTS} | training.UNORDERED.keys()
     waiting = {f"{module.__name__}:{name}" for module in _modules() if hasattr(module, name)}
     waiting.discard(f"commhooks.devices:{name}")
     assert waiting

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import os
+import sys
 
 MODULES = (
     "numpy",
@@ -26,11 +27,15 @@ MODULES = (
     "pytest",
     "ddp_core",
     "commhooks",
+    "experiments.launch",  # of tests.tiers
 )
 
 for _name in (*MODULES, *os.environ.get("WORLD_PRELOAD", "").split()):
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
+for _name in getattr(sys.modules.get("commhooks"), "__all__", ()):  # the package imports them when they are first used
+    with contextlib.suppress(Exception):
+        getattr(sys.modules["commhooks"], _name)
 
 # What was imported is no garbage in any rank: its collector need not walk it, which halves the cost of a rank's end.
 gc.collect()
