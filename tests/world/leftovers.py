@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +28,6 @@ DEFAULTS: Mapping[str, Callable[[], Any]] = {
     "autocast": lambda: torch.is_autocast_enabled("cpu"),
     "saved tensors": lambda: torch._C._autograd._top_saved_tensors_default_hooks(True),
     "folder": Path.cwd,
-    "environment": lambda: dict(os.environ),
     "hooks": lambda: sorted(_hooks()),
 }
 
