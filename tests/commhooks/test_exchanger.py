@@ -19,7 +19,10 @@ from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.lockstep import run_in_turns
 from tests import bounds
 from tests.commhooks.told import told_by
+from tests.ddp_core.facts import Facts
 from tests.world import on_ranks, run_world
+
+facts = Facts()
 
 TENSORS = {
     "a": torch.zeros(24, 40),
@@ -136,16 +139,16 @@ def test_a_round_of_workers_that_take_turns_is_not_waited_for_and_none_begins_af
         exchangers[0].begin(drawn(0)).wait()
 
 
-@on_ranks(2, check_exit=False)
-def test_ranks_that_name_other_tensors_disagree(rank: int) -> None:
+@facts
+def ranks_that_name_other_tensors_disagree(rank: int) -> None:
     exchanger = Exchanger({f"w{rank}": torch.zeros(3)}, "all-reduce")
     told = told_by(lambda: exchanger.average({f"w{rank}": torch.zeros(3)}))
     assert "ranks disagree" in told.text and "tensor w1: missing (rank 0), shape (3,)" in told.text
 
 
-@on_ranks(2)
-def test_state_is_saved_whole_also_while_a_round_is_under_way(rank: int) -> None:
-    """It is the state after the round, on three exchangers at once."""
+@facts
+def state_is_saved_whole_also_while_a_round_is_under_way(rank: int) -> None:
+    """Save the state after the round, on three exchangers at once."""
     line = ProcessGroupLine(dist.distributed_c10d._get_default_group())
     names = ("top-k", "powersgd", "sign")
     fragments = [Exchanger(TENSORS, name, line=line, name=name) for name in names]
@@ -183,8 +186,8 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@on_ranks(2)
-def test_rounds_begun_before_the_first_is_written_have_their_own_means(rank: int) -> None:
+@facts
+def rounds_begun_before_the_first_is_written_have_their_own_means(rank: int) -> None:
     """And leave the state of three that are awaited."""
     awaited, overlapping = (Exchanger(TENSORS, "top-k") for _ in range(2))
     expected = []
@@ -203,8 +206,8 @@ def test_rounds_begun_before_the_first_is_written_have_their_own_means(rank: int
     overlapping.close()
 
 
-@on_ranks(2)
-def test_memory_does_not_grow_while_rounds_overlap(rank: int) -> None:
+@facts
+def memory_does_not_grow_while_rounds_overlap(rank: int) -> None:
     for name in ("top-k", "powersgd", "int4"):
         exchanger = Exchanger(TENSORS, name)
         working = []
@@ -251,8 +254,8 @@ def test_memory_does_not_grow_while_every_round_sends_another_size() -> None:
     assert exchangers[0].memory_report().working <= 4 * 60 * tensors["a"].element_size()
 
 
-@on_ranks(2, check_exit=False)
-def test_means_are_not_written_before_they_are_there_and_every_later_call_tells_the_cause(rank: int) -> None:
+@facts
+def means_are_not_written_before_they_are_there_and_every_later_call_tells_the_cause(rank: int) -> None:
     """Rank 1 passes other tensors, which closes its exchanger: alone on a line, and beside another one."""
     shared = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
     beside = Exchanger(TENSORS, "all-reduce", line=shared)
@@ -330,3 +333,6 @@ def test_an_exchanger_has_what_an_attachment_has() -> None:
     with pytest.raises(commhooks.AttachError, match="replace: this Exchanger was closed"):
         exchanger.replace("fp16")
     assert "closed" in str(exchanger)
+
+
+test = facts.tests()

@@ -25,7 +25,10 @@ from tests import bounds
 from tests.commhooks.resuming import distance, roundtrip
 from tests.commhooks.test_lanes import FailsOnce
 from tests.commhooks.told import told_by
+from tests.ddp_core.facts import Facts
 from tests.world import on_ranks
+
+facts = Facts()
 
 GROUPS: dict[str, dict[str, Tensor]] = {
     "fragment 0 of 3": {"a": torch.zeros(24, 40), "b": torch.zeros(5, dtype=torch.float64)},
@@ -90,8 +93,8 @@ def test_the_room_is_another_one_while_means_are_read_and_nothing_is_sent_that_n
         first.means  # noqa: B018
 
 
-@on_ranks(2)
-def test_a_tensor_with_gaps_may_be_declared_by_one_without(rank: int) -> None:
+@facts
+def a_tensor_with_gaps_may_be_declared_by_one_without(rank: int) -> None:
     wide = torch.zeros(6, 8)
     exchanger = Exchanger({"w": wide[:, :4] if rank else torch.zeros(6, 4)}, "top-k")
     values = {"w": torch.full((6, 4), float(rank))}
@@ -205,9 +208,9 @@ def test_exchangers_on_lines_with_labels_connect_at_once_in_any_order(rank: int)
             one.close()
 
 
-@on_ranks(2)
-def test_groups_are_saved_and_resumed_together_with_rounds_under_way(rank: int) -> None:
-    """The state is that after the rounds, and a resumed handle goes on as the saved one does."""
+@facts
+def groups_are_saved_and_resumed_together_with_rounds_under_way(rank: int) -> None:
+    """Save the state after the rounds, and resume a handle from it that goes on as the saved one does."""
     codecs = {"fragment 0 of 3": "top-k", "fragment 1 of 3": "powersgd", "fragment 2 of 3": "all-reduce"}
     one, other = (Exchangers(GROUPS, codecs, residuals="fp32") for _ in range(2))
     for turn in range(2):
@@ -235,8 +238,8 @@ def test_groups_are_saved_and_resumed_together_with_rounds_under_way(rank: int) 
     other.close()
 
 
-@on_ranks(2, check_exit=False)
-def test_a_state_that_does_not_match_one_group_on_one_rank_is_loaded_nowhere(rank: int) -> None:
+@facts
+def a_state_that_does_not_match_one_group_on_one_rank_is_loaded_nowhere(rank: int) -> None:
     exchangers = Exchangers(GROUPS, "top-k")
     for label, exchanger in exchangers.items():
         exchanger.average(drawn(label, rank, 0))
@@ -316,3 +319,6 @@ def test_no_group_switches_if_one_cannot() -> None:
 
 def saved_alone() -> dict[str, Any]:
     return alone("top-k", {"w": torch.zeros(3)}).state_dict()
+
+
+test = facts.tests()

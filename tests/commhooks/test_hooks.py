@@ -25,9 +25,11 @@ from tests.cases import BY_NAME, DDP_AND_POLICY, EVERY_FORM_OR_ALL
 from tests.commhooks.mirrored import SHAPES, Mirrored, backward, given, largest_error
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.workers import largest, normal, zeros
+from tests.ddp_core.facts import BOTH_DDPS, Facts
 from tests.world import on_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+facts = Facts(kinds=BOTH_DDPS)
 
 
 @on_ranks(2, check_exit=False)
@@ -65,9 +67,8 @@ def test_the_default_hooks_give_pytorchs_mean(rank: int, kind: str) -> None:
             assert error <= (bounds.of_mean(2, wire) if wire else 0.0), name
 
 
-@on_ranks(2)
-@both_ddps
-def test_the_fp16_wrapper_of_powersgd_casts_the_wire_and_nothing_else(rank: int, kind: str) -> None:
+@facts
+def the_fp16_wrapper_of_powersgd_casts_the_wire_and_nothing_else(rank: int, kind: str) -> None:
     state = commhooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=0)
     model = wrap(kind, Given((40, 60), (9,)))
     hook = commhooks.fp16_compress_wrapper(commhooks.powerSGD_hook)
@@ -106,9 +107,8 @@ def test_every_case_is_over_gloo_bit_for_bit_what_it_is_in_lockstep(
         both.attachment.detach()
 
 
-@on_ranks(2)
-@both_ddps
-def test_attachments_come_and_go(rank: int, kind: str) -> None:
+@facts
+def attachments_come_and_go(rank: int, kind: str) -> None:
     model = given(kind)
     of_ranks = normal(zeros(*SHAPES), 2, seed=0)
     gradients = of_ranks[rank]
@@ -129,9 +129,8 @@ def test_attachments_come_and_go(rank: int, kind: str) -> None:
     second.detach()
 
 
-@on_ranks(2)
-@both_ddps
-def test_a_copy_that_shares_the_reducer_keeps_the_attachment_and_any_other_copy_has_none(rank: int, kind: str) -> None:
+@facts
+def a_copy_that_shares_the_reducer_keeps_the_attachment_and_any_other_copy_has_none(rank: int, kind: str) -> None:
     """`Module._replicate_for_data_parallel` makes the first kind; `copy.copy` and `copy.deepcopy` the second."""
     model = given(kind)
     gradients = normal(zeros(*SHAPES), 2, seed=0)[rank]
@@ -210,3 +209,6 @@ def test_the_state_of_powersgd_takes_pytorchs_arguments_in_pytorchs_order() -> N
 
 def test_wrappers_can_be_imported_first() -> None:
     subprocess.run([sys.executable, "-c", "import commhooks.wrappers"], check=True)
+
+
+test = facts.tests()

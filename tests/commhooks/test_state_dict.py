@@ -20,9 +20,11 @@ from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, backward, given
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.resuming import Run, distance, network, roundtrip
 from tests.commhooks.workers import largest, normal, zeros
-from tests.world import on_ranks, run_world
+from tests.ddp_core.facts import BOTH_DDPS, Facts
+from tests.world import run_world
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+facts = Facts(kinds=BOTH_DDPS)
 
 
 def _trained(kind: str, rank: int, steps: int, **settings: Any) -> tuple[nn.Module, commhooks.Attachment]:
@@ -33,14 +35,13 @@ def _trained(kind: str, rank: int, steps: int, **settings: Any) -> tuple[nn.Modu
     return model, attachment
 
 
-@on_ranks(2)
-@both_ddps
-def test_a_state_dict_holds_plain_data_and_is_a_copy(rank: int, kind: str, tmp_path: Path) -> None:
+@facts
+def a_state_dict_holds_plain_data_and_is_a_copy(rank: int, kind: str, folder: Path) -> None:
     model, attachment = _trained(kind, rank, 3)
     state = attachment.state_dict()
-    torch.save(state, tmp_path / f"{rank}.pt")
+    torch.save(state, folder / f"{rank}.pt")
     backward(model, normal(zeros(*SHAPES), 2, seed=7)[rank])
-    read = torch.load(tmp_path / f"{rank}.pt")
+    read = torch.load(folder / f"{rank}.pt")
     _require_plain(read)
     assert distance(read, state) == 0.0
     assert (read["step"], read["world_size"], read["format_version"], list(read["local"])) == (3, 2, 3, [f"rank{rank}"])
@@ -66,9 +67,8 @@ def _require_plain(value: object) -> None:
         _require_plain(held)
 
 
-@on_ranks(2)
-@both_ddps
-def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(rank: int, kind: str) -> None:
+@facts
+def what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(rank: int, kind: str) -> None:
     """Load wrong states, the same on both ranks or on one only: both raise, and nothing is loaded."""
     model, attachment = _trained(kind, rank, 3)
     before = attachment.state_dict()
@@ -150,9 +150,8 @@ def _without_weights_0(state: dict[str, Any], own: str) -> dict[str, Any]:
     return state
 
 
-@on_ranks(2)
-@both_ddps
-def test_to_read_the_state_changes_nothing_in_the_run(rank: int, kind: str) -> None:
+@facts
+def to_read_the_state_changes_nothing_in_the_run(rank: int, kind: str) -> None:
     """Read the state of one of two like runs, before and after another compressor's turn: they continue identically."""
     turns = commhooks.StartAfter(
         inner=make_compressor("powersgd", rank=2), before=make_compressor("powersgd", rank=1), steps=3
@@ -166,9 +165,8 @@ def test_to_read_the_state_changes_nothing_in_the_run(rank: int, kind: str) -> N
         hooks[0].state_dict()
 
 
-@on_ranks(2)
-@both_ddps
-def test_after_a_refused_state_a_compressor_can_be_replaced(rank: int, kind: str) -> None:
+@facts
+def after_a_refused_state_a_compressor_can_be_replaced(rank: int, kind: str) -> None:
     """Load a mismatched state on one rank, then replace the compressor: nothing is left of the rejected state."""
     model, attachment = _trained(kind, rank, 2)
     saved = attachment.state_dict()
@@ -179,9 +177,8 @@ def test_after_a_refused_state_a_compressor_can_be_replaced(rank: int, kind: str
     assert attachment.steps == 3
 
 
-@on_ranks(2)
-@both_ddps
-def test_state_is_not_saved_in_the_middle_of_a_step(rank: int, kind: str) -> None:
+@facts
+def state_is_not_saved_in_the_middle_of_a_step(rank: int, kind: str) -> None:
     model, attachment = _trained(kind, rank, 2)
     told: list[str] = []
 
@@ -229,8 +226,8 @@ def as_the_documentation_of_pytorch_shows(rank: int, kind: str, folder: str, bat
     return result
 
 
-@on_ranks(2, check_exit=False)
-def test_without_names_saving_and_loading_say_what_to_do(rank: int) -> None:
+@facts.once
+def without_names_saving_and_loading_say_what_to_do(rank: int) -> None:
     """PyTorch's DDP does not pass names to a hook: training works, saving and loading say what to do."""
     model = given("torch")
     state = PowerSGDState(None, 2, start_powerSGD_iter=0)
@@ -250,8 +247,8 @@ def test_without_names_saving_and_loading_say_what_to_do(rank: int) -> None:
         backward(other, gradients)
 
 
-@on_ranks(2)
-def test_ranks_that_load_different_states_hear_of_it_at_the_first_bucket(rank: int) -> None:
+@facts.once
+def ranks_that_load_different_states_hear_of_it_at_the_first_bucket(rank: int) -> None:
     """Raise at the first bucket, if nothing was exchanged before."""
     _, attachment = _trained("core", rank, 2)
     saved = attachment.state_dict()
@@ -265,9 +262,8 @@ def test_ranks_that_load_different_states_hear_of_it_at_the_first_bucket(rank: i
         backward(model, normal(zeros(*SHAPES), 2, seed=0)[rank])
 
 
-@on_ranks(2)
-@both_ddps
-def test_copies_of_a_model_have_nothing_attached(rank: int, kind: str) -> None:
+@facts
+def copies_of_a_model_have_nothing_attached(rank: int, kind: str) -> None:
     model, attachment = _trained(kind, rank, 2)
     copied = copy.deepcopy(model)
     unpickled = pickle.loads(pickle.dumps(model))
@@ -285,8 +281,8 @@ def test_copies_of_a_model_have_nothing_attached(rank: int, kind: str) -> None:
     assert attachment.steps == 2
 
 
-@on_ranks(2)
-def test_after_a_step_that_failed_nothing_is_saved(rank: int) -> None:
+@facts.once
+def after_a_step_that_failed_nothing_is_saved(rank: int) -> None:
     model = wrap("core", Given((30, 50), (40, 30)), **TINY_BUCKETS)
     attachment = commhooks.attach(model, make_compressor("powersgd", rank=2), wrap_communicator=_Failing)
     gradients = normal(zeros((30, 50), (40, 30)), 2, seed=0)[rank]
@@ -369,8 +365,8 @@ def _total_residual(attachment: commhooks.Attachment, *, of_magnitudes: bool = F
     return total
 
 
-@on_ranks(2)
-def test_the_states_of_all_ranks_can_be_put_together(rank: int) -> None:
+@facts.once
+def the_states_of_all_ranks_can_be_put_together(rank: int) -> None:
     model, attachment = _trained("core", rank, 3)
     states: list[Any] = [None, None]
     dist.all_gather_object(states, attachment.state_dict())
@@ -458,3 +454,6 @@ def test_four_ranks_become_two_and_four_again_without_a_jump_of_the_loss(tmp_pat
             jump = sum(after[first : first + 10]) / 10 - sum(kept[first : first + 10]) / 10
             print(f"from step {first}: jump {jump:+.4f}, seeds differ by {noise:.4f}")
             assert jump <= noise, (first, jump, noise)
+
+
+test = facts.tests()
