@@ -19,7 +19,10 @@ from tests.commhooks.models import digest_of
 from tests.commhooks.simulated_ladder import FAST, SLOW, Run, ladder
 from tests.commhooks.told import Told, told_by
 from tests.commhooks.workers import normal, zeros
+from tests.ddp_core.facts import Facts
 from tests.world import on_ranks, stay_away, tell
+
+facts = Facts()
 
 LADDER = ["all-reduce", "fp16", "int8", "powersgd(rank=2)", "powersgd(rank=1)"]
 CHANGE, SAVED, END = 30, 36, 60
@@ -142,8 +145,8 @@ def test_ranks_that_measure_this_machine_know_and_decide_the_same(rank: int) -> 
     return str(controller.state_dict()), digests
 
 
-@on_ranks(2)
-def test_a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_stays(rank: int) -> None:
+@facts
+def a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_stays(rank: int) -> None:
     model = given("core")
     attachment = commhooks.attach(model, "all-reduce")
 
@@ -249,8 +252,8 @@ def test_a_rank_whose_step_does_not_come_within_hook_timeout_is_named_on_the_oth
         assert "was not called within hook_timeout=0.5 s. No answer from rank 1." in told.text
 
 
-@on_ranks(2)
-def test_what_was_measured_with_another_number_of_ranks_is_measured_anew_on_the_rung_that_was_saved(rank: int) -> None:
+@facts
+def what_was_measured_with_another_number_of_ranks_is_measured_anew_on_the_rung_that_was_saved(rank: int) -> None:
     model = given("core")
     controller = Adaptive(commhooks.attach(model, "all-reduce"), LADDER)
     _steps(rank, model, controller, 0, 6)
@@ -267,3 +270,6 @@ def test_what_was_measured_with_another_number_of_ranks_is_measured_anew_on_the_
 def _own_group(rank: int) -> Any:
     groups = [dist.new_group([one]) for one in range(dist.get_world_size())]
     return groups[rank]
+
+
+test = facts.tests()

@@ -22,7 +22,10 @@ import commhooks
 from commhooks import CheckpointError, PowerSGDState, load_checkpoint, make_compressor, save_checkpoint
 from tests.commhooks.checkpointed import Network, Renamed, Told, begin, words_of
 from tests.commhooks.models import wrap
+from tests.ddp_core.facts import BOTH_DDPS, Facts
 from tests.world import on_ranks
+
+facts = Facts()
 
 FORGED = {
     "no JSON": ("manifest.json", "cannot be read"),
@@ -136,26 +139,26 @@ class Payload:
         return os.system, (f"touch '{self.mark}'",)
 
 
-@on_ranks(2)
-def test_a_forged_file_is_refused_and_nothing_in_it_is_executed(rank: int, tmp_path: Path) -> None:
-    """A file is rewritten so that sizes and checksums are right."""
-    run = begin(rank, tmp_path)
+@facts
+def a_forged_file_is_refused_and_nothing_in_it_is_executed(rank: int, folder: Path) -> None:
+    """Rewrite a file so that sizes and checksums are right."""
+    run = begin(rank, folder)
     path = run.save()
     other = run.save(step=17)
     run.train(1)
     twin = run.save(step=3, keep=None)
     run.train(1)
-    forgeries = list(_forgeries(tmp_path / "executed", other, twin))
+    forgeries = list(_forgeries(folder / "executed", other, twin))
     assert [damage for damage, _, _ in forgeries] == list(FORGED)
     for damage, name, forge in forgeries:
-        run.directory = tmp_path / damage
+        run.directory = folder / damage
         if rank == 0:
             shutil.copytree(path, run.directory)
             forge(run.directory / name)
             if name != "manifest.json":
                 _write_true_sums(run.directory)
         check_refused(run.told(damage), *FORGED[damage])
-    assert not (tmp_path / "executed").exists()
+    assert not (folder / "executed").exists()
 
 
 def _write_true_sums(path: Path) -> None:
@@ -209,10 +212,10 @@ def _rewrite_hooks(path: Path, **changes: Any) -> None:
     torch.save(content | {"hooks": content["hooks"] | changes}, path)
 
 
-@on_ranks(2)
-def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(rank: int, tmp_path: Path) -> None:
-    """A good checkpoint does not fit; another lacks something that the run wants."""
-    saved = begin(rank, tmp_path)
+@facts
+def a_checkpoint_of_another_run_is_refused_and_says_what_differs(rank: int, folder: Path) -> None:
+    """Load a good checkpoint that does not fit, and one that lacks something that the run wants."""
+    saved = begin(rank, folder)
     path = saved.save()
     runs: dict[str, dict[str, Any]] = {
         "names": {"module": Renamed()},
@@ -221,13 +224,13 @@ def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(rank: int,
         "compressor": {"compressor": commhooks.AllReduceMean()},
         "optimizer": {"optimizer": torch.optim.Adagrad},
     }
-    told = [begin(rank, tmp_path, **settings).told(name, directory=path) for name, settings in runs.items()]
-    without = begin(rank, tmp_path, "without", optimizer=torch.optim.Adam, scales=False)
+    told = [begin(rank, folder, **settings).told(name, directory=path) for name, settings in runs.items()]
+    without = begin(rank, folder, "without", optimizer=torch.optim.Adam, scales=False)
     without.save(hooks=None)
     told.append(without.told("hooks", directory=without.directory))
-    similar = begin(rank, tmp_path, optimizer=torch.optim.Adamax)  # has no setting that Adam has not
+    similar = begin(rank, folder, optimizer=torch.optim.Adamax)  # has no setting that Adam has not
     told.append(similar.told("similar optimizer", directory=without.directory, hooks=None))
-    scaled = begin(rank, tmp_path, optimizer=torch.optim.Adam)
+    scaled = begin(rank, folder, optimizer=torch.optim.Adam)
     told.append(scaled.told("scaler", directory=without.directory, hooks=None))
     assert [one.damage for one in told] == list(MISFITS)
     for one in told:
@@ -239,9 +242,13 @@ def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(rank: int,
     assert without.told("world size", without.digest(), directory=without.directory, hooks=None).restored
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("kind", ["core", "torch"])
-def test_a_powersgd_state_is_saved_and_loaded_as_an_attachment_is(rank: int, kind: str, tmp_path: Path) -> None:
+@facts
+def a_powersgd_state_is_saved_and_loaded_as_an_attachment_is(rank: int, folder: Path) -> None:
+    for kind in BOTH_DDPS:
+        save_and_load_a_powersgd_state(kind, folder / kind)
+
+
+def save_and_load_a_powersgd_state(kind: str, folder: Path) -> None:
     """One like it takes it up, one of another matrix rank does not."""
     states, models = [PowerSGDState(None, r, start_powerSGD_iter=0) for r in (1, 1, 2)], []
     for state in states:
@@ -250,10 +257,10 @@ def test_a_powersgd_state_is_saved_and_loaded_as_an_attachment_is(rank: int, kin
         state.bind(models[-1])
         models[-1](torch.randn(5, 6)).square().mean().backward()
     models[0](torch.randn(5, 6)).square().mean().backward()
-    commhooks.save_checkpoint(tmp_path, step=2, model=models[0], hooks=states[0])
-    commhooks.load_checkpoint(tmp_path, model=models[1], hooks=states[1])
+    commhooks.save_checkpoint(folder, step=2, model=models[0], hooks=states[0])
+    commhooks.load_checkpoint(folder, model=models[1], hooks=states[1])
     with pytest.raises(CheckpointError, match="setting inner.inner.rank: saved with 1, now 2"):
-        commhooks.load_checkpoint(tmp_path, model=models[2], hooks=states[2])
+        commhooks.load_checkpoint(folder, model=models[2], hooks=states[2])
     dicts = [state.state_dict() for state in states[:2]]
     saved, loaded = ([list(words_of(one[part])) for part in ("step", "replicated", "local")] for one in dicts)
     assert loaded == saved
@@ -351,3 +358,6 @@ def test_a_pickled_powersgd_state_with_other_content_is_refused(
     file.seek(0)
     with pytest.raises(CheckpointError, match=words):
         torch.load(file)
+
+
+test = facts.tests()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from commhooks.scheduling.lockstep import run_in_turns
 from tests import bounds
 from tests.commhooks.told import told_by
 from tests.ddp_core.facts import Facts
-from tests.world import on_ranks, run_world
 
 facts = Facts()
 
@@ -59,15 +59,16 @@ def test_workers_of_one_process_get_the_mean(policy: Any, world_size: int) -> No
     assert set(exchangers[0].by_parameter()) == set(TENSORS)
 
 
-@pytest.mark.parametrize("name", ["powersgd", "top-k", "sign", "int4", "fp16"])
-def test_ranks_of_a_process_group_get_what_workers_of_one_process_get(name: str) -> None:
-    """At two ranks a sum's bits do not depend on its order."""
-    exchangers = [Exchanger(TENSORS, name, line=line) for line in lockstep_lines(2, "fused")]
-    for step in range(3):
-        wanted = [drawn(rank, step) for rank in range(2)]
-        commhooks.average_in_lockstep(exchangers, wanted)
-    for rank, got in enumerate(run_world(average_over_gloo, 2, name)):
-        assert all(torch.equal(got[tensor], wanted[rank][tensor]) for tensor in TENSORS)
+@facts
+def ranks_of_a_process_group_get_what_workers_of_one_process_get(rank: int) -> None:
+    """Average over two ranks, where a sum's bits do not depend on its order."""
+    for name in ("powersgd", "top-k", "sign", "int4", "fp16"):
+        exchangers = [Exchanger(TENSORS, name, line=line) for line in lockstep_lines(2, "fused")]
+        for step in range(3):
+            wanted = [drawn(worker, step) for worker in range(2)]
+            commhooks.average_in_lockstep(exchangers, wanted)
+        got = average_over_gloo(rank, name)
+        assert all(torch.equal(got[tensor], wanted[rank][tensor]) for tensor in TENSORS), name
 
 
 def average_over_gloo(rank: int, name: str) -> dict[str, Tensor]:
@@ -304,16 +305,15 @@ def test_an_expanded_tensor_is_refused_by_name_before_anything_is_sent() -> None
     assert bool((into["w"] == 1).all())
 
 
-@on_ranks(2, check_exit=False)
-@pytest.mark.parametrize("order", ["transposed", "channels_last"])
-def test_tensors_in_another_order_of_memory_are_refused(rank: int, order: str) -> None:
-    tensor = torch.arange(24.0).view(2, 3, 2, 2) if order == "channels_last" else torch.arange(24.0).view(4, 6)
+@facts
+def tensors_in_another_order_of_memory_are_refused(rank: int) -> None:
+    of_four, of_two = torch.arange(24.0).view(2, 3, 2, 2), torch.arange(24.0).view(4, 6)
     if rank:
-        last = torch.channels_last
-        tensor = tensor.contiguous(memory_format=last) if order == "channels_last" else tensor.t().contiguous().t()
-    exchanger = Exchanger({"w": tensor}, "top-k")
-    told = told_by(lambda: exchanger.average({"w": tensor}))
-    assert "ranks disagree" in told.text and "tensor w: " in told.text and "strides" in told.text
+        of_four, of_two = of_four.contiguous(memory_format=torch.channels_last), of_two.t().contiguous().t()
+    for tensor in (of_four, of_two):
+        exchanger = Exchanger({"w": tensor}, "top-k")
+        told = told_by(functools.partial(exchanger.average, {"w": tensor}))
+        assert "ranks disagree" in told.text and "tensor w: " in told.text and "strides" in told.text
 
 
 def test_an_exchanger_has_what_an_attachment_has() -> None:

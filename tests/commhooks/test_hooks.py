@@ -21,11 +21,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock
 
 import commhooks
 from tests import bounds
-from tests.cases import BY_NAME, DDP_AND_POLICY, EVERY_FORM_OR_ALL
+from tests.cases import BY_NAME, EACH_FORM_ONCE
 from tests.commhooks.mirrored import SHAPES, Mirrored, backward, given, largest_error
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.workers import largest, normal, zeros
 from tests.ddp_core.facts import BOTH_DDPS, Facts
+from tests.tiers import THOROUGH
 from tests.world import on_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
@@ -83,8 +84,7 @@ def the_fp16_wrapper_of_powersgd_casts_the_wire_and_nothing_else(rank: int, kind
 
 @on_ranks(2)
 @pytest.mark.kernels
-@DDP_AND_POLICY
-@EVERY_FORM_OR_ALL
+@EACH_FORM_ONCE
 def test_every_case_is_over_gloo_bit_for_bit_what_it_is_in_lockstep(
     rank: int, kind: str, policy: str, names: list[str]
 ) -> None:
@@ -207,6 +207,7 @@ def test_the_state_of_powersgd_takes_pytorchs_arguments_in_pytorchs_order() -> N
     assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs]
 
 
+@THOROUGH
 def test_wrappers_can_be_imported_first() -> None:
     subprocess.run([sys.executable, "-c", "import commhooks.wrappers"], check=True)
 

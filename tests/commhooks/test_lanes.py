@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pickle
 import random
 import threading
@@ -102,20 +103,19 @@ def test_lanes_in_one_order_get_their_own_means_over_one_thread_and_group(rank: 
     print(f"the longest wait for a round behind others: {1000 * longest:.1f} ms")
 
 
-@on_ranks(2, check_exit=False)
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
-def test_lanes_in_another_order_are_named_on_every_rank_and_never_mixed(rank: int, policy: str) -> None:
-    """Of equal sizes, so that nothing but the order tells them apart."""
-    exchangers = on_one_line(3)
-    number, other = 0 if policy == "fifo" else 1, exchangers[2]
-    one = exchangers[number]
-    for exchanger in exchangers:
-        exchanger.average(values_of(rank, 0))
-    rounds = [exchanger.begin(values_of(rank, 1)) for exchanger in ((one, other) if rank == 0 else (other, one))]
-    for told in [told_by(averaging.wait) for averaging in rounds]:
-        assert told.error == "CollectiveError" and told.seconds < 20.0
-        assert "ranks hand in different things" in told.text
-        assert f"rank 0: round 1, part {number}, bucket 0; rank 1: round 1, part 2, bucket 0." in told.text
+@facts
+def lanes_in_another_order_are_named_on_every_rank_and_never_mixed(rank: int) -> None:
+    """Swap two of equal sizes, so that nothing but the order tells them apart."""
+    for number, _ in enumerate(("fifo", "fused")):
+        exchangers = on_one_line(3)
+        one, other = exchangers[number], exchangers[2]
+        for exchanger in exchangers:
+            exchanger.average(values_of(rank, 0))
+        rounds = [exchanger.begin(values_of(rank, 1)) for exchanger in ((one, other) if rank == 0 else (other, one))]
+        for told in [told_by(averaging.wait) for averaging in rounds]:
+            assert told.error == "CollectiveError" and told.seconds < 20.0
+            assert "ranks hand in different things" in told.text
+            assert f"rank 0: round 1, part {number}, bucket 0; rank 1: round 1, part 2, bucket 0." in told.text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,19 +246,19 @@ def kept_alone() -> list[object]:
     return [*kept, closed, line]
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("odd", [0, 1])
-def test_what_one_rank_alone_makes_and_keeps_has_no_effect_on_the_others(rank: int, odd: int) -> None:
-    """Before, between and after what all make, until all of that was used twice."""
-    kept: list[object] = []
-    made: list[Exchanger] = []
-    for _ in range(3):
-        kept += kept_alone() if rank == odd else []
-        made += [one_more(), *a_group().values()]
-        if len(made) > 3:  # the first are used after the next were made
-            assert [mean_of_its(rank, one) for one in made] == [0.5] * len(made)
-    for one in made:
-        one.close()
+@facts
+def what_one_rank_alone_makes_and_keeps_has_no_effect_on_the_others(rank: int) -> None:
+    """Make it before, between and after what all make, until all of that was used twice."""
+    for odd in (0, 1):
+        kept: list[object] = []
+        made: list[Exchanger] = []
+        for _ in range(3):
+            kept += kept_alone() if rank == odd else []
+            made += [one_more(), *a_group().values()]
+            if len(made) > 3:  # the first are used after the next were made
+                assert [mean_of_its(rank, one) for one in made] == [0.5] * len(made)
+        for one in made:
+            one.close()
 
 
 def mean_of_its(rank: int, exchanger: Exchanger) -> float:
@@ -286,27 +286,25 @@ ALONE = "lane, in the order of first use: {} (rank 0), {} (rank 1)"
 LATE = "equal ones made later and used earlier (make and use all in one order, or name each Exchanger): 0 (rank 0), 2"
 
 
-@on_ranks(2, check_exit=False)
-@pytest.mark.parametrize(
-    ("settings", "right", "told"),
-    [
-        ([{"name": name} for name in "abc"], 0, ALONE.format("a", "b")),
-        ([{"tensor": name} for name in "abc"], 0, "tensor a: "),
-        ([{}, {}, {}], 2, LATE),
-    ],
-)
-def test_exchangers_first_used_in_different_orders_are_refused_on_every_rank(
-    rank: int, settings: list[dict[str, str]], right: int, told: str
-) -> None:
-    """At once if they differ; equal ones at the first that shows it, with one that was made and kept in between."""
-    made = [one_more(**of_one) for of_one in settings]
-    if rank == 1:
-        made.insert(1, one_more())
-    in_turn = [made[n] for n in ((2, 3, 0) if rank else (0, 1, 2))]
-    for one in in_turn[:right]:
-        mean_of_its(rank, one)
-    refused = told_by(lambda: mean_of_its(rank, in_turn[right]))
-    assert refused.error == "AttachError" and f"ranks disagree. {told}" in refused.text
+DIFFERENT_ORDERS: list[tuple[list[dict[str, str]], int, str]] = [
+    ([{"name": name} for name in "abc"], 0, ALONE.format("a", "b")),
+    ([{"tensor": name} for name in "abc"], 0, "tensor a: "),
+    ([{}, {}, {}], 2, LATE),
+]
+
+
+@facts
+def exchangers_first_used_in_different_orders_are_refused_on_every_rank(rank: int) -> None:
+    """Refuse them at once if they differ; equal ones at the first that shows it, with one made and kept in between."""
+    for settings, right, told in DIFFERENT_ORDERS:
+        made = [one_more(**of_one) for of_one in settings]
+        if rank == 1:
+            made.insert(1, one_more())
+        in_turn = [made[n] for n in ((2, 3, 0) if rank else (0, 1, 2))]
+        for one in in_turn[:right]:
+            mean_of_its(rank, one)
+        refused = told_by(functools.partial(mean_of_its, rank, in_turn[right]))
+        assert refused.error == "AttachError" and f"ranks disagree. {told}" in refused.text
 
 
 @facts

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 import commhooks
 from commhooks.communicators import Collective, ProcessGroupCommunicator
 from tests.commhooks.models import wrap
+from tests.commhooks.ranks import be_impatient
 from tests.commhooks.told import told_by
+from tests.ddp_core.facts import BOTH_DDPS
+from tests.tiers import in_turn
 from tests.world import on_ranks, stay_away, tell
 
 
@@ -61,8 +64,7 @@ class Tables(nn.ModuleList):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
-@pytest.mark.parametrize("kind", ["core", "torch"])
+@pytest.mark.parametrize(("kind", "policy"), in_turn(BOTH_DDPS, ("fifo", "fused")))
 def test_many_sparse_gradients_are_averaged_in_one_step(rank: int, kind: str, policy: Any) -> None:
     """Over one group of two threads, so many sums at a time corrupt the heap of PyTorch 2.13 in seconds."""
     module = Tables()
@@ -81,6 +83,7 @@ def test_many_sparse_gradients_are_averaged_in_one_step(rank: int, kind: str, po
 @pytest.mark.parametrize("kind", ["core", pytest.param("torch", marks=pytest.mark.soak)])
 def test_a_rank_that_is_late_for_the_first_sparse_sum_is_named_after_hook_timeout(rank: int, kind: str) -> None:
     """Rank 1 is kept away where the group for sparse sums is opened."""
+    be_impatient()
     model = wrap(kind, Tables())
     commhooks.attach(model, "powersgd", hook_timeout=0.5)
     loss = model(torch.tensor([rank]))

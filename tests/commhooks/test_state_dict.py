@@ -21,6 +21,7 @@ from tests.commhooks.models import Given, wrap
 from tests.commhooks.resuming import Run, distance, network, roundtrip
 from tests.commhooks.workers import largest, normal, zeros
 from tests.ddp_core.facts import BOTH_DDPS, Facts
+from tests.tiers import in_turn
 from tests.world import run_world
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
@@ -404,8 +405,7 @@ def _of_rank(rank: int, basis: Tensor) -> dict[str, Any]:
     return snapshot.as_dict()
 
 
-@both_ddps
-@pytest.mark.parametrize("batched", [False, True], ids=["matrices", "batched"])
+@pytest.mark.parametrize(("kind", "batched"), in_turn(BOTH_DDPS, (False, True)))
 def test_hook_and_state_are_pickled_as_pytorchs_documentation_shows(kind: str, batched: bool, tmp_path: Path) -> None:
     given = (kind, str(tmp_path), batched)
     whole = run_world(as_the_documentation_of_pytorch_shows, 2, *given, "first")
