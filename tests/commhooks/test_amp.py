@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.amp import GradScaler
 
 import commhooks
 from commhooks import PowerSGD, PowerSGDState, make_compressor
+from commhooks.communicators import noticeboard
 from tests.commhooks.mirrored import TINY_BUCKETS
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
@@ -23,6 +25,8 @@ from tests.world import on_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 facts = Facts(kinds=BOTH_DDPS)
+soon = mock.patch.object(noticeboard, "ANSWER_SECONDS", 0.4)
+"""Scales that differ are looked up once more after a while, for the case that only the note of one comes late."""
 SHAPES = [(30, 50), (50,), (40, 30), (60, 40)]
 STEPS = 12
 
@@ -188,6 +192,7 @@ def gradients_are_accumulated_compressed_averaged_unscaled_and_clipped_in_this_o
 
 
 @facts.once
+@soon
 def ranks_whose_loss_scales_differ_are_named_with_both_scales(rank: int) -> None:
     """From the beginning, or since one of them grew; and nothing is sent for scales that are the same."""
     for starts, grown, failing in (((8.0, 4.0), 0, 1), ((8.0, 8.0), 3, 4), ((8.0, 8.0), 0, 99)):
@@ -215,6 +220,7 @@ def ranks_whose_loss_scales_differ_are_named_with_both_scales(rank: int) -> None
 
 
 @facts.once
+@soon
 def scales_that_change_one_step_apart_are_told_even_once_they_are_equal(rank: int) -> None:
     one = scaled("core", init_scale=8.0, growth_interval=1000)
     commhooks.attach(one.model, "int8", scaler=one.scaler)
@@ -249,6 +255,7 @@ def scales_that_are_the_same_are_no_error(rank: int, kind: str) -> None:
 
 
 @facts.once
+@soon
 def who_trains_again_after_the_others_scale_has_grown_is_told(rank: int) -> None:
     one = scaled("core", init_scale=8.0, growth_interval=2)
     commhooks.attach(one.model, "int8", scaler=one.scaler)

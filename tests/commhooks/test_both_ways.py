@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from typing import Any
 
@@ -16,9 +14,8 @@ from commhooks.communicators import Collective, Communicator, Pending, ProcessGr
 from commhooks.communicators.connection import Address, Connection
 from commhooks.communicators.gloo import course_of, goes_both_ways
 from commhooks.language.requests import Group
-from tests.commhooks.ranks import be_impatient, exit_code_of_a_fork
-from tests.commhooks.told import Told, told_by
-from tests.world import on_ranks, run_world, run_world_outcomes, stay_away, tell
+from tests.commhooks.ranks import exit_code_of_a_fork
+from tests.world import on_ranks
 
 KB = 1024
 DTYPES = (torch.uint8, torch.int32, torch.float32, torch.bfloat16)
@@ -100,40 +97,6 @@ def test_groups_of_some_ranks_have_a_second_group_too(rank: int) -> None:
         assert torch.equal(pending.result, torch.stack([message(other, 2, 0, 64 * KB)[place] for other in ranks]))
     assert len(connection.groups) == 5
     assert connection.close(5.0)
-
-
-def exchange_until_it_fails(rank: int, how: str) -> Told:
-    """Exchange megabytes; in the fourth round rank 1 is killed, or comes seconds too late."""
-    if how == "late":
-        be_impatient()
-    exchanger = commhooks.Exchanger({"w": torch.zeros(2**20)}, "int8", hook_timeout=0.5 if how == "late" else None)
-    for step in range(6):
-        if (rank, step) == (1, 3):
-            if how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            stay_away()
-        told = told_by(lambda: exchanger.average({"w": torch.ones(2**20)}))
-        if told.error != "nothing":
-            break
-    tell(rank)
-    return told
-
-
-def test_a_rank_that_is_killed_fails_the_others_at_once() -> None:
-    first, killed, last = run_world_outcomes(exchange_until_it_fails, 3, "kill")
-    assert killed.exit_code == -signal.SIGKILL
-    for outcome in (first, last):
-        assert outcome.ok, outcome
-        assert outcome.value.error == "CollectiveError"
-        assert "Connection" in outcome.value.text and "No answer from rank 1" in outcome.value.text
-
-
-def test_a_rank_that_comes_too_late_is_given_up() -> None:
-    prompt, late = run_world(exchange_until_it_fails, 2, "late")
-    assert prompt.seconds >= 0.5
-    assert prompt.error == late.error == "CollectiveError"
-    assert "a collective was not done after hook_timeout=0.5 s" in prompt.text
-    assert prompt.text.removeprefix("rank 0, ") in late.text or "hook_timeout" in late.text
 
 
 @on_ranks(2, check_exit=True)
