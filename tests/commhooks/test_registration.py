@@ -26,7 +26,6 @@ from tests.commhooks.models import gloo_sums_complex_numbers, gradients_of, torc
 from tests.commhooks.told import told_by
 from tests.ddp_core.facts import BOTH_DDPS, Facts
 
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 facts = Facts(kinds=BOTH_DDPS)
 
 

@@ -21,10 +21,8 @@ from tests.tiers import THOROUGH, thorough
 from tests.world import run_world
 from tests.world.launcher import HANG_SECONDS
 
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 facts = Facts(kinds=BOTH_DDPS)
 pytestmark = pytest.mark.kernels
-both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
 EXCHANGING = [case for case in CASES if case.exchanges]  # without an exchange ranks part, and have no common model
 SMALL_BUCKETS = 0.004
 
