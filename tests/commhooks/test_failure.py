@@ -129,7 +129,7 @@ def fail_in_each_way(rank: int, kind: str, policy: str) -> None:
             assert told.error == ("CompressorError" if rank == 1 else "CollectiveError"), (how, rounds)
 
 
-@pytest.mark.parametrize(("kind", "policy"), in_turn(BOTH_DDPS, ("fifo", "fused")))
+@pytest.mark.parametrize(("kind", "policy"), in_turn(BOTH_DDPS, ("fused", "fifo")))
 def test_a_compressor_that_fails_on_one_rank_is_named_on_every_rank(kind: str, policy: str) -> None:
     for outcome in run_world_outcomes(fail_in_each_way, 3, kind, policy, check_exit=True):
         assert survived(outcome), outcome.describe()
