@@ -216,8 +216,9 @@ def the_wire_has_the_outer_wrappers_dtype_and_a_sum_beyond_it_does_no_harm(rank:
             assert step(model, [given.clone()])[0].tolist() == expected, (label, name)
 
 
-@facts
-def wide_narrow_complex_and_sparse_gradients_keep_their_dtype_and_their_mean(rank: int, kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", BOTH_DDPS)
+def test_wide_narrow_complex_and_sparse_gradients_keep_their_dtype_and_their_mean(rank: int, kind: str) -> None:
     """Whoever's the hook in the wrapper is."""
     for name, hook in {"ours": commhooks.allreduce_hook, "theirs": stock.allreduce_hook, "mine": plain}.items():
         for wire, wrapper in WRAPPERS.items():
