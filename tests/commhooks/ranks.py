@@ -33,9 +33,15 @@ def exit_code_of_a_fork(run: Callable[[], object] = bool) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def ask_briefly() -> None:
+    """Give the peer of this rank of two less time to answer a roll call: the one that it asks is away on purpose."""
+    noticeboard.ANSWER_SECONDS = 0.4
+
+
 def be_impatient() -> None:
-    """Let this rank of two wait less for its peer, which is away on purpose: for an answer, and for what is left."""
-    noticeboard.ANSWER_SECONDS, worker.PATIENCE_SECONDS = 0.4, 0.3
+    """Wait less for the peer of this rank of two, also for what it leaves unfinished: its exit must not count."""
+    ask_briefly()
+    worker.PATIENCE_SECONDS = 0.3
 
 
 def survived(outcome: Outcome) -> bool:

@@ -23,7 +23,7 @@ import ddp_core
 from commhooks.hooks.sockets import COLLECTIVES_A_BUCKET
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange
 from tests.commhooks.models import Given, Shape, wrap
-from tests.commhooks.ranks import be_impatient, survived
+from tests.commhooks.ranks import ask_briefly, survived
 from tests.commhooks.workers import normal, zeros
 from tests.ddp_core.facts import BOTH_DDPS
 from tests.tiers import THOROUGH, in_turn
@@ -89,7 +89,7 @@ class Told:
 def fail(rank: int, kind: str, policy: Any, compressor: Failing, hook_timeout: float | None = None) -> Told:
     """Train until it fails."""
     if hook_timeout is not None:
-        be_impatient()
+        ask_briefly()
     model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
     commhooks.attach(model, compressor, policy=policy, hook_timeout=hook_timeout)
     if isinstance(model, ddp_core.DistributedDataParallel):
