@@ -84,7 +84,7 @@ def lose_rank_1(rank: int, how: str, kind: str) -> dict[str, Told]:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         stay_away()
-    told = {what: told_by(made[what]) for what in SAYS[how]}
+    told = {what: told_by(made[what]) for what in (["a large exchange"] if rank == 1 else SAYS[how])}
     tell(rank)
     return told
 
