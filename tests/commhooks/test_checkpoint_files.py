@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks import CheckpointError, PowerSGDState, load_checkpoint, make_compressor, save_checkpoint
-from tests.commhooks.checkpointed import Network, Renamed, Told, begin, words_of
-from tests.commhooks.models import wrap
-from tests.ddp_core.facts import BOTH_DDPS, Facts
+from tests.commhooks.checkpointed import Network, Renamed, Told, begin
+from tests.ddp_core.facts import Facts
 from tests.world import on_ranks
 
 facts = Facts()
@@ -245,30 +244,6 @@ def a_checkpoint_of_another_run_is_refused_and_says_what_differs(rank: int, fold
         manifest.write_text(manifest.read_text().replace('"world_size": 2', '"world_size": 3'))
     # The manifest's world size is for its readers; what counts is under a checksum.
     assert without.told("world size", without.digest(), directory=without.directory, hooks=None).restored
-
-
-@facts
-def a_powersgd_state_is_saved_and_loaded_as_an_attachment_is(rank: int, folder: Path) -> None:
-    for kind in BOTH_DDPS:
-        save_and_load_a_powersgd_state(kind, folder / kind)
-
-
-def save_and_load_a_powersgd_state(kind: str, folder: Path) -> None:
-    """One like it takes it up, one of another matrix rank does not."""
-    states, models = [PowerSGDState(None, r, start_powerSGD_iter=0) for r in (1, 1, 2)], []
-    for state in states:
-        models.append(wrap(kind, Network(), bucket_cap_mb=0.0002))
-        models[-1].register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]  # '"Tensor" not callable'
-        state.bind(models[-1])
-        models[-1](torch.randn(5, 6)).square().mean().backward()
-    models[0](torch.randn(5, 6)).square().mean().backward()
-    commhooks.save_checkpoint(folder, step=2, model=models[0], hooks=states[0])
-    commhooks.load_checkpoint(folder, model=models[1], hooks=states[1])
-    with pytest.raises(CheckpointError, match="setting inner.inner.rank: saved with 1, now 2"):
-        commhooks.load_checkpoint(folder, model=models[2], hooks=states[2])
-    dicts = [state.state_dict() for state in states[:2]]
-    saved, loaded = ([list(words_of(one[part])) for part in ("step", "replicated", "local")] for one in dicts)
-    assert loaded == saved
 
 
 def test_a_checkpoint_that_is_named_and_not_there_is_refused(tmp_path: Path) -> None:

@@ -184,9 +184,11 @@ def have_a_setting_alone(rank: int, kind: str, when: str) -> None:
         attachment = commhooks.attach(model, "all-reduce")
         backward(model, gradients[rank])
         attempts = [told_by(functools.partial(attachment.replace, compressor))]
-    for told in attempts:
+        attempts.append(told_by(functools.partial(attachment.replace, "fp17" if rank == ODD else "fp16")))
+        assert attachment.compressor == make_compressor("all-reduce")
+    for told, word in zip(attempts, ("'head.*'", "fp17" if when == "replace" else "'head.*'"), strict=True):
         assert told.error == ("SettingsError" if rank == ODD else "AttachError")
-        assert "'head.*'" in told.text
+        assert word in told.text and (rank == ODD or "rank 1 cannot take part: " in told.text)
     expected = [(a + b) / 2 for a, b in zip(*gradients, strict=True)]
     assert largest_error(backward(model, gradients[rank]), expected) == 0  # halves lose no bit, at any time
     attachment.detach()

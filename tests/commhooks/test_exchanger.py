@@ -153,35 +153,6 @@ def ranks_that_name_other_tensors_disagree(rank: int) -> None:
     assert "ranks disagree" in told.text and "tensor w1: missing (rank 0), shape (3,)" in told.text
 
 
-@facts
-def state_is_saved_whole_also_while_a_round_is_under_way(rank: int) -> None:
-    """Save the state after the round, on three exchangers at once."""
-    line = ProcessGroupLine(dist.distributed_c10d._get_default_group())
-    names = ("top-k", "powersgd", "sign")
-    fragments = [Exchanger(TENSORS, name, line=line, name=name) for name in names]
-    for fragment in fragments:
-        fragment.average(drawn(rank))
-    rounds = [fragment.begin(drawn(rank, 1)) for fragment in fragments]
-    saved = [fragment.state_dict() for fragment in fragments]
-    for averaging in rounds:
-        averaging.wait()
-    after = [fragment.state_dict() for fragment in fragments]
-    resumed = [Exchanger(TENSORS, name) for name in names]
-    for fragment, state in zip(resumed, saved, strict=True):
-        fragment.load_state_dict(state)
-    assert all(equal(one, other) for one, other in zip(saved, after, strict=True))
-    for step in range(2, 5):  # all under way at once, those of the resumed ones too
-        of_both = [[fragment.begin(drawn(rank, step)) for fragment in both] for both in (fragments, resumed)]
-        means = []
-        for of_one in of_both:
-            means.append([drawn(rank, step) for _ in of_one])
-            for averaging, into in zip(of_one, means[-1], strict=True):
-                averaging.write(into)
-        assert equal(*means)
-    for fragment in (*fragments, *resumed):
-        fragment.close()
-
-
 def equal(one: Any, other: Any) -> bool:
     """Return whether plain data is the same, bit for bit."""
     if isinstance(one, Tensor):

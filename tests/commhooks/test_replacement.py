@@ -210,16 +210,3 @@ def test_replacing_that_is_interrupted_on_one_rank_ends_the_line_on_every_rank(r
     told = told_by(lambda: exchanger.average({"w": torch.ones(8)}))
     assert "rank 1: replace before step 1 was interrupted" in told.text
     assert told.seconds < 20.0, "rank 0 waited for hook_timeout"
-
-
-@on_ranks(2, check_exit=False)
-def test_a_name_that_exists_on_one_rank_only_is_refused_on_every_rank(rank: int) -> None:
-    model = given("torch")
-    attachment = commhooks.attach(model, "top-k")
-    gradients = normal(zeros(*SHAPES), 2, seed=0)[rank]
-    backward(model, gradients)
-    told = told_by(lambda: attachment.replace("fp17" if rank else "fp16"))
-    assert told.error == ("SettingsError" if rank else "AttachError") and "fp17" in told.text
-    assert rank or "rank 1 cannot take part: " in told.text
-    assert attachment.compressor == make_compressor("top-k")
-    backward(model, gradients)  # refused by both: the old compressor goes on

@@ -187,6 +187,10 @@ def a_checkpoint_holds_the_state_of_every_powersgd_hook(rank: int, kind: str, fo
             torch.manual_seed(0)  # dropout
             run.train(rank, 3, 6)
         assert distance(resumed.result(), whole.result()) == 0, name
+        wider: Any = PowerSGDState(None, 3, start_powerSGD_iter=1)
+        wider.bind(resumed.ddp)
+        with pytest.raises(commhooks.CheckpointError, match=r"setting inner\..*rank: saved with 2, now 3"):
+            commhooks.load_checkpoint(folder / name, model=resumed.ddp, hooks=wider)
 
 
 def _chosen(cases: list[str]) -> list[Case]:
