@@ -18,7 +18,7 @@ from commhooks.laws import Claims
 from tests.formulas_low_rank import AccordionBytes, AdaptiveRankBytes, GatheredFactorsBytes, SketchBytes
 from tests.formulas_sparse import GatheredBytes, SummedBytes
 from tests.formulas_tiles import DeMoBytes, SparseLoCoBytes
-from tests.tiers import rows
+from tests.tiers import THOROUGH, rows
 
 Formula = Callable[[Sequence[Tensor], int, int], int]
 """From the parameters of one bucket (called layer0, layer1, ...), the step, and the number of ranks, to the payload
@@ -596,6 +596,21 @@ DDP_AND_POLICY = pytest.mark.parametrize(
     ],
 )
 """Each DDP and each policy occurs; the long runs have all pairs."""
+EACH_FORM_ONCE = pytest.mark.parametrize(
+    ("kind", "policy", "names"),
+    [
+        pytest.param("core", "fifo", FORMS[::2], id="core-fifo"),
+        pytest.param("torch", "fused", FORMS[1::2], id="torch-fused"),
+        *(
+            pytest.param(kind, policy, names, id=f"{kind}-{policy}-{what}", marks=mark)
+            for kind in ("core", "torch")
+            for policy in ("fifo", "fused")
+            for names, what, mark in ((FORMS, "every form", THOROUGH), (list(BY_NAME), "every row", pytest.mark.soak))
+        ),
+    ],
+)
+"""Each form, each DDP and each policy occurs; `make test-all` has every form with each pair of these, the long runs
+every row."""
 EVERY_FORM_OR_ALL = pytest.mark.parametrize(
     "names", [FORMS, pytest.param(list(BY_NAME), marks=pytest.mark.soak)], ids=["every form", "every row"]
 )

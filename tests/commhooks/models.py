@@ -49,6 +49,16 @@ class Given(nn.Module):
         return torch.stack(terms).sum()
 
 
+class SparseTables(nn.ModuleList):
+    """Many sparse embeddings: each is a bucket of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(6, 2, sparse=True) for _ in range(20))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return torch.stack([table(words).sum() for table in self]).sum()
+
+
 def gradients_of(module: nn.Module) -> list[Tensor]:
     """Return a copy of every parameter's gradient."""
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]

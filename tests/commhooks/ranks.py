@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from commhooks.communicators import noticeboard
+from commhooks.scheduling import worker
 from tests.world import Outcome
+from tests.world.rank import exit_like_a_script
 
 
 def of_every_rank(value: Any) -> list[Any]:
@@ -14,6 +20,28 @@ def of_every_rank(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def exit_code_of_a_fork(run: Callable[[], object] = bool) -> int:
+    """Fork this rank; the child runs something, and ends as a script does, with 7, or by a signal if it hangs."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)
+        run()
+        exit_like_a_script(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def ask_briefly() -> None:
+    """Give the peer of this rank of two less time to answer a roll call: the one that it asks is away on purpose."""
+    noticeboard.ANSWER_SECONDS = 0.4
+
+
+def be_impatient() -> None:
+    """Wait less for the peer of this rank of two, also for what it leaves unfinished: its exit must not count."""
+    ask_briefly()
+    worker.PATIENCE_SECONDS = 0.3
 
 
 def survived(outcome: Outcome) -> bool:

@@ -19,7 +19,10 @@ from tests.commhooks.models import digest_of
 from tests.commhooks.simulated_ladder import FAST, SLOW, Run, ladder
 from tests.commhooks.told import Told, told_by
 from tests.commhooks.workers import normal, zeros
-from tests.world import on_ranks, stay_away, tell
+from tests.ddp_core.facts import Facts
+from tests.world import on_ranks
+
+facts = Facts()
 
 LADDER = ["all-reduce", "fp16", "int8", "powersgd(rank=2)", "powersgd(rank=1)"]
 CHANGE, SAVED, END = 30, 36, 60
@@ -142,8 +145,8 @@ def test_ranks_that_measure_this_machine_know_and_decide_the_same(rank: int) -> 
     return str(controller.state_dict()), digests
 
 
-@on_ranks(2)
-def test_a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_stays(rank: int) -> None:
+@facts
+def a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_stays(rank: int) -> None:
     model = given("core")
     attachment = commhooks.attach(model, "all-reduce")
 
@@ -235,22 +238,8 @@ def _replaced_under_it(controller: Adaptive, model: nn.Module, rank: int) -> Tol
     return told
 
 
-@on_ranks(3)
-def test_a_rank_whose_step_does_not_come_within_hook_timeout_is_named_on_the_others(rank: int) -> None:
-    model = given("core")
-    controller = Adaptive(commhooks.attach(model, "all-reduce", hook_timeout=0.5), LADDER)
-    backward(model, _gradients(0)[rank % 2])
-    if rank == 1:
-        stay_away(until=(0, 2))
-    told = told_by(controller.step)
-    tell(rank)
-    if rank != 1:
-        assert told.seconds >= 0.5 and told.error == "CollectiveError"
-        assert "was not called within hook_timeout=0.5 s. No answer from rank 1." in told.text
-
-
-@on_ranks(2)
-def test_what_was_measured_with_another_number_of_ranks_is_measured_anew_on_the_rung_that_was_saved(rank: int) -> None:
+@facts
+def what_was_measured_with_another_number_of_ranks_is_measured_anew_on_the_rung_that_was_saved(rank: int) -> None:
     model = given("core")
     controller = Adaptive(commhooks.attach(model, "all-reduce"), LADDER)
     _steps(rank, model, controller, 0, 6)
@@ -267,3 +256,6 @@ def test_what_was_measured_with_another_number_of_ranks_is_measured_anew_on_the_
 def _own_group(rank: int) -> Any:
     groups = [dist.new_group([one]) for one in range(dist.get_world_size())]
     return groups[rank]
+
+
+test = facts.tests()

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +14,8 @@ from commhooks.communicators import Collective, Communicator, Pending, ProcessGr
 from commhooks.communicators.connection import Address, Connection
 from commhooks.communicators.gloo import course_of, goes_both_ways
 from commhooks.language.requests import Group
-from tests.commhooks.told import Told, told_by
-from tests.world import on_ranks, run_world, run_world_outcomes, stay_away, tell
-from tests.world.launcher import ROOT
+from tests.commhooks.ranks import exit_code_of_a_fork
+from tests.world import on_ranks
 
 KB = 1024
 DTYPES = (torch.uint8, torch.int32, torch.float32, torch.bfloat16)
@@ -105,66 +99,13 @@ def test_groups_of_some_ranks_have_a_second_group_too(rank: int) -> None:
     assert connection.close(5.0)
 
 
-def exchange_until_it_fails(rank: int, how: str) -> Told:
-    """Exchange megabytes; in the fourth round rank 1 is killed, or comes seconds too late."""
-    exchanger = commhooks.Exchanger({"w": torch.zeros(2**20)}, "int8", hook_timeout=0.5 if how == "late" else None)
-    for step in range(6):
-        if (rank, step) == (1, 3):
-            if how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            stay_away()
-        told = told_by(lambda: exchanger.average({"w": torch.ones(2**20)}))
-        if told.error != "nothing":
-            break
-    tell(rank)
-    return told
-
-
-def test_a_rank_that_is_killed_fails_the_others_at_once() -> None:
-    first, killed, last = run_world_outcomes(exchange_until_it_fails, 3, "kill")
-    assert killed.exit_code == -signal.SIGKILL
-    for outcome in (first, last):
-        assert outcome.ok, outcome
-        assert outcome.value.error == "CollectiveError"
-        assert "Connection" in outcome.value.text and "No answer from rank 1" in outcome.value.text
-
-
-def test_a_rank_that_comes_too_late_is_given_up() -> None:
-    prompt, late = run_world(exchange_until_it_fails, 2, "late", check_exit=True)
-    assert prompt.seconds >= 0.5
-    assert prompt.error == late.error == "CollectiveError"
-    assert "a collective was not done after hook_timeout=0.5 s" in prompt.text
-    assert prompt.text.removeprefix("rank 0, ") in late.text or "hook_timeout" in late.text
-
-
-FORKS = """
-import os, signal, sys
-import torch, torch.distributed as dist
-import commhooks
-
-store, rank = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-exchanger = commhooks.Exchanger({"w": torch.zeros(2**21)}, "int8")
-exchanger.average({"w": torch.ones(2**21)})
-averaging = exchanger.begin({"w": torch.ones(2**21)})
-child = os.fork()
-if child == 0:
-    signal.alarm(60)  # if it hangs
-    sys.exit(7)
-averaging.wait()
-print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-def test_a_process_forked_in_the_midst_of_an_exchange_ends_by_itself(tmp_path: Path) -> None:
-    commands = [[sys.executable, "-c", FORKS, str(tmp_path / "store"), str(rank)] for rank in range(2)]
-    processes = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
-    for process in processes:
-        told, _ = process.communicate()
-        assert process.returncode == 0 and "child: 7" in told, told
+@on_ranks(2, check_exit=True)
+def test_a_process_forked_in_the_midst_of_an_exchange_ends_by_itself(rank: int) -> None:
+    exchanger = commhooks.Exchanger({"w": torch.zeros(2**21)}, "int8")
+    exchanger.average({"w": torch.ones(2**21)})
+    averaging = exchanger.begin({"w": torch.ones(2**21)})
+    assert exit_code_of_a_fork() == 7
+    averaging.wait()
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,11 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks import CheckpointError, PowerSGDState, load_checkpoint, make_compressor, save_checkpoint
-from tests.commhooks.checkpointed import Network, Renamed, Told, begin, words_of
-from tests.commhooks.models import wrap
+from tests.commhooks.checkpointed import Network, Renamed, Told, begin
+from tests.ddp_core.facts import Facts
 from tests.world import on_ranks
+
+facts = Facts()
 
 FORGED = {
     "no JSON": ("manifest.json", "cannot be read"),
@@ -40,6 +42,9 @@ FORGED = {
     "of another checkpoint": ("rank1.pt belongs to another save than", "step 17"),
     "of another save of the same step": ("rank1.pt belongs to another save than", "manifest.json"),
     "shared.pt of another save of the same step": ("shared.pt belongs to another save than", "manifest.json"),
+    "manifest.json of another save of the same step": (
+        "shared.pt belongs to another save than manifest.json (step 3;",
+    ),
     "payload in shared.pt": ("shared.pt", "torch.load rejects it"),
     "payload in rank1.pt": ("rank1.pt", "torch.load rejects it"),
     "payload alone": ("rank0.pt", "torch.load rejects it"),
@@ -136,26 +141,26 @@ class Payload:
         return os.system, (f"touch '{self.mark}'",)
 
 
-@on_ranks(2)
-def test_a_forged_file_is_refused_and_nothing_in_it_is_executed(rank: int, tmp_path: Path) -> None:
-    """A file is rewritten so that sizes and checksums are right."""
-    run = begin(rank, tmp_path)
+@facts
+def a_forged_file_is_refused_and_nothing_in_it_is_executed(rank: int, folder: Path) -> None:
+    """Rewrite a file so that sizes and checksums are right."""
+    run = begin(rank, folder)
     path = run.save()
     other = run.save(step=17)
     run.train(1)
     twin = run.save(step=3, keep=None)
     run.train(1)
-    forgeries = list(_forgeries(tmp_path / "executed", other, twin))
+    forgeries = list(_forgeries(folder / "executed", other, twin))
     assert [damage for damage, _, _ in forgeries] == list(FORGED)
     for damage, name, forge in forgeries:
-        run.directory = tmp_path / damage
+        run.directory = folder / damage
         if rank == 0:
             shutil.copytree(path, run.directory)
             forge(run.directory / name)
             if name != "manifest.json":
                 _write_true_sums(run.directory)
         check_refused(run.told(damage), *FORGED[damage])
-    assert not (tmp_path / "executed").exists()
+    assert not (folder / "executed").exists()
 
 
 def _write_true_sums(path: Path) -> None:
@@ -186,6 +191,8 @@ def _forgeries(mark: Path, other: Path, twin: Path) -> Iterator[tuple[str, str, 
     yield "of another checkpoint", "rank1.pt", lambda path: shutil.copy(other / path.name, path)
     yield "of another save of the same step", "rank1.pt", lambda path: shutil.copy(twin / path.name, path)
     yield "shared.pt of another save of the same step", "shared.pt", lambda path: shutil.copy(twin / path.name, path)
+    name = "manifest.json"
+    yield f"{name} of another save of the same step", name, lambda path: shutil.copy(twin / path.name, path)
     yield "payload in shared.pt", "shared.pt", lambda path: _rewrite(path, extra={"payload": Payload(mark)})
     yield "payload in rank1.pt", "rank1.pt", lambda path: _rewrite(path, buffers={"payload": Payload(mark)})
     yield "payload alone", "rank0.pt", lambda path: torch.save(Payload(mark), path)
@@ -209,10 +216,10 @@ def _rewrite_hooks(path: Path, **changes: Any) -> None:
     torch.save(content | {"hooks": content["hooks"] | changes}, path)
 
 
-@on_ranks(2)
-def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(rank: int, tmp_path: Path) -> None:
-    """A good checkpoint does not fit; another lacks something that the run wants."""
-    saved = begin(rank, tmp_path)
+@facts
+def a_checkpoint_of_another_run_is_refused_and_says_what_differs(rank: int, folder: Path) -> None:
+    """Load a good checkpoint that does not fit, and one that lacks something that the run wants."""
+    saved = begin(rank, folder)
     path = saved.save()
     runs: dict[str, dict[str, Any]] = {
         "names": {"module": Renamed()},
@@ -221,13 +228,13 @@ def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(rank: int,
         "compressor": {"compressor": commhooks.AllReduceMean()},
         "optimizer": {"optimizer": torch.optim.Adagrad},
     }
-    told = [begin(rank, tmp_path, **settings).told(name, directory=path) for name, settings in runs.items()]
-    without = begin(rank, tmp_path, "without", optimizer=torch.optim.Adam, scales=False)
+    told = [begin(rank, folder, **settings).told(name, directory=path) for name, settings in runs.items()]
+    without = begin(rank, folder, "without", optimizer=torch.optim.Adam, scales=False)
     without.save(hooks=None)
     told.append(without.told("hooks", directory=without.directory))
-    similar = begin(rank, tmp_path, optimizer=torch.optim.Adamax)  # has no setting that Adam has not
+    similar = begin(rank, folder, optimizer=torch.optim.Adamax)  # has no setting that Adam has not
     told.append(similar.told("similar optimizer", directory=without.directory, hooks=None))
-    scaled = begin(rank, tmp_path, optimizer=torch.optim.Adam)
+    scaled = begin(rank, folder, optimizer=torch.optim.Adam)
     told.append(scaled.told("scaler", directory=without.directory, hooks=None))
     assert [one.damage for one in told] == list(MISFITS)
     for one in told:
@@ -237,26 +244,6 @@ def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(rank: int,
         manifest.write_text(manifest.read_text().replace('"world_size": 2', '"world_size": 3'))
     # The manifest's world size is for its readers; what counts is under a checksum.
     assert without.told("world size", without.digest(), directory=without.directory, hooks=None).restored
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", ["core", "torch"])
-def test_a_powersgd_state_is_saved_and_loaded_as_an_attachment_is(rank: int, kind: str, tmp_path: Path) -> None:
-    """One like it takes it up, one of another matrix rank does not."""
-    states, models = [PowerSGDState(None, r, start_powerSGD_iter=0) for r in (1, 1, 2)], []
-    for state in states:
-        models.append(wrap(kind, Network(), bucket_cap_mb=0.0002))
-        models[-1].register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]  # '"Tensor" not callable'
-        state.bind(models[-1])
-        models[-1](torch.randn(5, 6)).square().mean().backward()
-    models[0](torch.randn(5, 6)).square().mean().backward()
-    commhooks.save_checkpoint(tmp_path, step=2, model=models[0], hooks=states[0])
-    commhooks.load_checkpoint(tmp_path, model=models[1], hooks=states[1])
-    with pytest.raises(CheckpointError, match="setting inner.inner.rank: saved with 1, now 2"):
-        commhooks.load_checkpoint(tmp_path, model=models[2], hooks=states[2])
-    dicts = [state.state_dict() for state in states[:2]]
-    saved, loaded = ([list(words_of(one[part])) for part in ("step", "replicated", "local")] for one in dicts)
-    assert loaded == saved
 
 
 def test_a_checkpoint_that_is_named_and_not_there_is_refused(tmp_path: Path) -> None:
@@ -287,15 +274,6 @@ def two_saves(folder: Path, *, with_names: bool = True) -> tuple[Path, Path]:
         older = {key: held for key, held in manifest.items() if key not in ("save", "crc32")}
         (path / "manifest.json").write_text(json.dumps(older | {"files": sizes}))
     return saves[0], saves[1]
-
-
-@pytest.mark.parametrize("name", ["rank0.pt", "shared.pt", "manifest.json"])
-def test_a_file_of_another_save_of_the_same_step_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    path, other = two_saves(tmp_path)
-    (path / name).write_bytes((other / name).read_bytes())
-    named = "shared.pt" if name == "manifest.json" else name
-    with pytest.raises(CheckpointError, match=rf"{named} belongs to another save than manifest.json \(step 3; save "):
-        load_checkpoint(path, model=torch.nn.Linear(2, 2))
 
 
 def test_a_file_that_was_edited_and_written_again_is_refused(tmp_path: Path) -> None:
@@ -351,3 +329,6 @@ def test_a_pickled_powersgd_state_with_other_content_is_refused(
     file.seek(0)
     with pytest.raises(CheckpointError, match=words):
         torch.load(file)
+
+
+test = facts.tests()

@@ -23,14 +23,16 @@ from commhooks.checkpoints import files as checkpoint
 from commhooks.checkpoints.contents import read_contents
 from commhooks.checkpoints.folder import newest, prepare
 from tests.commhooks.checkpointed import Network, begin, listing_of, text_of, words_of
-from tests.world import on_ranks
+from tests.ddp_core.facts import Facts
+
+facts = Facts()
 
 
-@on_ranks(2)
-def test_when_one_rank_cannot_write_every_rank_raises_and_older_checkpoints_stay(rank: int, tmp_path: Path) -> None:
+@facts
+def when_one_rank_cannot_write_every_rank_raises_and_older_checkpoints_stay(rank: int, folder: Path) -> None:
     """Then they can be loaded, and others saved."""
     old, new = "checkpoint-00001-step-3", "checkpoint-00002-step-9"
-    run = begin(rank, tmp_path)
+    run = begin(rank, folder)
     run.save()
     saved = run.digest()
     run.train(1)
@@ -46,7 +48,7 @@ def test_when_one_rank_cannot_write_every_rank_raises_and_older_checkpoints_stay
     for name, text in told.items():
         assert CANNOT_BE_WRITTEN[name] in text, (name, text)
         if name.startswith("disk full"):
-            assert f"bytes free): '{tmp_path}/run/.writing-step-4-by-" in text
+            assert f"bytes free): '{folder}/run/.writing-step-4-by-" in text
     run.load()
     assert run.digest() == saved
     run.save(step=9)
@@ -78,11 +80,11 @@ def _prepare_with_a_folder(root: Path, step: int) -> tuple[str, str]:
     return writing, save
 
 
-@on_ranks(2)
-def test_the_newest_checkpoints_are_kept(rank: int, tmp_path: Path) -> None:
+@facts
+def the_newest_checkpoints_are_kept(rank: int, folder: Path) -> None:
     every = [f"checkpoint-0000{number}-step-{10 * (number - 1)}" for number in (1, 2, 3, 4)]
     for keep, left in ((1, every[3:]), (2, every[2:]), (None, every)):
-        run = begin(rank, tmp_path, f"keep-{keep}")
+        run = begin(rank, folder, f"keep-{keep}")
         for step in range(4):
             run.save(step=10 * step, keep=keep)
         assert listing_of(run) == left, keep
@@ -118,10 +120,10 @@ def test_of_two_checkpoints_with_one_number_the_later_step_is_the_newest(tmp_pat
     assert found is not None and found.name == "checkpoint-00001-step-10"
 
 
-@on_ranks(2)
-def test_extras_that_could_not_be_loaded_are_refused_when_saving(rank: int, tmp_path: Path) -> None:
+@facts
+def extras_that_could_not_be_loaded_are_refused_when_saving(rank: int, folder: Path) -> None:
     """And all others come back."""
-    run = begin(rank, tmp_path)
+    run = begin(rank, folder)
     for name, value in REFUSED.items():
         text = text_of(functools.partial(run.save, extra={name: value}))
         assert f"['extra']['{name}']" in text and "must be plain data" in text, (name, text)
@@ -131,19 +133,19 @@ def test_extras_that_could_not_be_loaded_are_refused_when_saving(rank: int, tmp_
     assert loaded is not None and list(words_of(loaded.extra)) == list(words_of(TAKEN))
 
 
-@on_ranks(2)
-def test_where_no_whole_checkpoint_is_nothing_is_loaded(rank: int, tmp_path: Path) -> None:
+@facts
+def where_no_whole_checkpoint_is_nothing_is_loaded(rank: int, folder: Path) -> None:
     """Nor where there is another one for each rank."""
-    run = begin(rank, tmp_path)
+    run = begin(rank, folder)
     path = run.save()
-    empty, killed = tmp_path / "empty", tmp_path / "killed"
+    empty, killed = folder / "empty", folder / "killed"
     if rank == 0:
         empty.mkdir()
         shutil.copytree(path, killed / f".writing-{path.name}")
         shutil.copytree(path, killed / f".removing-{path.name}")
     dist.barrier()
     before = run.digest()
-    assert [run.load(directory=place) for place in (empty, killed, tmp_path / "nowhere")] == [None, None, None]
+    assert [run.load(directory=place) for place in (empty, killed, folder / "nowhere")] == [None, None, None]
     twin = run.save(keep=None)
     seen = path if rank == 0 else twin  # as on hosts that each have a disk of their own under this path
     with mock.patch.object(checkpoint, "read_contents", lambda _, *given: read_contents(seen, *given)):
@@ -168,3 +170,6 @@ def test_buffers_that_are_no_state_may_have_any_shape(tmp_path: Path) -> None:
     buffers = dict(loading.named_buffers())
     assert torch.equal(buffers["cache"], torch.zeros(8))
     assert torch.equal(buffers["norm.running_mean"], torch.ones(8))
+
+
+test = facts.tests()

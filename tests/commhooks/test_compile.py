@@ -16,6 +16,7 @@ from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer
 
 import commhooks
 from tests.commhooks.models import wrap
+from tests.tiers import thorough
 from tests.world import on_ranks, run_world
 
 PARTS = ["ddp", "module", "step"]
@@ -107,7 +108,7 @@ def test_a_compiled_model_trains_to_the_same_bits_and_traces_neither_reducer_nor
     assert frames["ddp"] <= 6 and frames["module"] == 1 and frames["step"] <= most, frames
 
 
-@pytest.mark.parametrize("optimize", [True, False])
+@pytest.mark.parametrize("optimize", thorough([True, False], unless=bool))
 def test_pytorchs_compiled_ddp_trains_to_the_same_bits(optimize: bool) -> None:
     run_world(frames_of, 1, "torch", {}, "eager", ["ddp"], optimize)
 

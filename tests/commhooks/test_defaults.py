@@ -14,8 +14,9 @@ import pytest
 
 from commhooks import make_compressor
 from commhooks.laws import check
-from tests.cases import EVERY_FORM_OR_ALL, FORMS
+from tests.cases import BY_NAME, FORMS
 from tests.commhooks.defaults import DEFAULTS, digests_of_ranks
+from tests.tiers import THOROUGH
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKERS = {
@@ -32,10 +33,20 @@ def without(names: Sequence[str]) -> list[dict[str, str]]:
     return found
 
 
-@EVERY_FORM_OR_ALL
-@pytest.mark.parametrize("default", list(DEFAULTS)[1:])
+@pytest.mark.parametrize(
+    ("default", "names"),
+    [
+        pytest.param(default, names, id=f"{default}-{what}", marks=marks)
+        for number, default in enumerate(list(DEFAULTS)[1:])
+        for what, names, marks in (
+            ("some forms", FORMS[number % 3 :: 3], ()),
+            ("every form", FORMS, THOROUGH),
+            ("every row", list(BY_NAME), pytest.mark.soak),
+        )
+    ],
+)
 def test_a_default_of_the_process_changes_no_bit(default: str, names: list[str]) -> None:
-    expected = without(tuple(names))
+    expected = without(tuple(FORMS if len(names) < len(FORMS) else names))
     for found, plain in zip(digests_of_ranks(default, names), expected, strict=True):
         assert found == {way: plain[way] for way in found}
 

@@ -24,9 +24,9 @@ from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, Mirrored, backward, l
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.told import Told, told_by
 from tests.commhooks.workers import largest, normal, zeros
-from tests.world import on_ranks
+from tests.ddp_core.facts import BOTH_DDPS, Facts
 
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+facts, facts_of_three = Facts(kinds=BOTH_DDPS), Facts(world_size=3, kinds=BOTH_DDPS)
 OTHERS, ONE = "(ranks 0, 2)", "(rank 1)"
 WEIGHT = "shape (40, 30), torch.float32"
 DIFFERENCES = {
@@ -87,9 +87,8 @@ COMPRESSORS = {
 }
 
 
-@on_ranks(3, check_exit=True)
-@both_ddps
-def test_attaching_what_differs_on_one_rank_is_refused_on_every_rank_and_can_be_made_good(rank: int, kind: str) -> None:
+@facts_of_three
+def attaching_what_differs_on_one_rank_is_refused_on_every_rank_and_can_be_made_good(rank: int, kind: str) -> None:
     odd = rank == ODD
     module = (Renamed if odd else Given)(*SHAPES)
     model = wrap(kind, module, **TINY_BUCKETS)
@@ -125,12 +124,13 @@ def test_attaching_what_differs_on_one_rank_is_refused_on_every_rank_and_can_be_
         assert told[what].error == "AttachError"
 
 
-@on_ranks(2, check_exit=True)
-@both_ddps
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
-def test_replacing_by_what_differs_on_one_rank_is_refused_and_the_old_compressor_goes_on(
-    rank: int, kind: str, policy: str
-) -> None:
+@facts
+def replacing_by_what_differs_on_one_rank_is_refused_and_the_old_compressor_goes_on(rank: int, kind: str) -> None:
+    for policy in ("fifo", "fused"):
+        replace_by_what_differs(rank, kind, policy)
+
+
+def replace_by_what_differs(rank: int, kind: str, policy: str) -> None:
     both = Mirrored(kind, make_compressor("powersgd", rank=2), policy)
     for step, (what, names) in enumerate(
         {"compressor": ("fp16", "bf16"), "rank": ("rank 1", "rank 2"), "seed": ("rank 1", "rank 1, seed 1")}.items()
@@ -163,13 +163,14 @@ class Particular(PowerSGD):
             raise SettingsError("Particular: 'head.*' is missing on this rank.")
 
 
-@on_ranks(2, check_exit=True)
-@both_ddps
-@pytest.mark.parametrize("when", ["attach", "replace"])
-def test_a_setting_that_fits_no_parameter_and_only_one_rank_has_is_an_error_on_every_rank(
-    rank: int, kind: str, when: str
-) -> None:
-    """It can be made good. Attach also as on NCCL, where the group's own collectives carry what ranks agree on."""
+@facts
+def a_setting_that_fits_no_parameter_and_only_one_rank_has_is_an_error_on_every_rank(rank: int, kind: str) -> None:
+    for when in ("attach", "replace"):
+        have_a_setting_alone(rank, kind, when)
+
+
+def have_a_setting_alone(rank: int, kind: str, when: str) -> None:
+    """Make it good. Attach also as on NCCL, where the group's own collectives carry what ranks agree on."""
     model = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
     compressor = make_compressor("powersgd", rank=2, skip=("head.*",) if rank == ODD else ())
     gradients = normal(zeros(*SHAPES), 2, seed=0)
@@ -183,9 +184,11 @@ def test_a_setting_that_fits_no_parameter_and_only_one_rank_has_is_an_error_on_e
         attachment = commhooks.attach(model, "all-reduce")
         backward(model, gradients[rank])
         attempts = [told_by(functools.partial(attachment.replace, compressor))]
-    for told in attempts:
+        attempts.append(told_by(functools.partial(attachment.replace, "fp17" if rank == ODD else "fp16")))
+        assert attachment.compressor == make_compressor("all-reduce")
+    for told, word in zip(attempts, ("'head.*'", "fp17" if when == "replace" else "'head.*'"), strict=True):
         assert told.error == ("SettingsError" if rank == ODD else "AttachError")
-        assert "'head.*'" in told.text
+        assert word in told.text and (rank == ODD or "rank 1 cannot take part: " in told.text)
     expected = [(a + b) / 2 for a, b in zip(*gradients, strict=True)]
     assert largest_error(backward(model, gradients[rank]), expected) == 0  # halves lose no bit, at any time
     attachment.detach()
@@ -211,9 +214,8 @@ BARE: dict[str, tuple[tuple[dict[str, Any], Any], tuple[dict[str, Any], Any]]] =
 }
 
 
-@on_ranks(3, check_exit=True)
-@both_ddps
-def test_a_bare_state_of_powersgd_that_differs_on_one_rank_is_an_error_of_every_ranks_backward_pass(
+@facts_of_three
+def a_bare_state_of_powersgd_that_differs_on_one_rank_is_an_error_of_every_ranks_backward_pass(
     rank: int, kind: str
 ) -> None:
     assert BARE.keys() == BARE_DIFFERENCES.keys()
@@ -234,6 +236,9 @@ def test_a_bare_state_of_powersgd_that_differs_on_one_rank_is_an_error_of_every_
 def check(told: Told, difference: str) -> None:
     """Assert that the error says which ranks have what, and nothing that is the same on all."""
     assert f"ranks disagree. {difference}" in told.text, told
+
+
+test_on_two_ranks, test_on_three_ranks = facts.tests(), facts_of_three.tests()
 
 
 def fingerprint(compressor: commhooks.Compressor, parameters: str = "ab") -> str:

@@ -16,9 +16,9 @@ from tests import bounds
 from tests.cases import BY_NAME, LowRankBytes, dense_bytes
 from tests.commhooks.models import wrap
 from tests.commhooks.workers import largest, normal, zeros
-from tests.world import on_ranks
+from tests.ddp_core.facts import BOTH_DDPS, Facts
 
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+facts = Facts(kinds=BOTH_DDPS)
 WAYS = (
     ("fifo", "powersgd-2"),
     ("fused", "powersgd-2"),
@@ -44,9 +44,8 @@ class Branches(nn.Module):
         return torch.stack([(self.weights[i] * gradient).sum() for i, gradient in gradients.items()]).sum()
 
 
-@on_ranks(2)
-@both_ddps
-def test_where_unused_parameters_are_counted_messages_are_packed_into_the_same_memory(rank: int, kind: str) -> None:
+@facts
+def where_unused_parameters_are_counted_messages_are_packed_into_the_same_memory(rank: int, kind: str) -> None:
     model = wrap(kind, Branches(), find_unused_parameters=True, **BRANCHES)
     hooks = commhooks.attach(model, "powersgd", policy="fused")
     kept = []
@@ -57,9 +56,8 @@ def test_where_unused_parameters_are_counted_messages_are_packed_into_the_same_m
     assert kept[1] == kept[-1]
 
 
-@on_ranks(2)
-@both_ddps
-def test_memory_does_not_grow_while_parts_of_a_bound_model_take_turns(rank: int, kind: str) -> None:
+@facts
+def memory_does_not_grow_while_parts_of_a_bound_model_take_turns(rank: int, kind: str) -> None:
     model = nn.ModuleList(nn.Linear(40, 30) for _ in range(2))
     state = PowerSGDState(None, 2, start_powerSGD_iter=0)
     state.bind(model)
@@ -90,9 +88,8 @@ def _hooked(kind: str, how: Any, case: str, **settings: Any) -> tuple[nn.Module,
     return model, state
 
 
-@on_ranks(2)
-@both_ddps
-def test_a_parameter_that_no_rank_uses_keeps_its_state_and_nothing_is_lost(rank: int, kind: str) -> None:
+@facts
+def a_parameter_that_no_rank_uses_keeps_its_state_and_nothing_is_lost(rank: int, kind: str) -> None:
     for how, case in WAYS:
         leave_some_unused(rank, kind, how, case)
 
@@ -136,9 +133,8 @@ def _mean_over_ranks(tensor: Tensor) -> Tensor:
     return tensor / 2
 
 
-@on_ranks(2)
-@both_ddps
-def test_a_rank_that_has_joined_takes_part_with_zeros_and_keeps_what_it_owes(rank: int, kind: str) -> None:
+@facts
+def a_rank_that_has_joined_takes_part_with_zeros_and_keeps_what_it_owes(rank: int, kind: str) -> None:
     for how, case in WAYS:
         run_out_of_inputs(rank, kind, how, case)
 
@@ -169,9 +165,8 @@ def run_out_of_inputs(rank: int, kind: str, how: str, case: str) -> None:
     assert _replicated_digest(state) == _replicated_digest(_of_rank_0(state))
 
 
-@on_ranks(2)
-@both_ddps
-def test_a_step_that_is_undone_leaves_a_rank_that_has_joined_what_it_owes(rank: int, kind: str) -> None:
+@facts
+def a_step_that_is_undone_leaves_a_rank_that_has_joined_what_it_owes(rank: int, kind: str) -> None:
     for policy, matrices in itertools.product(("fifo", "fused"), ("first-dimension", "whole-bucket")):
         undo_after_joining(rank, kind, policy, matrices)
 
@@ -199,9 +194,8 @@ def undo_after_joining(rank: int, kind: str, policy: Any, matrices: Any) -> None
         assert all(torch.equal(before[entry], after[entry]) for entry in before), number
 
 
-@on_ranks(2)
-@both_ddps
-def test_a_rank_that_has_joined_keeps_what_it_owes_when_buckets_are_cut(rank: int, kind: str) -> None:
+@facts
+def a_rank_that_has_joined_keeps_what_it_owes_when_buckets_are_cut(rank: int, kind: str) -> None:
     """Let rank 0 join after the first step, where residuals are laid out for other buckets: it keeps its residual."""
     model = wrap(kind, Branches(), **BRANCHES)
     hooks = commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2, matrices="whole-bucket"))
@@ -226,9 +220,8 @@ def _of_rank_0(state: dict[str, Any]) -> dict[str, Any]:
     return received
 
 
-@on_ranks(2)
-@both_ddps
-def test_state_goes_with_names_when_layers_are_unfrozen(rank: int, kind: str) -> None:
+@facts
+def state_goes_with_names_when_layers_are_unfrozen(rank: int, kind: str) -> None:
     """Freeze two matrices, train, unfreeze them, and wrap again: state goes with the names."""
     module = Branches()
     for number in (1, 2):
@@ -255,8 +248,8 @@ def test_state_goes_with_names_when_layers_are_unfrozen(rank: int, kind: str) ->
     assert _own(second, rank, 1)["residual"].abs().max() > 0
 
 
-@on_ranks(2, check_exit=False)
-def test_unused_parameters_are_counted_only_in_steps_that_have_state_to_protect(rank: int) -> None:
+@facts.once
+def unused_parameters_are_counted_only_in_steps_that_have_state_to_protect(rank: int) -> None:
     for kind in ("core", "torch"):
         for policy in ("fifo", "fused"):
             model = wrap(kind, Branches(), find_unused_parameters=True, **BRANCHES)
@@ -279,3 +272,6 @@ def test_unused_parameters_are_counted_only_in_steps_that_have_state_to_protect(
                 assert unchanged is (step == 5), (kind, policy, step)
             assert kept["residual"].abs().max() > 0.1
             hooks.detach()
+
+
+test = facts.tests()

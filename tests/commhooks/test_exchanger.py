@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.lockstep import run_in_turns
 from tests import bounds
 from tests.commhooks.told import told_by
-from tests.world import on_ranks, run_world
+from tests.ddp_core.facts import Facts
+
+facts = Facts()
 
 TENSORS = {
     "a": torch.zeros(24, 40),
@@ -56,15 +59,16 @@ def test_workers_of_one_process_get_the_mean(policy: Any, world_size: int) -> No
     assert set(exchangers[0].by_parameter()) == set(TENSORS)
 
 
-@pytest.mark.parametrize("name", ["powersgd", "top-k", "sign", "int4", "fp16"])
-def test_ranks_of_a_process_group_get_what_workers_of_one_process_get(name: str) -> None:
-    """At two ranks a sum's bits do not depend on its order."""
-    exchangers = [Exchanger(TENSORS, name, line=line) for line in lockstep_lines(2, "fused")]
-    for step in range(3):
-        wanted = [drawn(rank, step) for rank in range(2)]
-        commhooks.average_in_lockstep(exchangers, wanted)
-    for rank, got in enumerate(run_world(average_over_gloo, 2, name)):
-        assert all(torch.equal(got[tensor], wanted[rank][tensor]) for tensor in TENSORS)
+@facts
+def ranks_of_a_process_group_get_what_workers_of_one_process_get(rank: int) -> None:
+    """Average over two ranks, where a sum's bits do not depend on its order."""
+    for name in ("powersgd", "top-k", "sign", "int4", "fp16"):
+        exchangers = [Exchanger(TENSORS, name, line=line) for line in lockstep_lines(2, "fused")]
+        for step in range(3):
+            wanted = [drawn(worker, step) for worker in range(2)]
+            commhooks.average_in_lockstep(exchangers, wanted)
+        got = average_over_gloo(rank, name)
+        assert all(torch.equal(got[tensor], wanted[rank][tensor]) for tensor in TENSORS), name
 
 
 def average_over_gloo(rank: int, name: str) -> dict[str, Tensor]:
@@ -91,18 +95,24 @@ def test_zeros_are_values_like_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "compressor", "complaint"),
+    ("settings", "complaint"),
     [
-        ({}, "top-k", "must name at least one"),
-        ({"w": torch.zeros(3, dtype=torch.int64)}, "top-k", "'w' must be dense and of floating point"),
-        ({"w": torch.zeros(3)}, 7, "expected a Compressor or a name"),
-        ({"w": torch.zeros(3)}, commhooks.PowerSGD(skip=("head",)), "'head' must match"),
+        ({"tensors": {}}, "must name at least one"),
+        ({"tensors": [torch.zeros(2)]}, r"Exchanger\(tensors=\[.*\]\): tensors must name at least one tensor"),
+        ({"tensors": {"w": torch.zeros(3, dtype=torch.int64)}}, "'w' must be dense and of floating point"),
+        ({"compressor": 7}, "expected a Compressor or a name"),
+        ({"compressor": commhooks.PowerSGD(skip=("head",))}, "'head' must match"),
+        ({"weighted": 2.5}, r"Exchanger\(weighted=2.5\): weighted must be True or False"),
+        ({"atomic": "no"}, r"Exchanger\(atomic='no'\): atomic must be True or False"),
+        ({"policy": []}, r"Exchanger\(policy=\[\]\): policy must be one of fifo, fused"),
+        ({"hook_timeout": True}, r"Exchanger\(hook_timeout=True\): hook_timeout must be above 0 s"),
     ],
-    ids=["none", "integers", "no compressor", "a pattern"],
+    ids=str,
 )
-def test_what_cannot_work_is_refused_when_it_is_built(tensors: Any, compressor: Any, complaint: str) -> None:
+def test_what_cannot_work_is_refused_with_the_value_when_it_is_built(settings: dict[str, Any], complaint: str) -> None:
+    line = {} if {*settings} & {"policy", "hook_timeout"} else {"line": lockstep_lines(1)[0]}
     with pytest.raises(SettingsError, match=complaint):
-        Exchanger(tensors, compressor, line=lockstep_lines(1)[0])
+        Exchanger(**{"tensors": TENSORS, "compressor": "all-reduce"} | line | settings)
 
 
 def test_other_tensors_are_refused_by_name_and_nothing_is_lost() -> None:
@@ -136,40 +146,11 @@ def test_a_round_of_workers_that_take_turns_is_not_waited_for_and_none_begins_af
         exchangers[0].begin(drawn(0)).wait()
 
 
-@on_ranks(2, check_exit=False)
-def test_ranks_that_name_other_tensors_disagree(rank: int) -> None:
+@facts
+def ranks_that_name_other_tensors_disagree(rank: int) -> None:
     exchanger = Exchanger({f"w{rank}": torch.zeros(3)}, "all-reduce")
     told = told_by(lambda: exchanger.average({f"w{rank}": torch.zeros(3)}))
     assert "ranks disagree" in told.text and "tensor w1: missing (rank 0), shape (3,)" in told.text
-
-
-@on_ranks(2)
-def test_state_is_saved_whole_also_while_a_round_is_under_way(rank: int) -> None:
-    """It is the state after the round, on three exchangers at once."""
-    line = ProcessGroupLine(dist.distributed_c10d._get_default_group())
-    names = ("top-k", "powersgd", "sign")
-    fragments = [Exchanger(TENSORS, name, line=line, name=name) for name in names]
-    for fragment in fragments:
-        fragment.average(drawn(rank))
-    rounds = [fragment.begin(drawn(rank, 1)) for fragment in fragments]
-    saved = [fragment.state_dict() for fragment in fragments]
-    for averaging in rounds:
-        averaging.wait()
-    after = [fragment.state_dict() for fragment in fragments]
-    resumed = [Exchanger(TENSORS, name) for name in names]
-    for fragment, state in zip(resumed, saved, strict=True):
-        fragment.load_state_dict(state)
-    assert all(equal(one, other) for one, other in zip(saved, after, strict=True))
-    for step in range(2, 5):  # all under way at once, those of the resumed ones too
-        of_both = [[fragment.begin(drawn(rank, step)) for fragment in both] for both in (fragments, resumed)]
-        means = []
-        for of_one in of_both:
-            means.append([drawn(rank, step) for _ in of_one])
-            for averaging, into in zip(of_one, means[-1], strict=True):
-                averaging.write(into)
-        assert equal(*means)
-    for fragment in (*fragments, *resumed):
-        fragment.close()
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -183,8 +164,8 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@on_ranks(2)
-def test_rounds_begun_before_the_first_is_written_have_their_own_means(rank: int) -> None:
+@facts
+def rounds_begun_before_the_first_is_written_have_their_own_means(rank: int) -> None:
     """And leave the state of three that are awaited."""
     awaited, overlapping = (Exchanger(TENSORS, "top-k") for _ in range(2))
     expected = []
@@ -203,8 +184,8 @@ def test_rounds_begun_before_the_first_is_written_have_their_own_means(rank: int
     overlapping.close()
 
 
-@on_ranks(2)
-def test_memory_does_not_grow_while_rounds_overlap(rank: int) -> None:
+@facts
+def memory_does_not_grow_while_rounds_overlap(rank: int) -> None:
     for name in ("top-k", "powersgd", "int4"):
         exchanger = Exchanger(TENSORS, name)
         working = []
@@ -251,8 +232,8 @@ def test_memory_does_not_grow_while_every_round_sends_another_size() -> None:
     assert exchangers[0].memory_report().working <= 4 * 60 * tensors["a"].element_size()
 
 
-@on_ranks(2, check_exit=False)
-def test_means_are_not_written_before_they_are_there_and_every_later_call_tells_the_cause(rank: int) -> None:
+@facts
+def means_are_not_written_before_they_are_there_and_every_later_call_tells_the_cause(rank: int) -> None:
     """Rank 1 passes other tensors, which closes its exchanger: alone on a line, and beside another one."""
     shared = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
     beside = Exchanger(TENSORS, "all-reduce", line=shared)
@@ -272,21 +253,6 @@ def test_means_are_not_written_before_they_are_there_and_every_later_call_tells_
             )
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"weighted": 2.5}, r"Exchanger\(weighted=2.5\): weighted must be True or False"),
-        ({"atomic": "no"}, r"Exchanger\(atomic='no'\): atomic must be True or False"),
-        ({"policy": []}, r"Exchanger\(policy=\[\]\): policy must be one of fifo, fused"),
-        ({"hook_timeout": True}, r"Exchanger\(hook_timeout=True\): hook_timeout must be above 0 s"),
-        ({"tensors": [torch.zeros(2)]}, r"Exchanger\(tensors=\[.*\]\): tensors must name at least one tensor"),
-    ],
-)
-def test_settings_of_another_type_are_refused_with_the_value(settings: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(SettingsError, match=complaint):
-        Exchanger(**{"tensors": TENSORS, "compressor": "all-reduce"} | settings)
-
-
 def test_an_expanded_tensor_is_refused_by_name_before_anything_is_sent() -> None:
     exchanger = Exchanger({"w": torch.zeros(3, 4)}, "all-reduce", line=lockstep_lines(1)[0])
     with pytest.raises(CompressorError, match="elements of 'w' share memory"):
@@ -301,16 +267,15 @@ def test_an_expanded_tensor_is_refused_by_name_before_anything_is_sent() -> None
     assert bool((into["w"] == 1).all())
 
 
-@on_ranks(2, check_exit=False)
-@pytest.mark.parametrize("order", ["transposed", "channels_last"])
-def test_tensors_in_another_order_of_memory_are_refused(rank: int, order: str) -> None:
-    tensor = torch.arange(24.0).view(2, 3, 2, 2) if order == "channels_last" else torch.arange(24.0).view(4, 6)
+@facts
+def tensors_in_another_order_of_memory_are_refused(rank: int) -> None:
+    of_four, of_two = torch.arange(24.0).view(2, 3, 2, 2), torch.arange(24.0).view(4, 6)
     if rank:
-        last = torch.channels_last
-        tensor = tensor.contiguous(memory_format=last) if order == "channels_last" else tensor.t().contiguous().t()
-    exchanger = Exchanger({"w": tensor}, "top-k")
-    told = told_by(lambda: exchanger.average({"w": tensor}))
-    assert "ranks disagree" in told.text and "tensor w: " in told.text and "strides" in told.text
+        of_four, of_two = of_four.contiguous(memory_format=torch.channels_last), of_two.t().contiguous().t()
+    for tensor in (of_four, of_two):
+        exchanger = Exchanger({"w": tensor}, "top-k")
+        told = told_by(functools.partial(exchanger.average, {"w": tensor}))
+        assert "ranks disagree" in told.text and "tensor w: " in told.text and "strides" in told.text
 
 
 def test_an_exchanger_has_what_an_attachment_has() -> None:
@@ -330,3 +295,6 @@ def test_an_exchanger_has_what_an_attachment_has() -> None:
     with pytest.raises(commhooks.AttachError, match="replace: this Exchanger was closed"):
         exchanger.replace("fp16")
     assert "closed" in str(exchanger)
+
+
+test = facts.tests()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -25,7 +26,10 @@ from tests import bounds
 from tests.commhooks.resuming import distance, roundtrip
 from tests.commhooks.test_lanes import FailsOnce
 from tests.commhooks.told import told_by
+from tests.ddp_core.facts import Facts
 from tests.world import on_ranks
+
+facts = Facts()
 
 GROUPS: dict[str, dict[str, Tensor]] = {
     "fragment 0 of 3": {"a": torch.zeros(24, 40), "b": torch.zeros(5, dtype=torch.float64)},
@@ -90,8 +94,8 @@ def test_the_room_is_another_one_while_means_are_read_and_nothing_is_sent_that_n
         first.means  # noqa: B018
 
 
-@on_ranks(2)
-def test_a_tensor_with_gaps_may_be_declared_by_one_without(rank: int) -> None:
+@facts
+def a_tensor_with_gaps_may_be_declared_by_one_without(rank: int) -> None:
     wide = torch.zeros(6, 8)
     exchanger = Exchanger({"w": wide[:, :4] if rank else torch.zeros(6, 4)}, "top-k")
     values = {"w": torch.full((6, 4), float(rank))}
@@ -205,9 +209,9 @@ def test_exchangers_on_lines_with_labels_connect_at_once_in_any_order(rank: int)
             one.close()
 
 
-@on_ranks(2)
-def test_groups_are_saved_and_resumed_together_with_rounds_under_way(rank: int) -> None:
-    """The state is that after the rounds, and a resumed handle goes on as the saved one does."""
+@facts
+def groups_are_saved_and_resumed_together_with_rounds_under_way(rank: int) -> None:
+    """Save the state after the rounds, and resume a handle from it that goes on as the saved one does."""
     codecs = {"fragment 0 of 3": "top-k", "fragment 1 of 3": "powersgd", "fragment 2 of 3": "all-reduce"}
     one, other = (Exchangers(GROUPS, codecs, residuals="fp32") for _ in range(2))
     for turn in range(2):
@@ -235,8 +239,8 @@ def test_groups_are_saved_and_resumed_together_with_rounds_under_way(rank: int) 
     other.close()
 
 
-@on_ranks(2, check_exit=False)
-def test_a_state_that_does_not_match_one_group_on_one_rank_is_loaded_nowhere(rank: int) -> None:
+@facts
+def a_state_that_does_not_match_one_group_on_one_rank_is_loaded_nowhere(rank: int) -> None:
     exchangers = Exchangers(GROUPS, "top-k")
     for label, exchanger in exchangers.items():
         exchanger.average(drawn(label, rank, 0))
@@ -255,16 +259,16 @@ def test_a_state_that_does_not_match_one_group_on_one_rank_is_loaded_nowhere(ran
     exchangers.close()
 
 
-@on_ranks(2, check_exit=False)
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_failure_names_the_round_and_the_group(rank: int, count: int) -> None:
-    labels = list(GROUPS)[:count]
-    exchangers = Exchangers({label: GROUPS[label] for label in labels}, FailsOnce(rank=1, step=3))
-    for turn in range(3):
-        for label in labels:
-            exchangers[label].average(drawn(label, rank, turn))
-    told = told_by(lambda: exchangers["fragment 0 of 3"].average(drawn("fragment 0 of 3", rank, 3)))
-    assert "rank 1, round 3, fragment 0 of 3, bucket 0 (parameters a): ZeroDivisionError: on purpose" in told.text
+@facts
+def a_failure_names_the_round_and_the_group(rank: int) -> None:
+    for count in (1, 3):
+        labels = list(GROUPS)[:count]
+        exchangers = Exchangers({label: GROUPS[label] for label in labels}, FailsOnce(rank=1, step=3))
+        for turn in range(3):
+            for label in labels:
+                exchangers[label].average(drawn(label, rank, turn))
+        told = told_by(functools.partial(exchangers[labels[0]].average, drawn(labels[0], rank, 3)))
+        assert "rank 1, round 3, fragment 0 of 3, bucket 0 (parameters a): ZeroDivisionError: on purpose" in told.text
 
 
 def test_groups_in_turns_share_the_memory_of_the_largest() -> None:
@@ -316,3 +320,6 @@ def test_no_group_switches_if_one_cannot() -> None:
 
 def saved_alone() -> dict[str, Any]:
     return alone("top-k", {"w": torch.zeros(3)}).state_dict()
+
+
+test = facts.tests()

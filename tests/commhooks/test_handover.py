@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
@@ -20,9 +19,9 @@ from commhooks import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.told import told_by
 from tests.commhooks.workers import mean_of, normal, zeros
-from tests.world import on_ranks
+from tests.ddp_core.facts import BOTH_DDPS, Facts
 
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+facts = Facts(kinds=BOTH_DDPS)
 SHAPES = [(30, 50), (50,), (40, 30), (24, 24)]
 
 
@@ -41,9 +40,8 @@ def step(models: Sequence[nn.Module], rank: int, number: int) -> list[Tensor]:
     return gradients_of(models[-1])
 
 
-@on_ranks(2)
-@both_ddps
-def test_a_state_begins_anew_with_the_next_model(rank: int, kind: str) -> None:
+@facts
+def a_state_begins_anew_with_the_next_model(rank: int, kind: str) -> None:
     """Train model after model, each with another hook, on one state, as on a state of its own; in warm-up too."""
     waiting, shared = PowerSGDState(None, 2), PowerSGDState(None, 2, start_powerSGD_iter=1)
     true = [mean_of(normal(zeros(*SHAPES), 2, seed=0), index) for index in range(len(SHAPES))]
@@ -70,23 +68,24 @@ def now_this_now_that(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor
     return (batched_powerSGD_hook if state.iter >= 2 else powerSGD_hook)(state, bucket)
 
 
-@on_ranks(2, check_exit=False)
-def test_mistakes_with_one_state_are_still_named(rank: int) -> None:
+@facts
+def mistakes_with_one_state_are_still_named(rank: int, kind: str) -> None:
     """One model with two hooks, and two models."""
     state = PowerSGDState(None)
-    told = error_of([[hooked("core", state, now_this_now_that)]] * 3, rank)
-    assert "cannot change to (None, 'whole-bucket'); use one hook with one state" in told
+    if kind == "core":  # PyTorch's DDP tells no names
+        told = error_of([[hooked(kind, state, now_this_now_that)]] * 3, rank)
+        assert "cannot change to (None, 'whole-bucket'); use one hook with one state" in told
+        state = PowerSGDState(None)
+        first, second = (hooked(kind, state) for _ in range(2))
+        state.bind(first)
+        told = error_of([[first], [second]], rank)
+        assert "bind was called with one, and gradients of the other came; make one state for each" in told
     state = PowerSGDState(None)
-    first, second = (hooked("core", state) for _ in range(2))
-    state.bind(first)
-    told = error_of([[first], [second]], rank)
-    assert "bind was called with one, and gradients of the other came; make one state for each" in told
-    state = PowerSGDState(None)
-    first, second = (hooked("core", state) for _ in range(2))
+    first, second = (hooked(kind, state) for _ in range(2))
     told = error_of([[first], [second], [first]], rank)
     assert "the earlier one is used again; make one state for each model" in told
     state = PowerSGDState(None)
-    first, second = (hooked("core", state) for _ in range(2))
+    first, second = (hooked(kind, state) for _ in range(2))
     told = error_of([[first, second]], rank)
     assert "both have gradients in one backward pass; make one state for each model" in told
 
@@ -110,9 +109,13 @@ def trained(state: PowerSGDState, rank: int) -> PowerSGDState:
     return state
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("odd", [0, 1])
-def test_a_state_that_one_rank_alone_makes_unpickles_or_copies_and_keeps_concerns_no_other(rank: int, odd: int) -> None:
+@facts.once
+def a_state_that_one_rank_alone_makes_unpickles_or_copies_and_keeps_concerns_no_other(rank: int) -> None:
+    for odd in (0, 1):
+        keep_states_alone(rank, odd)
+
+
+def keep_states_alone(rank: int, odd: int) -> None:
     first = trained(PowerSGDState(None, hook_timeout=20.0), rank)
     kept: list[PowerSGDState] = []
     if rank == odd:
@@ -122,10 +125,9 @@ def test_a_state_that_one_rank_alone_makes_unpickles_or_copies_and_keeps_concern
     assert [state.iter for state in (first, later, *kept)] == [1, 1, *([0, 1, 1] if kept else [])]
 
 
-@on_ranks(2)
-@both_ddps
-def test_states_are_told_apart_by_their_models_whatever_order_they_are_made_and_used_in(rank: int, kind: str) -> None:
-    """The models' first buckets come in another order on each rank, as with a device for each of them."""
+@facts
+def states_are_told_apart_by_their_models_whatever_order_they_are_made_and_used_in(rank: int, kind: str) -> None:
+    """Let the models' first buckets come in another order on each rank, as with a device for each of them."""
     modules: list[nn.Module] = [Given(SHAPES[0]), Given(SHAPES[2])]
     if rank == 0:  # names as if this rank alone had compiled it
         modules[1] = nn.Sequential(OrderedDict(_orig_mod=modules[1]))
@@ -137,11 +139,8 @@ def test_states_are_told_apart_by_their_models_whatever_order_they_are_made_and_
         assert torch.equal(mean, torch.full_like(mean, number + 0.5))
 
 
-@on_ranks(2, check_exit=False)
-@both_ddps
-def test_states_of_equal_models_that_are_made_in_one_order_and_used_in_different_ones_are_refused(
-    rank: int, kind: str
-) -> None:
+@facts
+def states_of_equal_models_that_are_made_in_one_order_and_used_in_another_are_refused(rank: int, kind: str) -> None:
     told = told_by(lambda: step_of_models(rank, kind, [Given(SHAPES[0]) for _ in "ab"], made_in_one_order=True))
     assert "ranks disagree. equal ones made later and used earlier" in told.text
 
@@ -157,3 +156,6 @@ def step_of_models(rank: int, kind: str, modules: Sequence[nn.Module], *, made_i
     shapes = [next(module.parameters()).shape for module in modules]
     in_turn = [models[number](torch.full(shapes[number], float(number + rank))) for number in order]
     torch.stack(in_turn).sum().backward()
+
+
+test = facts.tests()

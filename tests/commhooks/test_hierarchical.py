@@ -42,12 +42,13 @@ from tests.commhooks.mirrored import Mirrored, largest_error
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.ranks import survived
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
+from tests.ddp_core.facts import BOTH_DDPS
+from tests.tiers import in_turn, thorough
 from tests.world import on_ranks, run_world_outcomes
 
 needs_library = pytest.mark.skipif(
     isinstance(library.opened(library.PATH), str), reason="there are no compiled passes to differ from eager ones"
 )
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
 SHAPES = ((30, 20), (7,), (16, 9), (), (4, 3, 2, 2), (0,))
 """Parts of odd numbers of elements, of one, and of none: slices that must be filled up, or are empty."""
@@ -222,20 +223,6 @@ def steps(workers: list[Exchanger], like: dict[str, Tensor], seeds: Sequence[int
     return tensors
 
 
-@pytest.mark.parametrize("name", ["sign", "top-k"])
-def test_a_resumed_run_of_machines_goes_on_bit_for_bit(name: str) -> None:
-    inner = make_compressor(name, **({"block": 8} if name == "sign" else {"ratio": 0.1}))
-    workers, like = exchangers(4, inner)
-    steps(workers, like, range(3))
-    saved = [worker.state_dict() for worker in workers]
-    expected = steps(workers, like, [3])
-    again, _ = exchangers(4, inner)
-    for worker, state in zip(again, saved, strict=True):
-        worker.load_state_dict(state)
-    for mine, theirs in zip(steps(again, like, [3]), expected, strict=True):
-        assert all(torch.equal(mine[key], theirs[key]) for key in like)
-
-
 @pytest.mark.parametrize("world_size", [2, 6, 8])
 @pytest.mark.parametrize("name", ["sign", "top-k"])
 def test_state_of_machines_is_spread_over_other_numbers_of_machines(name: str, world_size: int) -> None:
@@ -337,8 +324,7 @@ def test_what_a_compressor_cannot_ask_for_between_machines_is_an_error_in_words(
 
 
 @on_ranks(4)
-@both_ddps
-@both_policies
+@pytest.mark.parametrize(("kind", "policy"), in_turn(BOTH_DDPS, ("fifo", "fused")))
 def test_machines_are_over_gloo_bit_for_bit_what_they_are_in_lockstep(rank: int, kind: str, policy: str) -> None:
     """Of two ranks, so that every sum has one order; over several buckets, on ranks that are delayed at random."""
     dawdling = random.Random(rank)
@@ -393,7 +379,10 @@ def killed(rank: int, kind: str, policy: Any, dies_in: int, number: int) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "policy", "step", "request_number"),
-    [("core", "fifo", 2, 0), ("torch", "fused", 2, 1), ("core", "fused", 2, 2), ("torch", "fifo", 0, 0)],
+    thorough(
+        [("core", "fifo", 2, 0), ("torch", "fused", 2, 1), ("core", "fused", 2, 2), ("torch", "fifo", 0, 0)],
+        unless=lambda row: row[:2] in (("core", "fused"), ("torch", "fifo")),
+    ),
 )
 def test_when_a_rank_of_a_machine_is_killed_all_others_raise(
     kind: str, policy: str, step: int, request_number: int

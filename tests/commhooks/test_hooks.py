@@ -21,13 +21,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock
 
 import commhooks
 from tests import bounds
-from tests.cases import BY_NAME, DDP_AND_POLICY, EVERY_FORM_OR_ALL
+from tests.cases import BY_NAME, EACH_FORM_ONCE
 from tests.commhooks.mirrored import SHAPES, Mirrored, backward, given, largest_error
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.workers import largest, normal, zeros
+from tests.ddp_core.facts import BOTH_DDPS, Facts
+from tests.tiers import THOROUGH
 from tests.world import on_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+facts = Facts(kinds=BOTH_DDPS)
 
 
 @on_ranks(2, check_exit=False)
@@ -65,9 +68,8 @@ def test_the_default_hooks_give_pytorchs_mean(rank: int, kind: str) -> None:
             assert error <= (bounds.of_mean(2, wire) if wire else 0.0), name
 
 
-@on_ranks(2)
-@both_ddps
-def test_the_fp16_wrapper_of_powersgd_casts_the_wire_and_nothing_else(rank: int, kind: str) -> None:
+@facts
+def the_fp16_wrapper_of_powersgd_casts_the_wire_and_nothing_else(rank: int, kind: str) -> None:
     state = commhooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=0)
     model = wrap(kind, Given((40, 60), (9,)))
     hook = commhooks.fp16_compress_wrapper(commhooks.powerSGD_hook)
@@ -82,8 +84,7 @@ def test_the_fp16_wrapper_of_powersgd_casts_the_wire_and_nothing_else(rank: int,
 
 @on_ranks(2)
 @pytest.mark.kernels
-@DDP_AND_POLICY
-@EVERY_FORM_OR_ALL
+@EACH_FORM_ONCE
 def test_every_case_is_over_gloo_bit_for_bit_what_it_is_in_lockstep(
     rank: int, kind: str, policy: str, names: list[str]
 ) -> None:
@@ -106,9 +107,8 @@ def test_every_case_is_over_gloo_bit_for_bit_what_it_is_in_lockstep(
         both.attachment.detach()
 
 
-@on_ranks(2)
-@both_ddps
-def test_attachments_come_and_go(rank: int, kind: str) -> None:
+@facts
+def attachments_come_and_go(rank: int, kind: str) -> None:
     model = given(kind)
     of_ranks = normal(zeros(*SHAPES), 2, seed=0)
     gradients = of_ranks[rank]
@@ -129,9 +129,8 @@ def test_attachments_come_and_go(rank: int, kind: str) -> None:
     second.detach()
 
 
-@on_ranks(2)
-@both_ddps
-def test_a_copy_that_shares_the_reducer_keeps_the_attachment_and_any_other_copy_has_none(rank: int, kind: str) -> None:
+@facts
+def a_copy_that_shares_the_reducer_keeps_the_attachment_and_any_other_copy_has_none(rank: int, kind: str) -> None:
     """`Module._replicate_for_data_parallel` makes the first kind; `copy.copy` and `copy.deepcopy` the second."""
     model = given(kind)
     gradients = normal(zeros(*SHAPES), 2, seed=0)[rank]
@@ -208,5 +207,9 @@ def test_the_state_of_powersgd_takes_pytorchs_arguments_in_pytorchs_order() -> N
     assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs]
 
 
+@THOROUGH
 def test_wrappers_can_be_imported_first() -> None:
     subprocess.run([sys.executable, "-c", "import commhooks.wrappers"], check=True)
+
+
+test = facts.tests()

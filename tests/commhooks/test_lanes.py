@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pickle
 import random
 import threading
@@ -26,8 +27,11 @@ from commhooks.language import AllReduce, BucketView, Compressor, Context, Excha
 from commhooks.scheduling import line as lines
 from commhooks.scheduling.line import ProcessGroupLine
 from tests.commhooks.told import told_by
+from tests.ddp_core.facts import Facts
 from tests.python_groups import Elastic
 from tests.world import on_ranks
+
+facts = Facts()
 
 ELEMENTS = 24
 
@@ -99,20 +103,19 @@ def test_lanes_in_one_order_get_their_own_means_over_one_thread_and_group(rank: 
     print(f"the longest wait for a round behind others: {1000 * longest:.1f} ms")
 
 
-@on_ranks(2, check_exit=False)
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
-def test_lanes_in_another_order_are_named_on_every_rank_and_never_mixed(rank: int, policy: str) -> None:
-    """Of equal sizes, so that nothing but the order tells them apart."""
-    exchangers = on_one_line(3)
-    number, other = 0 if policy == "fifo" else 1, exchangers[2]
-    one = exchangers[number]
-    for exchanger in exchangers:
-        exchanger.average(values_of(rank, 0))
-    rounds = [exchanger.begin(values_of(rank, 1)) for exchanger in ((one, other) if rank == 0 else (other, one))]
-    for told in [told_by(averaging.wait) for averaging in rounds]:
-        assert told.error == "CollectiveError" and told.seconds < 20.0
-        assert "ranks hand in different things" in told.text
-        assert f"rank 0: round 1, part {number}, bucket 0; rank 1: round 1, part 2, bucket 0." in told.text
+@facts
+def lanes_in_another_order_are_named_on_every_rank_and_never_mixed(rank: int) -> None:
+    """Swap two of equal sizes, so that nothing but the order tells them apart."""
+    for number, _ in enumerate(("fifo", "fused")):
+        exchangers = on_one_line(3)
+        one, other = exchangers[number], exchangers[2]
+        for exchanger in exchangers:
+            exchanger.average(values_of(rank, 0))
+        rounds = [exchanger.begin(values_of(rank, 1)) for exchanger in ((one, other) if rank == 0 else (other, one))]
+        for told in [told_by(averaging.wait) for averaging in rounds]:
+            assert told.error == "CollectiveError" and told.seconds < 20.0
+            assert "ranks hand in different things" in told.text
+            assert f"rank 0: round 1, part {number}, bucket 0; rank 1: round 1, part 2, bucket 0." in told.text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,8 +131,8 @@ class FailsOnce(Compressor):
         yield AllReduce(Part(bucket.memory, in_place=True), average=True, last=True)
 
 
-@on_ranks(2, check_exit=False)
-def test_a_failure_on_one_lane_ends_all_and_names_it(rank: int) -> None:
+@facts
+def a_failure_on_one_lane_ends_all_and_names_it(rank: int) -> None:
     """First the one that fails, then those under way, then a later round."""
     exchangers = on_one_line(3, FailsOnce())
     for _ in range(2):
@@ -145,8 +148,8 @@ def test_a_failure_on_one_lane_ends_all_and_names_it(rank: int) -> None:
     assert rank == 1 or told[-1].text.startswith(later)
 
 
-@on_ranks(2)
-def test_closing_a_lane_leaves_the_others_and_closing_the_last_ends_the_thread(rank: int) -> None:
+@facts
+def closing_a_lane_leaves_the_others_and_closing_the_last_ends_the_thread(rank: int) -> None:
     exchangers = on_one_line(3)
     for closed in exchangers:
         for exchanger in exchangers[exchangers.index(closed) :]:
@@ -157,8 +160,8 @@ def test_closing_a_lane_leaves_the_others_and_closing_the_last_ends_the_thread(r
     assert threads_of_lines() == 0
 
 
-@on_ranks(2)
-def test_a_closed_lane_is_saved_as_it_is_after_the_round_under_way(rank: int) -> None:
+@facts
+def a_closed_lane_is_saved_as_it_is_after_the_round_under_way(rank: int) -> None:
     closed, other = on_one_line(2)
     closed.average(values_of(rank, 0))
     time.sleep(0.3 * rank)
@@ -169,8 +172,8 @@ def test_a_closed_lane_is_saved_as_it_is_after_the_round_under_way(rank: int) ->
     other.close()
 
 
-@on_ranks(2)
-def test_a_refused_comparison_ends_only_what_it_was_about(rank: int) -> None:
+@facts
+def a_refused_comparison_ends_only_what_it_was_about(rank: int) -> None:
     """Disagree about a lane that opens, and about one that replaces."""
     line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
     first = Exchanger(values_of(0, 0), "all-reduce", line=line)
@@ -243,19 +246,19 @@ def kept_alone() -> list[object]:
     return [*kept, closed, line]
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("odd", [0, 1])
-def test_what_one_rank_alone_makes_and_keeps_has_no_effect_on_the_others(rank: int, odd: int) -> None:
-    """Before, between and after what all make, until all of that was used twice."""
-    kept: list[object] = []
-    made: list[Exchanger] = []
-    for _ in range(3):
-        kept += kept_alone() if rank == odd else []
-        made += [one_more(), *a_group().values()]
-        if len(made) > 3:  # the first are used after the next were made
-            assert [mean_of_its(rank, one) for one in made] == [0.5] * len(made)
-    for one in made:
-        one.close()
+@facts
+def what_one_rank_alone_makes_and_keeps_has_no_effect_on_the_others(rank: int) -> None:
+    """Make it before, between and after what all make, until all of that was used twice."""
+    for odd in (0, 1):
+        kept: list[object] = []
+        made: list[Exchanger] = []
+        for _ in range(3):
+            kept += kept_alone() if rank == odd else []
+            made += [one_more(), *a_group().values()]
+            if len(made) > 3:  # the first are used after the next were made
+                assert [mean_of_its(rank, one) for one in made] == [0.5] * len(made)
+        for one in made:
+            one.close()
 
 
 def mean_of_its(rank: int, exchanger: Exchanger) -> float:
@@ -264,8 +267,8 @@ def mean_of_its(rank: int, exchanger: Exchanger) -> float:
     return float(value)
 
 
-@on_ranks(2)
-def test_equal_exchangers_are_paired_in_the_order_of_their_first_use(rank: int) -> None:
+@facts
+def equal_exchangers_are_paired_in_the_order_of_their_first_use(rank: int) -> None:
     """Not in the order of making, and whenever they are made."""
     made = [one_more() for _ in range(1 + rank)]
     assert mean_of(rank, made[0]) == 0.5
@@ -283,31 +286,29 @@ ALONE = "lane, in the order of first use: {} (rank 0), {} (rank 1)"
 LATE = "equal ones made later and used earlier (make and use all in one order, or name each Exchanger): 0 (rank 0), 2"
 
 
-@on_ranks(2, check_exit=False)
-@pytest.mark.parametrize(
-    ("settings", "right", "told"),
-    [
-        ([{"name": name} for name in "abc"], 0, ALONE.format("a", "b")),
-        ([{"tensor": name} for name in "abc"], 0, "tensor a: "),
-        ([{}, {}, {}], 2, LATE),
-    ],
-)
-def test_exchangers_first_used_in_different_orders_are_refused_on_every_rank(
-    rank: int, settings: list[dict[str, str]], right: int, told: str
-) -> None:
-    """At once if they differ; equal ones at the first that shows it, with one that was made and kept in between."""
-    made = [one_more(**of_one) for of_one in settings]
-    if rank == 1:
-        made.insert(1, one_more())
-    in_turn = [made[n] for n in ((2, 3, 0) if rank else (0, 1, 2))]
-    for one in in_turn[:right]:
-        mean_of_its(rank, one)
-    refused = told_by(lambda: mean_of_its(rank, in_turn[right]))
-    assert refused.error == "AttachError" and f"ranks disagree. {told}" in refused.text
+DIFFERENT_ORDERS: list[tuple[list[dict[str, str]], int, str]] = [
+    ([{"name": name} for name in "abc"], 0, ALONE.format("a", "b")),
+    ([{"tensor": name} for name in "abc"], 0, "tensor a: "),
+    ([{}, {}, {}], 2, LATE),
+]
 
 
-@on_ranks(2)
-def test_an_exchanger_whose_first_use_fails_on_one_rank_lets_no_other_take_its_place(rank: int) -> None:
+@facts
+def exchangers_first_used_in_different_orders_are_refused_on_every_rank(rank: int) -> None:
+    """Refuse them at once if they differ; equal ones at the first that shows it, with one made and kept in between."""
+    for settings, right, told in DIFFERENT_ORDERS:
+        made = [one_more(**of_one) for of_one in settings]
+        if rank == 1:
+            made.insert(1, one_more())
+        in_turn = [made[n] for n in ((2, 3, 0) if rank else (0, 1, 2))]
+        for one in in_turn[:right]:
+            mean_of_its(rank, one)
+        refused = told_by(functools.partial(mean_of_its, rank, in_turn[right]))
+        assert refused.error == "AttachError" and f"ranks disagree. {told}" in refused.text
+
+
+@facts
+def an_exchanger_whose_first_use_fails_on_one_rank_lets_no_other_take_its_place(rank: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=1.5))
     first, second = one_more(group), one_more(group)
     if rank == 0:
@@ -331,24 +332,24 @@ class Interrupted(weakref.WeakSet[ProcessGroupLine]):
             yield one
 
 
-@on_ranks(2)
-def test_a_thread_may_make_an_exchanger_while_another_is_first_used(rank: int) -> None:
+@facts
+def a_thread_may_make_an_exchanger_while_another_is_first_used(rank: int) -> None:
     kept, used = one_more(), one_more()
     with mock.patch.object(lines, "_unopened", Interrupted([kept._engine.line, used._engine.line])):  # type: ignore[list-item]  # a Line
         assert mean_of(rank, used) == 0.5
     used.close()
 
 
-@on_ranks(2, check_exit=False)
-def test_a_lane_is_not_mistaken_for_one_whose_name_reads_like_it_in_messages(rank: int) -> None:
+@facts
+def a_lane_is_not_mistaken_for_one_whose_name_reads_like_it_in_messages(rank: int) -> None:
     line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
     made = [Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line, name=name) for name in ("a", "a", "a, 1")]
     assert [mean_of(rank, one) for one in made] == [0.5] * 3
     assert "ranks hand in different things" in told_by(lambda: mean_of(rank, made[1 + rank])).text
 
 
-@on_ranks(2, check_exit=False)
-def test_on_a_shared_line_named_exchangers_may_be_kept_alone_and_nameless_ones_are_refused(rank: int) -> None:
+@facts
+def on_a_shared_line_named_exchangers_may_be_kept_alone_and_nameless_ones_are_refused(rank: int) -> None:
     line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
     names = ["a", "kept", "b", "", ""] if rank else ["a", "b", ""]
     made = [Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line, name=name) for name in names]
@@ -376,3 +377,6 @@ def test_a_rank_that_joins_unnoticed_finds_the_others_once_they_have_closed_thei
         dist.barrier()
     if rank != 2:  # which is in no group now
         assert "the process group has changed" in told_by(early.open).text
+
+
+test = facts.tests()

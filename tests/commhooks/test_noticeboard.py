@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import pytest
@@ -22,11 +20,12 @@ from commhooks.communicators.sections import Section
 from commhooks.errors import CollectiveError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context
+from commhooks.scheduling import worker as scheduling_worker
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.task import BucketTask
 from commhooks.scheduling.worker import Worker
 from tests.waiting import until
-from tests.world.launcher import ROOT
+from tests.world import run_world
 
 TRUE_ANSWER_SECONDS = noticeboard.ANSWER_SECONDS
 ANSWER_SECONDS = 0.3
@@ -174,6 +173,8 @@ def test_stopping_waits_until_it_is_known_whether_work_is_left_also_if_the_store
     store: Switched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(noticeboard, "ANSWER_SECONDS", TRUE_ANSWER_SECONDS)
+    for limit in ("PATIENCE_SECONDS", "JOIN_SECONDS"):  # less patience, and a join that expects as much less
+        monkeypatch.setattr(scheduling_worker, limit, getattr(scheduling_worker, limit) - 2.5)
     monkeypatch.setattr(ProcessGroupCommunicator, "is_busy", lambda self: True)
     monkeypatch.setattr(NeverDone, "has_started", threading.Event(), raising=False)
     address = Address(Section(store, 0), 0, 1, timedelta(seconds=30), StoreThread(store))
@@ -193,25 +194,26 @@ def test_stopping_waits_until_it_is_known_whether_work_is_left_also_if_the_store
         future.wait()
 
 
-AT_EXIT = """
-import time
-from datetime import timedelta
-from torch._C._distributed_c10d import TCPStore
-from commhooks.communicators.noticeboard import StoreThread
-
 class SlowToGo:
-    def __del__(self, sleep=time.sleep):
-        sleep(1.5)
+    """An object that takes its time when the interpreter lets go of it."""
 
-store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-StoreThread(store).submit(lambda: store.wait(["never"], timedelta(seconds=0.6)))
-left = SlowToGo()
-"""
+    def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        sleep(1.0)
+
+
+def end_during_a_call(rank: int) -> None:
+    """Leave a call of the store under way that comes back when the interpreter is shut down already."""
+    global _left
+    served = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    StoreThread(served).submit(lambda: served.wait(["never"], timedelta(seconds=0.5)))
+    _left = served, SlowToGo()
+
+
+_left: object = None
 
 
 def test_a_call_that_comes_back_while_the_process_ends_does_not_kill_it() -> None:
-    run = subprocess.run([sys.executable, "-c", AT_EXIT], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    run_world(end_during_a_call, 1, backend=None, check_exit=True)
 
 
 def test_a_store_is_called_by_its_address() -> None:

@@ -84,6 +84,9 @@ def test_a_request_without_parts_or_with_a_tensor_is_refused_where_it_is_made() 
         Part(torch.zeros(3), layout, in_place=True)
 
 
+Thawed = dataclasses.make_dataclass("Thawed", [], bases=(Compressor,), namespace={"compress": Mean.compress})
+
+
 @pytest.mark.parametrize(
     ("compressor", "complaint"),
     [
@@ -92,18 +95,14 @@ def test_a_request_without_parts_or_with_a_tensor_is_refused_where_it_is_made() 
         ("powersdg", "Did you mean 'powersgd'"),
         (3, r"expected a Compressor or a name \(got 3\); write for example commhooks\.make_compressor\("),
         (Mean, r"expected a Compressor or a name \(got .*Mean'>\); write Mean\(\.\.\.\), with its settings"),
+        (Mean(kept=[1]), "must be hashable, such as tuples"),
+        (Thawed(), "Thawed must be a frozen dataclass"),
     ],
-    ids=["a tensor", "a tensor inside", "a misspelt name", "a number", "a class"],
+    ids=["a tensor", "a tensor inside", "a misspelt name", "a number", "a class", "a list", "not frozen"],
 )
-def test_a_compressor_that_keeps_tensors_is_refused(compressor: Any, complaint: str) -> None:
+def test_what_is_no_compressor_of_settings_alone_is_refused(compressor: Any, complaint: str) -> None:
     with pytest.raises(SettingsError, match=complaint):
         Exchanger({"w": torch.zeros(3)}, compressor, line=lockstep_lines(1)[0])
-
-
-def test_a_compressor_that_is_no_frozen_dataclass_is_refused() -> None:
-    thawed = dataclasses.make_dataclass("Thawed", [], bases=(Compressor,), namespace={"compress": Mean.compress})
-    with pytest.raises(SettingsError, match="Thawed must be a frozen dataclass"):
-        Exchanger({"w": torch.zeros(3)}, thawed(), line=lockstep_lines(1)[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,11 +179,6 @@ def test_slips_of_the_pen_are_named(slip: str, complaint: str) -> None:
         workers.step([[torch.ones(5)]] * 2)
 
 
-def test_settings_must_be_hashable() -> None:
-    with pytest.raises(SettingsError, match="must be hashable, such as tuples"):
-        Exchanger({"w": torch.zeros(3)}, Mean(kept=[1]), line=lockstep_lines(1)[0])
-
-
 SUCCESSORS = {
     "loss": [
         "loses",
@@ -222,23 +216,3 @@ def test_a_state_that_is_not_given_a_place_is_refused_with_what_a_place_has() ->
     with pytest.raises(CompressorError, match=told):
         type("Old", (Mean,), {"state": lambda self, name, parameter, world_size: {}})
     assert type("New", (Mean,), {"state": lambda self, where, more=0: {}})().state(Place("", torch.zeros(1), 1)) == {}
-
-
-def test_the_example_of_an_earlier_version_fails_in_words() -> None:
-    """What docs/examples/own_compressor.py said of its loss before."""
-    source = """
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RandomRows(Compressor):
-    every: int = 4
-
-    def loses(self, name: str, parameter: torch.Tensor) -> bool:
-        return True
-
-    def relative_error(self, elements: int) -> float:
-        return 1 - 1 / self.every
-
-    def compress(self, bucket, context):
-        yield from ()
-"""
-    with pytest.raises(CompressorError, match=r"RandomRows.loses: .* define loss\(name, parameter\) in its place"):
-        exec(source, {"dataclasses": dataclasses, "Compressor": Compressor, "torch": torch})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import math
 import threading
@@ -23,9 +24,9 @@ from commhooks.hooks.by_name import DDPCommHookType, register_ddp_comm_hook
 from tests.commhooks.exact import SHAPES, given, hooked, integers, means, same, step
 from tests.commhooks.models import gloo_sums_complex_numbers, gradients_of, torchs_takes, wrap
 from tests.commhooks.told import told_by
-from tests.world import on_ranks
+from tests.ddp_core.facts import BOTH_DDPS, Facts
 
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+facts = Facts(kinds=BOTH_DDPS)
 
 
 # --- by name ----------------------------------------------------------------------------------------------------------
@@ -98,10 +99,9 @@ def test_what_is_of_a_wrong_type_is_refused_in_words(kind_of_hook: Any, model: A
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-@both_ddps
-def test_every_type_averages_over_its_process_group(rank: int, kind: str) -> None:
-    """The errors are those of 3 steps' means, over both ranks and over a group of this rank alone."""
+@facts
+def every_type_averages_over_its_process_group(rank: int, kind: str) -> None:
+    """Compare 3 steps' means, over both ranks and over a group of this rank alone."""
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     errors = {kind_of_hook.name: _errors(kind, kind_of_hook, rank, alone) for kind_of_hook in DDPCommHookType}
     for name in ("ALLREDUCE", "POWER_SGD", "POWER_SGD_RANK2", "BATCHED_POWER_SGD", "BATCHED_POWER_SGD_RANK2"):
@@ -138,9 +138,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@on_ranks(2)
-@both_ddps
-def test_attaching_between_steps_or_after_the_forward_pass_gives_right_means_at_once(rank: int, kind: str) -> None:
+@facts
+def attaching_between_steps_or_after_the_forward_pass_gives_right_means_at_once(rank: int, kind: str) -> None:
     """After 1 step and after 2."""
     for label, settings in SETTINGS.items():
         for steps_before in (1, 2):
@@ -164,10 +163,9 @@ def _step_attaching(model: nn.Module, gradients: list[Tensor], name: str | None,
     return gradients_of(model)
 
 
-@on_ranks(2)
-@both_ddps
-def test_attaching_over_another_hook_or_inside_a_backward_pass_is_refused(rank: int, kind: str) -> None:
-    """What was attached before keeps working."""
+@facts
+def attaching_over_another_hook_or_inside_a_backward_pass_is_refused(rank: int, kind: str) -> None:
+    """Let what was attached before keep working."""
     gradients = integers(0)
     hooked_already = hooked(kind, stock.allreduce_hook)
     with pytest.raises(commhooks.AttachError, match=r"the hook allreduce_hook is registered on this model already"):
@@ -204,9 +202,8 @@ class Expert(nn.Module):
         return torch.as_tensor(self.own(self.shared(inputs)).sum())
 
 
-@on_ranks(2)
-@both_ddps
-def test_complex_partly_ignored_and_static_models_of_two_dtypes_get_right_means(rank: int, kind: str) -> None:
+@facts
+def complex_partly_ignored_and_static_models_of_two_dtypes_get_right_means(rank: int, kind: str) -> None:
     for policy in ("fifo", "fused") if gloo_sums_complex_numbers() else ():
         complex_model = given(kind, dtype=torch.complex64)
         commhooks.attach(complex_model, commhooks.make_compressor("powersgd", rank=2), policy=policy)
@@ -246,8 +243,8 @@ class WithTable(nn.Module):
         return torch.as_tensor(self.head(self.table(words)).sum())
 
 
-@on_ranks(2, check_exit=False)
-def test_a_run_that_would_wait_for_a_steps_last_bucket_for_ever_is_refused(rank: int) -> None:
+@facts.once
+def a_run_that_would_wait_for_a_steps_last_bucket_for_ever_is_refused(rank: int) -> None:
     """On a DDP that has several buckets at first and marks none as the last."""
     dense = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     for module, settings in ((WithTable(), {}), (TwoDtypes(), {}), (dense, {"bucket_cap_mb_list": [1]})):
@@ -278,16 +275,18 @@ def _two_dtypes_in_a_static_graph(rank: int, kind: str) -> None:
     assert attachment.steps == 3
 
 
-@on_ranks(2, check_exit=False)
-@both_ddps
-def test_detaching_after_an_error_ends_the_thread_and_leaves_the_users_error_alone(rank: int, kind: str) -> None:
+@facts
+def detaching_after_an_error_ends_the_thread_and_leaves_the_users_error_alone(rank: int, kind: str) -> None:
     """Detach in a `finally`, from a backward pass that rank 0's own function broke."""
+    gc.collect()  # earlier models
+    before = _threads()
     model = given(kind)
     attachment = commhooks.attach(model, "all-reduce", policy="fused", hook_timeout=5.0)
     if rank == 0:
         next(model.parameters()).register_hook(_break)
     told = told_by(functools.partial(_step_and_detach, model, attachment, rank))
-    assert told.error not in ("nothing", "AssertionError") and (rank or "the user's own" in told.text), told
+    assert _threads() == before
+    assert told.error != "nothing" and (rank or "the user's own" in told.text), told
 
 
 def _step_and_detach(model: nn.Module, attachment: commhooks.Attachment, rank: int) -> None:
@@ -295,18 +294,21 @@ def _step_and_detach(model: nn.Module, attachment: commhooks.Attachment, rank: i
         step(model, integers(0)[rank])
     finally:
         attachment.detach()
-        assert "commhooks" not in [thread.name for thread in threading.enumerate()]
+
+
+def _threads() -> int:
+    return [thread.name for thread in threading.enumerate()].count("commhooks")
 
 
 def _break(_gradient: Tensor) -> None:
     raise ArithmeticError("the user's own")
 
 
-@on_ranks(2, check_exit=False)
-def test_attaching_alone_names_the_rank_that_does_not_come(rank: int) -> None:
+@facts.once
+def attaching_alone_names_the_rank_that_does_not_come(rank: int) -> None:
     """And a group that this rank does not belong to."""
     model = given("torch")
-    foreign, impatient = dist.new_group([1]), dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    foreign, impatient = dist.new_group([1]), dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
     if rank == 0:
         with pytest.raises(commhooks.CommHooksError, match="expected a process group that this rank belongs to"):
             commhooks.attach(model, "fp16", process_group=foreign)
@@ -314,36 +316,20 @@ def test_attaching_alone_names_the_rank_that_does_not_come(rank: int) -> None:
             commhooks.attach(model, "fp16", process_group=impatient)
 
 
-@on_ranks(2, check_exit=False)
-@both_ddps
-@pytest.mark.parametrize("how", ["in turns", "at once"])
-def test_one_state_for_two_models_is_refused(rank: int, kind: str, how: str) -> None:
-    state = commhooks.PowerSGDState(None, start_powerSGD_iter=0)
-    models = [hooked(kind, commhooks.powerSGD_hook, state) for _ in range(2)]
-    told = told_by(functools.partial(_train_together, models, rank, how))
-    assert "make one state for each model" in told.text
-
-
-def _train_together(models: list[nn.Module], rank: int, how: str) -> None:
-    for number in range(3):
-        losses = [model(*integers(number)[rank]) for model in models]
-        for loss in losses if how == "in turns" else [torch.stack(losses).sum()]:
-            loss.backward()
-
-
-@on_ranks(2)
-@both_ddps
-def test_hooks_without_a_state_tell_what_they_sent(rank: int, kind: str) -> None:
+@facts
+def hooks_without_a_state_tell_what_they_sent(rank: int, kind: str) -> None:
     """In two steps of two hooks on three models."""
     models = [
         hooked(kind, hook, bucket_cap_mb=100) for hook in (commhooks.allreduce_hook, commhooks.fp16_compress_hook)
     ]
     models.append(hooked(kind, commhooks.allreduce_hook, bucket_cap_mb=100))
+    before = commhooks.hook_statistics()
     for model in models * 2:
         step(model, integers(0)[rank])
     elements = sum(math.prod(shape) for shape in SHAPES)
-    counted = {name: (one.steps, one.payload_bytes) for name, one in commhooks.hook_statistics().items()}
-    assert counted == {
-        "AllReduceMean()": (4, 4 * 4 * elements),
-        "Cast(dtype=torch.float16)": (2, 2 * 2 * elements),
-    }
+    for name, steps, sent in (("AllReduceMean()", 4, 4), ("Cast(dtype=torch.float16)", 2, 2)):
+        was, now = before.get(name, commhooks.Statistics()), commhooks.hook_statistics()[name]
+        assert (now.steps - was.steps, now.payload_bytes - was.payload_bytes) == (steps, steps * sent * elements)
+
+
+test = facts.tests()

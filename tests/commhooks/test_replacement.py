@@ -24,13 +24,14 @@ import commhooks
 from commhooks import make_compressor
 from tests.commhooks.mirrored import SHAPES, Mirrored, backward, given, largest_error
 from tests.commhooks.models import digest_of
-from tests.commhooks.ranks import survived
+from tests.commhooks.ranks import be_impatient
 from tests.commhooks.told import Told, told_by
 from tests.commhooks.workers import mean_of, normal, zeros
-from tests.world import on_ranks, run_world, run_world_outcomes, stay_away, tell
+from tests.ddp_core.facts import BOTH_DDPS
+from tests.tiers import in_turn, thorough
+from tests.world import on_ranks
 
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
-both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
+POLICIES = ("fifo", "fused")
 LOSS_OF_A_STEP = 8 * 2**-24 * 32
 """What a step may lose in fp32: means and residuals come of sums of at most 4 + 2 terms, none of them larger than the
 norm of a column of gradient and residual, which is below 32."""
@@ -49,8 +50,7 @@ STEPS_OF_EACH = 3
 
 @on_ranks(2, check_exit=True)
 @pytest.mark.kernels
-@both_ddps
-@both_policies
+@pytest.mark.parametrize(("kind", "policy"), in_turn(BOTH_DDPS, POLICIES))
 def test_compressors_that_take_over_from_each_other_are_what_they_are_in_lockstep_and_lose_nothing(
     rank: int, kind: str, policy: str
 ) -> list[bytes]:
@@ -89,9 +89,8 @@ def _mean_residual(both: Mirrored, parameter: Tensor) -> Tensor:
     return total / 2
 
 
-@on_ranks(2, check_exit=True)
-@both_ddps
-@both_policies
+@on_ranks(2)
+@pytest.mark.parametrize(("kind", "policy"), in_turn(BOTH_DDPS, POLICIES))
 def test_a_replacement_that_cannot_be_is_refused_and_the_old_compressor_goes_on(
     rank: int, kind: str, policy: str
 ) -> None:
@@ -133,47 +132,23 @@ def test_a_replacement_that_cannot_be_is_refused_and_the_old_compressor_goes_on(
     assert told["detached"].text.startswith("replace: this attachment was detached")
 
 
-def without_a_peer(rank: int, kind: str, how: str) -> tuple[Told, Told] | None:
-    """Replace when rank 1 does not: it was killed, detached, or is late; return what this and the next step raise."""
+@on_ranks(3, check_exit=False)
+@pytest.mark.parametrize("kind", thorough(BOTH_DDPS, unless="torch".__eq__))
+def test_replacing_when_a_peer_has_detached_raises_at_once_and_so_does_the_next_step(rank: int, kind: str) -> None:
     model = given(kind)
-    attachment = commhooks.attach(model, "powersgd", hook_timeout=0.5 if how == "late" else None)
-    gradients = normal(zeros(*SHAPES), dist.get_world_size(), seed=0)[rank]
-    backward(model, gradients)
-    backward(model, gradients)
+    attachment = commhooks.attach(model, "powersgd")
+    gradients = normal(zeros(*SHAPES), 3, seed=0)[rank]
+    for _ in range(2):
+        backward(model, gradients)
     if rank == 1:
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "detached":
-            attachment.detach()
-            return None
-        stay_away()
-    told = told_by(functools.partial(attachment.replace, "fp16"))
-    next_told = told_by(functools.partial(backward, model, gradients))
-    tell(rank)
-    return told, next_told
-
-
-@both_ddps
-@pytest.mark.parametrize("how", ["killed", "detached"])
-def test_replacing_when_a_peer_is_gone_raises_at_once_and_so_does_the_next_step(kind: str, how: str) -> None:
-    outcomes = run_world_outcomes(without_a_peer, 3, kind, how)
-    assert outcomes[1].exit_code == (-signal.SIGKILL if how == "killed" else 0)
-    for outcome in (outcomes[0], outcomes[2]):
-        assert survived(outcome), outcome.describe()
-        for told in outcome.value:
-            assert "replace before step 2: CollectiveError: barrier failed" in told.text
-        assert outcome.value[0].error == "CollectiveError"
-
-
-def test_replacing_is_given_up_when_a_peer_does_not_come_within_hook_timeout() -> None:
-    prompt, _ = run_world(without_a_peer, 2, "core", "late", check_exit=True)
-    replacing, _ = prompt
-    assert replacing.seconds >= 0.5 and "hook_timeout=0.5 s. No answer from rank 1." in replacing.text
+        attachment.detach()
+        return
+    for call in (functools.partial(attachment.replace, "fp16"), functools.partial(backward, model, gradients)):
+        assert "replace before step 2: CollectiveError: barrier failed" in told_by(call).text
 
 
 @on_ranks(2, check_exit=False)
-@both_ddps
-@both_policies
+@pytest.mark.parametrize(("kind", "policy"), in_turn(BOTH_DDPS, POLICIES))
 def test_replacing_on_one_rank_only_is_named_on_every_rank_at_once(rank: int, kind: str, policy: Any) -> None:
     model = given(kind)
     attachment = commhooks.attach(model, "top-k", policy=policy)
@@ -220,6 +195,7 @@ def waits_in_agree(frame: FrameType | None) -> bool:
 @on_ranks(2, check_exit=False)
 def test_replacing_that_is_interrupted_on_one_rank_ends_the_line_on_every_rank(rank: int) -> None:
     """Rank 1 is interrupted while it waits for rank 0, which comes later and would go on with another compressor."""
+    be_impatient()
     exchanger = commhooks.Exchanger({"w": torch.zeros(8)}, "random-k", hook_timeout=20.0)
     exchanger.average({"w": torch.ones(8)})
     store = dist.distributed_c10d._get_default_store()
@@ -234,16 +210,3 @@ def test_replacing_that_is_interrupted_on_one_rank_ends_the_line_on_every_rank(r
     told = told_by(lambda: exchanger.average({"w": torch.ones(8)}))
     assert "rank 1: replace before step 1 was interrupted" in told.text
     assert told.seconds < 20.0, "rank 0 waited for hook_timeout"
-
-
-@on_ranks(2, check_exit=False)
-def test_a_name_that_exists_on_one_rank_only_is_refused_on_every_rank(rank: int) -> None:
-    model = given("torch")
-    attachment = commhooks.attach(model, "top-k")
-    gradients = normal(zeros(*SHAPES), 2, seed=0)[rank]
-    backward(model, gradients)
-    told = told_by(lambda: attachment.replace("fp17" if rank else "fp16"))
-    assert told.error == ("SettingsError" if rank else "AttachError") and "fp17" in told.text
-    assert rank or "rank 1 cannot take part: " in told.text
-    assert attachment.compressor == make_compressor("top-k")
-    backward(model, gradients)  # refused by both: the old compressor goes on

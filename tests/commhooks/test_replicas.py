@@ -35,6 +35,8 @@ REPETITIONS = int(os.environ.get("SOAK_REPETITIONS", "20"))
 """Fewer are for a look at everything else that `make soak-hooks` runs: 20 take hours."""
 ORDINARY = [("core", 2), ("core", 3), ("torch", 3), ("torch", 4)]
 """These have every hook, every policy and every number of buckets already."""
+CHECKED = [("core", 2), ("torch", 3)]
+"""Of these the exits of ordinary runs are checked too, and of all those of long ones."""
 Plug = Callable[[nn.Module, str], Any]
 """Let a hook work for a model under a policy; return what tells its statistics."""
 
@@ -130,7 +132,8 @@ def dawdle(delays: random.Random, probability: float, gradient: Tensor | None = 
 def check(kind: str, world_size: int, steps: int, seed: int, chosen: list[Run]) -> None:
     """Assert that every rank had the same gradients in every step, and other ones in the next step."""
     arguments = (kind, chosen, steps, seed)
-    ranks = run_world(digests_of_runs, world_size, *arguments, check_exit=True, timeout=HANG_SECONDS + 2 * steps)
+    exits = True if steps > 4 or (kind, world_size) in CHECKED else None
+    ranks = run_world(digests_of_runs, world_size, *arguments, check_exit=exits, timeout=HANG_SECONDS + 2 * steps)
     for number, run in enumerate(chosen):
         digests = [rank[number] for rank in ranks]
         differ = [step for step, of_ranks in enumerate(zip(*digests, strict=True)) if len(set(of_ranks)) > 1]
@@ -165,7 +168,7 @@ def test_the_ordinary_runs_have_every_hook_and_every_policy_over_every_number_of
 
 @pytest.mark.parametrize(("kind", "world_size"), ORDINARY)
 def test_replicas_agree_at_every_step_whatever_hook_policy_and_number_of_buckets(kind: str, world_size: int) -> None:
-    check(kind, world_size, steps=5, seed=0, chosen=long_runs(kind, world_size)[0])
+    check(kind, world_size, steps=4, seed=0, chosen=long_runs(kind, world_size)[0])
 
 
 @pytest.mark.soak

@@ -12,16 +12,17 @@ from torch import Tensor, nn
 import commhooks
 from commhooks import Attachment, Compressor, PowerSGDState
 from tests import bounds
-from tests.cases import CASES, DDP_AND_POLICY, FORMS, Case
+from tests.cases import CASES, EACH_FORM_ONCE, FORMS, Case
 from tests.commhooks.mirrored import largest_error
 from tests.commhooks.models import wrap
 from tests.commhooks.resuming import Run, distance, network
+from tests.ddp_core.facts import BOTH_DDPS, Facts
+from tests.tiers import THOROUGH, thorough
 from tests.world import on_ranks, run_world
 from tests.world.launcher import HANG_SECONDS
 
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+facts = Facts(kinds=BOTH_DDPS)
 pytestmark = pytest.mark.kernels
-both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
 EXCHANGING = [case for case in CASES if case.exchanges]  # without an exchange ranks part, and have no common model
 SMALL_BUCKETS = 0.004
 
@@ -53,7 +54,7 @@ def saved_and_whole(
         run = begin(kind, policy, case.make(), dtype=dtype)
         run.train(rank, 0, steps)
         commhooks.save_checkpoint(Path(folder) / case.name, step=steps, model=run.ddp, optimizer=run.optimizer,
-                                  hooks=run.hooks)  # fmt: skip
+                                  hooks=run.hooks, flush=False)  # fmt: skip
         run.train(rank, steps, 2 * steps)
         torch.save(run.result(), Path(folder) / f"{case.name}.{rank}.whole")
         _end(run)
@@ -72,7 +73,7 @@ def resumed(rank: int, kind: str, policy: str, folder: str, steps: int, cases: l
 
 def save_and_resume(folder: Path, world_size: int, kind: str, policy: str, steps: int, cases: list[str]) -> None:
     given = (kind, policy, str(folder), steps, cases)
-    timeout = HANG_SECONDS if cases else 280.0  # of every row
+    timeout = HANG_SECONDS if len(cases) <= len(FORMS) else 280.0  # of every row
     run_world(saved_and_whole, world_size, *given, timeout=timeout)
     run_world(resumed, world_size, *given, timeout=timeout)
 
@@ -95,12 +96,11 @@ def first_resumed_steps(
         assert largest_error(*changes) <= bounds.IN_FLOAT64 * largest, case.name
 
 
-@on_ranks(2)
-@both_ddps
-def test_the_last_buckets_are_known_after_a_replacement_after_a_load_and_where_there_is_one(
-    rank: int, kind: str, tmp_path: Path
+@facts
+def the_last_buckets_are_known_after_a_replacement_after_a_load_and_where_there_is_one(
+    rank: int, kind: str, folder: Path
 ) -> None:
-    """The compressor makes one matrix of a bucket, so that it shows at once if the first step's are cut otherwise."""
+    """Make one matrix of a bucket, so that it shows at once if the first step's are cut otherwise."""
     whole = commhooks.make_compressor("powersgd", rank=2, matrices="whole-bucket")
     for what, cap in (
         ("replaced", SMALL_BUCKETS),
@@ -108,7 +108,7 @@ def test_the_last_buckets_are_known_after_a_replacement_after_a_load_and_where_t
         ("one bucket", 25.0),
         ("static graph", SMALL_BUCKETS),
     ):
-        path = tmp_path / what
+        path = folder / what
         static: dict[str, Any] = {"static_graph": what == "static graph"}
         run = begin(
             kind, "fifo", commhooks.make_compressor("powersgd", rank=1) if what == "replaced" else whole, cap, **static
@@ -148,7 +148,7 @@ class Turning(nn.Module):
 
 
 @on_ranks(2)
-@both_ddps
+@pytest.mark.parametrize("kind", BOTH_DDPS)
 def test_what_is_owed_of_a_complex_gradient_comes_back(rank: int, kind: str) -> None:
     """Of one that fp16 rounds."""
     runs = [wrap(kind, Turning()) for _ in range(2)]
@@ -163,9 +163,8 @@ def test_what_is_owed_of_a_complex_gradient_comes_back(rank: int, kind: str) -> 
     assert distance(*gradients) == distance(*(one.state_dict()["local"] for one in hooks)) == 0
 
 
-@on_ranks(2)
-@both_ddps
-def test_a_checkpoint_holds_the_state_of_every_powersgd_hook(rank: int, kind: str, tmp_path: Path) -> None:
+@facts
+def a_checkpoint_holds_the_state_of_every_powersgd_hook(rank: int, kind: str, folder: Path) -> None:
     """Hooks decide by themselves in what form their state compresses."""
     hooks: dict[str, Any] = {
         "powerSGD_hook": commhooks.powerSGD_hook,
@@ -182,12 +181,16 @@ def test_a_checkpoint_holds_the_state_of_every_powersgd_hook(rank: int, kind: st
             runs.append(Run(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9), state))
         whole, resumed = runs
         whole.train(rank, 0, 3)
-        _save(whole, tmp_path / name)
-        _load(resumed, tmp_path / name)
+        _save(whole, folder / name)
+        _load(resumed, folder / name)
         for run in runs:
             torch.manual_seed(0)  # dropout
             run.train(rank, 3, 6)
         assert distance(resumed.result(), whole.result()) == 0, name
+        wider: Any = PowerSGDState(None, 3, start_powerSGD_iter=1)
+        wider.bind(resumed.ddp)
+        with pytest.raises(commhooks.CheckpointError, match=r"setting inner\..*rank: saved with 2, now 3"):
+            commhooks.load_checkpoint(folder / name, model=resumed.ddp, hooks=wider)
 
 
 def _chosen(cases: list[str]) -> list[Case]:
@@ -197,7 +200,9 @@ def _chosen(cases: list[str]) -> list[Case]:
 
 
 def _save(run: Run, path: Path) -> None:
-    commhooks.save_checkpoint(path, step=_steps_of(run), model=run.ddp, optimizer=run.optimizer, hooks=run.hooks)
+    commhooks.save_checkpoint(
+        path, step=_steps_of(run), model=run.ddp, optimizer=run.optimizer, hooks=run.hooks, flush=False
+    )
 
 
 def _load(run: Run, path: Path) -> commhooks.Checkpoint | None:
@@ -213,20 +218,18 @@ def _end(run: Run) -> None:
         run.hooks.detach()
 
 
-@DDP_AND_POLICY
-@pytest.mark.parametrize(
-    ("steps", "cases"), [(8, FORMS), pytest.param(30, [], marks=pytest.mark.soak)], ids=["8", "30"]
-)
+@EACH_FORM_ONCE
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
-    tmp_path: Path, kind: str, policy: str, steps: int, cases: list[str]
+    tmp_path: Path, kind: str, policy: str, names: list[str]
 ) -> None:
-    save_and_resume(tmp_path, 2, kind, policy, steps, cases)
+    exchanging = [case.name for case in EXCHANGING if case.name in names]
+    save_and_resume(tmp_path, 2, kind, policy, 6 if len(names) <= len(FORMS) else 30, exchanging)
 
 
 SOME = ["powersgd-2", "powersgd-2-alternating", "fp16-feedback"]  # the last alone has a narrow wire
 
 
-@both_ddps
+@pytest.mark.parametrize("kind", thorough(BOTH_DDPS, unless="core".__eq__))
 @pytest.mark.parametrize("policy", ["fifo", pytest.param("fused", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "cases", [SOME, pytest.param([], marks=[pytest.mark.soak, pytest.mark.timeout(600)])], ids=["some", "all"]
@@ -245,7 +248,7 @@ NARROW = [case.name for case in CASES if case.wire is not None]
     ("kind", "world_size", "names"),
     [
         pytest.param("core", 3, SOME[:2], id="core, wide"),
-        pytest.param("torch", 3, SOME[:2], id="torch, wide"),
+        pytest.param("torch", 3, SOME[:2], id="torch, wide", marks=THOROUGH),
         pytest.param("torch", 2, SOME[2:], id="torch, narrow"),
         *(
             pytest.param(kind, world_size, names, id=f"{kind}, all {what}", marks=pytest.mark.soak)
@@ -261,3 +264,6 @@ def test_with_other_buckets_a_resumed_step_is_the_same_to_the_last_digits(
     given = (kind, "fifo", str(tmp_path), 3, names)
     run_world(saved_and_whole, world_size, *given, torch.float64)
     run_world(first_resumed_steps, world_size, *given, 0.02)
+
+
+test = facts.tests()

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, Optimizer
 import commhooks
 from commhooks import CheckpointError
 from tests.commhooks.models import Given, wrap
+from tests.tiers import thorough
 from tests.world import on_ranks
 
 Make = Callable[..., Optimizer]
@@ -54,7 +55,7 @@ class Run:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["core", "torch"])
+@pytest.mark.parametrize("kind", thorough(["core", "torch"], unless="core".__eq__))
 def test_a_sharded_optimizer_is_saved_as_it_is_now_and_resumes_sharded_or_whole(
     rank: int, kind: str, tmp_path: Path
 ) -> None:

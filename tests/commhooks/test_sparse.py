@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import commhooks
 from commhooks.communicators import Collective, ProcessGroupCommunicator
-from tests.commhooks.models import wrap
-from tests.commhooks.told import told_by
-from tests.world import on_ranks, stay_away, tell
+from tests.commhooks.models import SparseTables, wrap
+from tests.ddp_core.facts import BOTH_DDPS
+from tests.tiers import in_turn
+from tests.world import on_ranks
 
 
 class Counting:
@@ -50,22 +51,11 @@ def test_the_group_for_sparse_sums_is_opened_by_the_first_of_them_and_takes_only
     assert communicator._for_sparse is None
 
 
-class Tables(nn.ModuleList):
-    """Many sparse embeddings: each is a bucket of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Embedding(6, 2, sparse=True) for _ in range(20))
-
-    def forward(self, words: Tensor) -> Tensor:
-        return torch.stack([table(words).sum() for table in self]).sum()
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
-@pytest.mark.parametrize("kind", ["core", "torch"])
+@pytest.mark.parametrize(("kind", "policy"), in_turn(BOTH_DDPS, ("fifo", "fused")))
 def test_many_sparse_gradients_are_averaged_in_one_step(rank: int, kind: str, policy: Any) -> None:
     """Over one group of two threads, so many sums at a time corrupt the heap of PyTorch 2.13 in seconds."""
-    module = Tables()
+    module = SparseTables()
     model = wrap(kind, module)
     handle = commhooks.attach(model, "all-reduce", policy=policy)
     expected = torch.tensor([0.5, 1.0, 0.5, 0, 0, 0]).unsqueeze(1).expand(6, 2)
@@ -75,17 +65,3 @@ def test_many_sparse_gradients_are_averaged_in_one_step(rank: int, kind: str, po
         gradients = [parameter.grad for parameter in module.parameters()]
         assert all(grad is not None and torch.equal(grad.to_dense(), expected) for grad in gradients)
     assert handle.statistics().collectives > 0
-
-
-@on_ranks(2, check_exit=False)
-@pytest.mark.parametrize("kind", ["core", pytest.param("torch", marks=pytest.mark.soak)])
-def test_a_rank_that_is_late_for_the_first_sparse_sum_is_named_after_hook_timeout(rank: int, kind: str) -> None:
-    """Rank 1 is kept away where the group for sparse sums is opened."""
-    model = wrap(kind, Tables())
-    commhooks.attach(model, "powersgd", hook_timeout=0.5)
-    loss = model(torch.tensor([rank]))
-    if rank == 1:
-        stay_away()
-    told = told_by(loss.backward)
-    tell(rank)
-    assert rank or "could not connect to every rank within 0.5 s. Missing: rank 1" in told.text

@@ -19,10 +19,13 @@ from tests import bounds
 from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, backward, given
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.resuming import Run, distance, network, roundtrip
+from tests.commhooks.test_lanes import FailsOnce
 from tests.commhooks.workers import largest, normal, zeros
-from tests.world import on_ranks, run_world
+from tests.ddp_core.facts import BOTH_DDPS, Facts
+from tests.tiers import in_turn
+from tests.world import run_world
 
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+facts = Facts(kinds=BOTH_DDPS)
 
 
 def _trained(kind: str, rank: int, steps: int, **settings: Any) -> tuple[nn.Module, commhooks.Attachment]:
@@ -33,14 +36,13 @@ def _trained(kind: str, rank: int, steps: int, **settings: Any) -> tuple[nn.Modu
     return model, attachment
 
 
-@on_ranks(2)
-@both_ddps
-def test_a_state_dict_holds_plain_data_and_is_a_copy(rank: int, kind: str, tmp_path: Path) -> None:
+@facts
+def a_state_dict_holds_plain_data_and_is_a_copy(rank: int, kind: str, folder: Path) -> None:
     model, attachment = _trained(kind, rank, 3)
     state = attachment.state_dict()
-    torch.save(state, tmp_path / f"{rank}.pt")
+    torch.save(state, folder / f"{rank}.pt")
     backward(model, normal(zeros(*SHAPES), 2, seed=7)[rank])
-    read = torch.load(tmp_path / f"{rank}.pt")
+    read = torch.load(folder / f"{rank}.pt")
     _require_plain(read)
     assert distance(read, state) == 0.0
     assert (read["step"], read["world_size"], read["format_version"], list(read["local"])) == (3, 2, 3, [f"rank{rank}"])
@@ -66,9 +68,8 @@ def _require_plain(value: object) -> None:
         _require_plain(held)
 
 
-@on_ranks(2)
-@both_ddps
-def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(rank: int, kind: str) -> None:
+@facts
+def what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(rank: int, kind: str) -> None:
     """Load wrong states, the same on both ranks or on one only: both raise, and nothing is loaded."""
     model, attachment = _trained(kind, rank, 3)
     before = attachment.state_dict()
@@ -150,9 +151,8 @@ def _without_weights_0(state: dict[str, Any], own: str) -> dict[str, Any]:
     return state
 
 
-@on_ranks(2)
-@both_ddps
-def test_to_read_the_state_changes_nothing_in_the_run(rank: int, kind: str) -> None:
+@facts
+def to_read_the_state_changes_nothing_in_the_run(rank: int, kind: str) -> None:
     """Read the state of one of two like runs, before and after another compressor's turn: they continue identically."""
     turns = commhooks.StartAfter(
         inner=make_compressor("powersgd", rank=2), before=make_compressor("powersgd", rank=1), steps=3
@@ -166,9 +166,8 @@ def test_to_read_the_state_changes_nothing_in_the_run(rank: int, kind: str) -> N
         hooks[0].state_dict()
 
 
-@on_ranks(2)
-@both_ddps
-def test_after_a_refused_state_a_compressor_can_be_replaced(rank: int, kind: str) -> None:
+@facts
+def after_a_refused_state_a_compressor_can_be_replaced(rank: int, kind: str) -> None:
     """Load a mismatched state on one rank, then replace the compressor: nothing is left of the rejected state."""
     model, attachment = _trained(kind, rank, 2)
     saved = attachment.state_dict()
@@ -179,9 +178,8 @@ def test_after_a_refused_state_a_compressor_can_be_replaced(rank: int, kind: str
     assert attachment.steps == 3
 
 
-@on_ranks(2)
-@both_ddps
-def test_state_is_not_saved_in_the_middle_of_a_step(rank: int, kind: str) -> None:
+@facts
+def state_is_not_saved_in_the_middle_of_a_step(rank: int, kind: str) -> None:
     model, attachment = _trained(kind, rank, 2)
     told: list[str] = []
 
@@ -229,8 +227,8 @@ def as_the_documentation_of_pytorch_shows(rank: int, kind: str, folder: str, bat
     return result
 
 
-@on_ranks(2, check_exit=False)
-def test_without_names_saving_and_loading_say_what_to_do(rank: int) -> None:
+@facts.once
+def without_names_saving_and_loading_say_what_to_do(rank: int) -> None:
     """PyTorch's DDP does not pass names to a hook: training works, saving and loading say what to do."""
     model = given("torch")
     state = PowerSGDState(None, 2, start_powerSGD_iter=0)
@@ -250,8 +248,8 @@ def test_without_names_saving_and_loading_say_what_to_do(rank: int) -> None:
         backward(other, gradients)
 
 
-@on_ranks(2)
-def test_ranks_that_load_different_states_hear_of_it_at_the_first_bucket(rank: int) -> None:
+@facts.once
+def ranks_that_load_different_states_hear_of_it_at_the_first_bucket(rank: int) -> None:
     """Raise at the first bucket, if nothing was exchanged before."""
     _, attachment = _trained("core", rank, 2)
     saved = attachment.state_dict()
@@ -265,9 +263,8 @@ def test_ranks_that_load_different_states_hear_of_it_at_the_first_bucket(rank: i
         backward(model, normal(zeros(*SHAPES), 2, seed=0)[rank])
 
 
-@on_ranks(2)
-@both_ddps
-def test_copies_of_a_model_have_nothing_attached(rank: int, kind: str) -> None:
+@facts
+def copies_of_a_model_have_nothing_attached(rank: int, kind: str) -> None:
     model, attachment = _trained(kind, rank, 2)
     copied = copy.deepcopy(model)
     unpickled = pickle.loads(pickle.dumps(model))
@@ -285,35 +282,16 @@ def test_copies_of_a_model_have_nothing_attached(rank: int, kind: str) -> None:
     assert attachment.steps == 2
 
 
-@on_ranks(2)
-def test_after_a_step_that_failed_nothing_is_saved(rank: int) -> None:
+@facts.once
+def after_a_step_that_failed_nothing_is_saved(rank: int) -> None:
     model = wrap("core", Given((30, 50), (40, 30)), **TINY_BUCKETS)
-    attachment = commhooks.attach(model, make_compressor("powersgd", rank=2), wrap_communicator=_Failing)
+    attachment = commhooks.attach(model, FailsOnce(step=1))
     gradients = normal(zeros((30, 50), (40, 30)), 2, seed=0)[rank]
     model(*gradients).backward()
-    with pytest.raises(commhooks.CollectiveError):
+    with pytest.raises(commhooks.CommHooksError):
         model(*gradients).backward()
-    with pytest.raises(CheckpointError, match="a step failed.*resume from the last checkpoint.*broken on purpose"):
+    with pytest.raises(CheckpointError, match="a step failed.*resume from the last checkpoint.*on purpose"):
         attachment.state_dict()
-
-
-class _Failing:
-    def __init__(self, inner: commhooks.communicators.Communicator) -> None:
-        self._inner, self._started = inner, 0
-
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._inner.world_size
-
-    def start(self, collective: commhooks.communicators.Collective) -> commhooks.communicators.Pending:
-        self._started += 1
-        if self._started > 4:
-            raise commhooks.CollectiveError("broken on purpose")
-        return self._inner.start(collective)
 
 
 def resized(rank: int, world_size: int, folder: str, first: int, last: int, how: str) -> list[list[float]]:
@@ -369,8 +347,8 @@ def _total_residual(attachment: commhooks.Attachment, *, of_magnitudes: bool = F
     return total
 
 
-@on_ranks(2)
-def test_the_states_of_all_ranks_can_be_put_together(rank: int) -> None:
+@facts.once
+def the_states_of_all_ranks_can_be_put_together(rank: int) -> None:
     model, attachment = _trained("core", rank, 3)
     states: list[Any] = [None, None]
     dist.all_gather_object(states, attachment.state_dict())
@@ -408,8 +386,7 @@ def _of_rank(rank: int, basis: Tensor) -> dict[str, Any]:
     return snapshot.as_dict()
 
 
-@both_ddps
-@pytest.mark.parametrize("batched", [False, True], ids=["matrices", "batched"])
+@pytest.mark.parametrize(("kind", "batched"), in_turn(BOTH_DDPS, (False, True)))
 def test_hook_and_state_are_pickled_as_pytorchs_documentation_shows(kind: str, batched: bool, tmp_path: Path) -> None:
     given = (kind, str(tmp_path), batched)
     whole = run_world(as_the_documentation_of_pytorch_shows, 2, *given, "first")
@@ -458,3 +435,6 @@ def test_four_ranks_become_two_and_four_again_without_a_jump_of_the_loss(tmp_pat
             jump = sum(after[first : first + 10]) / 10 - sum(kept[first : first + 10]) / 10
             print(f"from step {first}: jump {jump:+.4f}, seeds differ by {noise:.4f}")
             assert jump <= noise, (first, jump, noise)
+
+
+test = facts.tests()

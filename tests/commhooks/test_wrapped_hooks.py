@@ -26,9 +26,11 @@ from commhooks.hooks import default as default_hooks
 from tests.commhooks.exact import SHAPES, Hook, hooked, integers, means, same, step
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.told import told_by
+from tests.ddp_core.facts import BOTH_DDPS, Facts
 from tests.world import on_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
+facts = Facts(kinds=BOTH_DDPS)
 
 
 NO_SCALAR = [shape for shape in SHAPES if shape]  # PyTorch's PowerSGD fails at a 0-dim parameter
@@ -153,9 +155,8 @@ class Spy:
         return future
 
 
-@on_ranks(2)
-@both_ddps
-def test_a_wrapper_takes_every_kind_of_hook_and_result(rank: int, kind: str) -> None:
+@facts
+def a_wrapper_takes_every_kind_of_hook_and_result(rank: int, kind: str) -> None:
     """In both dtypes; the bucket gets its own buffer back."""
     for name, hook in FOREIGN.items():
         for dtype in WRAPPERS:
@@ -167,17 +168,15 @@ def test_a_wrapper_takes_every_kind_of_hook_and_result(rank: int, kind: str) -> 
                 assert right and spy.restored and spy.seen == {dtype}, (name, dtype, seed, spy.restored, spy.seen)
 
 
-@on_ranks(2)
-@both_ddps
-def test_pytorchs_noop_in_a_wrapper_gives_the_gradient_back(rank: int, kind: str) -> None:
+@facts
+def pytorchs_noop_in_a_wrapper_gives_the_gradient_back(rank: int, kind: str) -> None:
     """But for the cast."""
     gradients = integers(0)[rank]
     assert same(step(hooked(kind, commhooks.fp16_compress_wrapper(debugging_hooks.noop_hook)), gradients), gradients)
 
 
-@on_ranks(2, check_exit=False)
-@both_ddps
-def test_pytorchs_powersgd_in_our_wrapper_is_bit_for_bit_what_it_is_in_theirs(rank: int, kind: str) -> None:
+@facts
+def pytorchs_powersgd_in_our_wrapper_is_bit_for_bit_what_it_is_in_theirs(rank: int, kind: str) -> None:
     """In 6 steps, in one bucket.
 
     PyTorch's hook leaves callbacks that hold the process group; where a Gloo thread lets go of it last, that thread
@@ -202,9 +201,8 @@ SURVIVES = {"fp16": [1 + 2**-10, 2048.0, 49152.0, math.inf], "bf16": [1.0, 2048.
 """By the outer wrapper: what comes of 1 + 2**-10, 2049, 49152 and 2**17."""
 
 
-@on_ranks(2)
-@both_ddps
-def test_the_wire_has_the_outer_wrappers_dtype_and_a_sum_beyond_it_does_no_harm(rank: int, kind: str) -> None:
+@facts
+def the_wire_has_the_outer_wrappers_dtype_and_a_sum_beyond_it_does_no_harm(rank: int, kind: str) -> None:
     """Under wrappers and wrappers of wrappers; the gradients are the same on both ranks."""
     fp16, bf16 = commhooks.fp16_compress_wrapper, commhooks.bf16_compress_wrapper
     given = torch.tensor([1 + 2**-10, 2049.0, 49152.0, 2.0**17])
@@ -219,7 +217,7 @@ def test_the_wire_has_the_outer_wrappers_dtype_and_a_sum_beyond_it_does_no_harm(
 
 
 @on_ranks(2)
-@both_ddps
+@pytest.mark.parametrize("kind", BOTH_DDPS)
 def test_wide_narrow_complex_and_sparse_gradients_keep_their_dtype_and_their_mean(rank: int, kind: str) -> None:
     """Whoever's the hook in the wrapper is."""
     for name, hook in {"ours": commhooks.allreduce_hook, "theirs": stock.allreduce_hook, "mine": plain}.items():
@@ -310,9 +308,8 @@ class Failing:
         )
 
 
-@on_ranks(2)
-@both_ddps
-def test_a_hook_that_goes_wrong_in_a_wrapper_is_named_and_the_bucket_gets_its_buffer_back(rank: int, kind: str) -> None:
+@facts
+def a_hook_that_goes_wrong_in_a_wrapper_is_named_and_the_bucket_gets_its_buffer_back(rank: int, kind: str) -> None:
     parameters = "weights.0, weights.1" if kind == "core" else "one of shape (30, 50), one of shape (50,)"
     for how, cause in FAILURES.items():
         failing = Failing(how)
@@ -400,3 +397,6 @@ def test_a_wrapped_hook_is_forgotten_with_its_last_reference() -> None:
     del wrapped
     gc.collect()
     assert len(default_hooks.on_wire) == before
+
+
+test = facts.tests()
