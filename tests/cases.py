@@ -571,9 +571,21 @@ FORMS = [
 """One row for each form of exchange: what ordinary tests run over processes, where the long ones run every row."""
 
 
+WHOLE = {
+    *FORMS, "affine", "demo", "noop", "powersgd-2-unbiased", "random-block", "random-k", "sparse-loco", "svd-2",
+    "threshold",
+}  # fmt: skip
+"""One row for each form, and for each class of compressor: `make test` tries every law on each of these."""
+
+
 def is_form(case: Case) -> bool:
     """Return whether it is a row of `FORMS`."""
     return case.name in FORMS
+
+
+def is_whole(case: Case) -> bool:
+    """Return whether it is a row of `WHOLE`."""
+    return case.name in WHOLE
 
 
 def rows_of(cases: Sequence[Case]) -> list[Any]:

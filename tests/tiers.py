@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import subprocess
 import types
@@ -40,21 +41,48 @@ def thorough(values: Iterable[Any], unless: Callable[[Any], bool] = lambda _: Fa
     return _marked(values, THOROUGH, unless)
 
 
-def rows(values: Iterable[Any], unless: Callable[[Any], bool]) -> list[Any]:
+def rows(values: Iterable[Any], unless: Callable[[Any], bool] = lambda _: False) -> list[Any]:
     """Return values for a test's parameters, all but some left out by `make test-fast`."""
     return _marked(values, A_ROW, unless)
 
 
-def in_turn(first: Sequence[Any], second: Sequence[Any], whole: Callable[[Any], bool] = lambda _: False) -> list[Any]:
+def in_turn(
+    first: Sequence[Any],
+    second: Sequence[Any],
+    whole: Callable[[Any], bool] = lambda _: False,
+    fast: Callable[[Any], bool] = lambda _: True,
+) -> list[Any]:
     """Return all pairs for a test's parameters, of which `make test` runs each of `first` with one of `second`.
 
-    These take turns, so that each is run with many; those of `first` for which `whole` holds are run with all.
+    These take turns, so that each is run with many; those of `first` for which `whole` holds are run with all. Of what
+    `make test` runs, `make test-fast` leaves out those of `first` for which `fast` does not hold.
     """
     return [
-        pytest.param(one, other, marks=() if whole(one) or number % len(second) == place else THOROUGH)
+        pytest.param(
+            one,
+            other,
+            marks=THOROUGH if not whole(one) and number % len(second) != place else () if fast(one) else A_ROW,
+        )
         for number, one in enumerate(first)
         for place, other in enumerate(second)
     ]
+
+
+def covering(*values: Sequence[Any]) -> list[Any]:
+    """Return all tuples for a test's parameters, of which `make test` runs some in which all pairs of values occur.
+
+    The next is always the one with the most pairs that have not occurred.
+    """
+    every = list(itertools.product(*values))
+    places = itertools.product(*(range(len(one)) for one in values))
+    pairs = [{*itertools.combinations(enumerate(of_one), 2)} for of_one in places]
+    left = set().union(*pairs)
+    chosen: set[int] = set()
+    while left:
+        best = max(range(len(every)), key=lambda number: len(pairs[number] & left))
+        chosen.add(best)
+        left -= pairs[best]
+    return [pytest.param(*one, marks=() if number in chosen else THOROUGH) for number, one in enumerate(every)]
 
 
 def _marked(values: Iterable[Any], mark: pytest.MarkDecorator, unless: Callable[[Any], bool]) -> list[Any]:
