@@ -18,10 +18,10 @@ from commhooks.language import Compressor, Place
 from commhooks.language.entries import Kind
 from commhooks.wrappers.phases import phases_of
 from tests import bounds
-from tests.cases import CASES, FORMS, Case
+from tests.cases import CASES, FORMS, Case, is_form
 from tests.commhooks import momentum
 from tests.commhooks.workers import Workers, largest, normal, zeros
-from tests.tiers import in_turn, thorough
+from tests.tiers import A_ROW, THOROUGH, in_turn
 
 SHAPES = ((24, 40), (40,), (12, 8, 3), (7,))
 OF_EVERY_KIND = Case(
@@ -38,15 +38,19 @@ OF_STATE = {
 
 
 def of_state(cases: Iterable[Case]) -> list[Any]:
-    """Return parameters for a test: the rows of `OF_STATE`, and in the long runs all others."""
-    return thorough(cases, unless=lambda case: case.name in OF_STATE)
+    """Return parameters for a test: rows of `OF_STATE`, of which `make test-fast` has some; in long runs all others."""
+    fast = OF_STATE - set(FORMS) | {"powersgd-2", "top-k", "two-hop-sign"}
+    marks = {True: (), False: A_ROW}
+    return [pytest.param(case, marks=marks[case.name in fast] if case.name in OF_STATE else THOROUGH) for case in cases]
 
 
 every_remembering_case = pytest.mark.parametrize("case", of_state(REMEMBERING), ids=str)
 
 
-def trained(case: Case, world_size: int = 3, steps: int = 3, **settings: Any) -> Workers:
-    workers = Workers(case.make(), world_size, zeros(*SHAPES), buckets=2, **settings)
+def trained(
+    case: Case, world_size: int = 3, steps: int = 3, dtype: torch.dtype = torch.float32, **settings: Any
+) -> Workers:
+    workers = Workers(case.make(), world_size, zeros(*SHAPES, dtype=dtype), buckets=2, **settings)
     for step in range(steps):
         workers.step(normal(workers.parameters, world_size, seed=step))
     return workers
@@ -66,7 +70,7 @@ def assert_equal(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
 
 
-@pytest.mark.parametrize(("case", "policy"), in_turn(REMEMBERING, ["fifo", "fused"]), ids=str)
+@pytest.mark.parametrize(("case", "policy"), in_turn(REMEMBERING, ["fifo", "fused"], fast=is_form), ids=str)
 def test_an_atomic_step_that_is_spoiled_changes_no_state(case: Case, policy: str) -> None:
     workers = trained(case, policy=policy, atomic=True)
     before = state_of(workers)
@@ -139,15 +143,19 @@ def test_state_follows_the_loss_scale(case: Case) -> None:
             assert torch.equal(ours, theirs * (1024 if case.follows_scale else 1))
 
 
-@pytest.mark.parametrize(("case", "storage"), in_turn(REMEMBERING, ["bf16", "host"]), ids=str)
+@pytest.mark.parametrize(("case", "storage"), in_turn(REMEMBERING, ["bf16", "host"], fast=is_form), ids=str)
 def test_own_state_is_stored_as_asked(case: Case, storage: str) -> None:
-    """Stored in bf16 a residual is rounded once a step; in the host's memory, which here is all memory, not at all."""
-    stored = trained(case, storage=storage)
+    """Stored in bf16 a residual is rounded once a step; in the host's memory, which here is all memory, not at all.
+
+    Unasked it is fp32, of narrower gradients too.
+    """
+    dtype = torch.bfloat16 if storage == "host" else torch.float32
+    stored = trained(case, storage=storage, dtype=dtype)
     for table in stored.states:
         dtypes = {kept.dtype for state in table.states() for kept in state.of_kind(*OWN).values()}
         assert dtypes <= {torch.bfloat16 if storage == "bf16" else torch.float32}
     if storage == "host":
-        assert_equal(state_of(stored), state_of(trained(case)))
+        assert_equal(state_of(stored), state_of(trained(case, dtype=dtype)))
     means = stored.step(normal(stored.parameters, 3, seed=50))
     assert all(torch.isfinite(mean).all() for own in means for mean in own)
 

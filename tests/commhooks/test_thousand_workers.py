@@ -7,6 +7,7 @@ import torch
 
 from tests.cases import BY_NAME
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
+from tests.tiers import rows
 
 WORLD_SIZE = 1_000
 KINDS = [
@@ -23,12 +24,11 @@ KINDS = [
 """Sums, casts, factors, factors that are chosen, drawn places, places that travel, codes in two hops, votes."""
 
 
-QUICK = ("powersgd-2", "two-hop-int8")
+QUICK = rows(["powersgd-2", "two-hop-int8"])
+OTHERS = [pytest.param(name, marks=pytest.mark.soak) for name in KINDS if name not in ("powersgd-2", "two-hop-int8")]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in KINDS]
-)
+@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
 def test_a_thousand_workers_end_with_the_same_mean(name: str) -> None:
     workers = Workers(BY_NAME[name].make(), WORLD_SIZE, zeros((24, 40), (40,)))
     gradients = normal(workers.parameters, WORLD_SIZE, seed=0)
