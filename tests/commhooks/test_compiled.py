@@ -22,6 +22,7 @@ from commhooks.language.noise import Keys, Noise
 from commhooks.native import library
 from commhooks.native.passes import Passes as NativePasses
 from tests import bounds
+from tests.tiers import in_turn
 from tests.world import on_ranks
 
 pytestmark = pytest.mark.kernels
@@ -62,8 +63,7 @@ def places() -> Places:
 
 
 @needs_library
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize(("codec", "level"), in_turn(CODECS, LEVELS), ids=str)
 def test_compiled_passes_are_the_eager_ones(codec: Codec, level: str) -> None:
     """Bit for bit, but for scales that are sums: those are within n·ε, and so may be what is rounded by them."""
     blocks, noise = given(codec)

@@ -21,6 +21,7 @@ from experiments.studies.bench.given import resnet18_shapes
 from tests.cases import NEEDED
 from tests.commhooks.test_powersgd_memory import NewMemory
 from tests.commhooks.workers import GivenBucket, Workers, zeros
+from tests.tiers import rows, thorough
 
 WORLD_SIZE = 8
 SLOWEST = 1 / 20
@@ -77,7 +78,13 @@ LIMITS |= dict.fromkeys(
 LIMITS |= dict.fromkeys(("fp16-two-hop", "bf16-two-hop", "signum", "dgc"), 1.3) | {"affine": 3.5, "svd": 1.5}
 
 
-@pytest.mark.parametrize("name", [name for name in COMPRESSORS if name != "noop"])
+QUICK = {"all-reduce", "powersgd", "top-k", "int8"}
+SAME_WAY = {"int4", "qsgd", "terngrad", "natural", "fp8", "mxfp8", "e3m0", "codebook", "bf16-two-hop", "bf16", "distro"}
+"""Other codes, dtypes or settings of compressors that each run has."""
+ORDINARY = rows(sorted(COMPRESSORS.keys() - SAME_WAY - {"noop"}), unless=QUICK.__contains__)
+
+
+@pytest.mark.parametrize("name", [*ORDINARY, *thorough(sorted(SAME_WAY))])
 def test_a_step_takes_no_more_new_memory_than_the_bucket(name: str) -> None:
     workers = Workers(make_compressor(name, **NEEDED.get(name, {})), WORLD_SIZE, zeros(*SMALL))
     gradient = torch.randn(sum(p.numel() for p in workers.parameters), generator=torch.Generator().manual_seed(0))

@@ -17,9 +17,8 @@ from tests.cases import LowRankBytes
 from tests.commhooks.mirrored import backward
 from tests.commhooks.models import MODELS, Given, Shape, wrap
 from tests.commhooks.workers import normal, zeros
+from tests.tiers import in_turn
 from tests.world import on_ranks
-
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 
 # Parameters of 40×60, 9, 30×20 and 1: 3010 elements. At rank 2 the first message holds P of 40×2 and of 30×2, and the
 # 10 elements that are not compressed: 150 elements, 600 bytes; the second Q of 60×2 and 20×2: 160 elements, 640 bytes.
@@ -36,8 +35,7 @@ SHAPES: list[Shape] = [(40, 60), (9,), (30, 20), ()]
 
 
 @on_ranks("world_size", check_exit=True)
-@both_ddps
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(("world_size", "kind"), in_turn([2, 3, 4], ["torch", "core"]))
 def test_a_state_of_powersgd_counts_what_a_pencil_counts(rank: int, kind: str, world_size: int) -> None:
     """Make a step of all-reduce and two of PowerSGD of rank 2, in one bucket, under each policy."""
     dense, first, second = MOVED[world_size]

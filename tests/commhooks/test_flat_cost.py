@@ -13,6 +13,7 @@ from commhooks.communicators.collective import Traffic
 from commhooks.language.entries import blocks_served
 from tests.commhooks.workers import Workers, normal, zeros
 from tests.flat_cost import DEVICES, MODELS, WORLD_SIZES, Shapes, traffic_of, two_hop_names, two_hop_of
+from tests.tiers import thorough
 
 FLOOR = (2 - 2 / 64) / (2 - 2 / 2)
 """Two passes around a ring of W send 2·(W - 1)/W of a message: so many times more of it at 64 ranks than at 2."""
@@ -60,7 +61,7 @@ def test_64_ranks_cost_hardly_more_than_the_ring_itself_does(name: str) -> None:
     assert FLOOR * 0.99 < moved(name, "ResNet-18", 64) / moved(name, "ResNet-18", 2) < MOST
 
 
-@pytest.mark.parametrize("name", two_hop_names())
+@pytest.mark.parametrize("name", thorough(two_hop_names(), unless=lambda name: name in (*QUICK, "terngrad", "mxfp4")))
 def test_many_small_parameters_fill_the_rows_of_all_ranks_or_travel_as_sums(name: str) -> None:
     """Blocks are dealt by parameters' names: with 15 of each, or 7, no rank has many more than another.
 

@@ -27,6 +27,7 @@ from commhooks.language import Compressor, Place
 from tests.commhooks.resuming import roundtrip
 from tests.commhooks.test_laws_of_state import exchangers, gradients_of
 from tests.commhooks.workers import Workers, largest, normal, zeros
+from tests.tiers import covering
 
 TENSORS = {f"{number}.weight": tensor for number, tensor in enumerate(zeros((9, 12), (40,), (6, 5, 4), (57,)))}
 
@@ -189,9 +190,9 @@ SENT_WHOLE = {
 }
 
 
-@pytest.mark.parametrize("missing", ["refuse", "reset"])
-@pytest.mark.parametrize("version", [2, 3])
-@pytest.mark.parametrize("compressor", SENT_WHOLE.values(), ids=list(SENT_WHOLE))
+@pytest.mark.parametrize(
+    ("compressor", "version", "missing"), covering(list(SENT_WHOLE.values()), [2, 3], ["refuse", "reset"]), ids=str
+)
 def test_what_servers_owed_of_a_parameter_that_is_sent_whole_now_is_loaded_and_sent(
     compressor: Compressor, version: int, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

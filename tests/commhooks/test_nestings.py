@@ -28,6 +28,7 @@ from commhooks.wrappers import WireDtype
 from tests import bounds
 from tests.commhooks.nestings import NAMES, SHAPES, conserves, drawn, drawn_by_name, every_one_in
 from tests.commhooks.workers import Workers, largest, mean_of, normal
+from tests.tiers import rows
 
 EVERY_TIME, SEEDS = 10, 1000
 WORLD_SIZES = (1, 2, 3, 4, 4, 4, 6, 8)
@@ -285,7 +286,11 @@ def test_every_name_of_the_registry_can_be_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=pytest.mark.soak if seed >= EVERY_TIME else ()) for seed in range(SEEDS)]
+    "seed",
+    [
+        *rows(range(EVERY_TIME), unless=lambda seed: seed < 2),
+        *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(EVERY_TIME, SEEDS)),
+    ],
 )
 def test_whatever_can_be_built_obeys_the_laws(seed: int) -> None:
     nesting = Nesting(seed)

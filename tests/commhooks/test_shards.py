@@ -40,6 +40,7 @@ from commhooks.scheduling.lockstep import lockstep_lines
 from commhooks.wrappers.hierarchical import Hierarchical
 from tests.commhooks.shards import BucketOfShards, Sharded, shard_of, whole_means
 from tests.commhooks.workers import Workers, normal, zeros
+from tests.tiers import covering, thorough
 from tests.world import on_ranks
 
 SHAPES = ((9, 16), (5,), (2, 3), (64, 33), (1,), (0, 4), ())
@@ -79,7 +80,7 @@ def test_over_a_process_group_the_same_comes_out(rank: int, ranks: int, policy: 
 
 
 @on_ranks("ranks")
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *thorough([4])])
 def test_over_a_process_group_an_inf_commits_nothing_on_any_rank(rank: int, ranks: int) -> None:
     """The last rank has it in what another keeps."""
     compressor = make_compressor("ErrorFeedback(inner=TwoHop(codec=Int4(block=16), server_feedback=False))")
@@ -175,9 +176,9 @@ SPARSE = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("compressor", SPARSE, ids=str)
+@pytest.mark.parametrize(
+    ("compressor", "dtype", "ranks"), covering(SPARSE, [torch.float32, torch.bfloat16], [1, 2, 3]), ids=str
+)
 def test_elements_that_are_not_sent_of_any_shard_are_kept_by_the_rank_that_chose(
     compressor: Compressor, dtype: torch.dtype, ranks: int
 ) -> None:
@@ -216,21 +217,21 @@ def test_indices_that_all_ranks_know_are_not_sent_and_means_are_right_on_average
     assert workers.engines[0].statistics().moved_bytes == steps * (10 * 4 + 4)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
+KEEPING = [
+    ErrorFeedback(inner=TwoHop(codec=Int4(block=16), server_feedback=False)),
+    ErrorFeedback(inner=TwoHop(codec=Sign(block=16), server_feedback=False)),
+    ErrorFeedback(inner=Cast(dtype=torch.bfloat16)),
+    PerParameter(rules=(("layer0", AllReduceMean()),), otherwise=ErrorFeedback(inner=TwoHop(codec=Int8(block=16)))),
+    ErrorFeedback(inner=TopK(ratio=0.1)),
+    ErrorFeedback(inner=RandomBlock(ratio=0.1)),
+]
+
+
 @pytest.mark.parametrize(
-    "compressor",
-    [
-        ErrorFeedback(inner=TwoHop(codec=Int4(block=16), server_feedback=False)),
-        ErrorFeedback(inner=TwoHop(codec=Sign(block=16), server_feedback=False)),
-        ErrorFeedback(inner=Cast(dtype=torch.bfloat16)),
-        PerParameter(rules=(("layer0", AllReduceMean()),), otherwise=ErrorFeedback(inner=TwoHop(codec=Int8(block=16)))),
-        ErrorFeedback(inner=TopK(ratio=0.1)),
-        ErrorFeedback(inner=RandomBlock(ratio=0.1)),
-    ],
-    ids=["int4", "sign", "cast", "all-reduce beside int8", "top-k", "random-block"],
+    ("compressor", "bad", "policy", "ranks"),
+    covering(KEEPING, [math.inf, math.nan], ["fifo", "fused"], [2, 4]),
+    ids=str,
 )
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")], ids=str)
 def test_what_is_not_finite_on_one_rank_commits_nothing_on_any(
     compressor: Compressor, bad: float, policy: str, ranks: int
 ) -> None:

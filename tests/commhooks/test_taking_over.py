@@ -21,6 +21,7 @@ from commhooks.wrappers.start_after import schedule
 from tests import bounds
 from tests.commhooks.resuming import roundtrip
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
+from tests.tiers import covering
 
 SHAPES = ((9, 10), (5, 7), (6,), (40,))
 """Of 8 elements 11 blocks and a rest of 2; 4 and 3; a rest alone; 5 blocks. Of 16: 5 and 10; 2 and 3; 6; 2 and 8."""
@@ -59,7 +60,8 @@ PHASES: dict[str, Phases] = {
 }
 """Each of them for 4 ranks; the last compressor keeps a residual for whatever has a block."""
 
-every_way = pytest.mark.parametrize("how", ["schedule", "replace"])
+WAYS = ["schedule", "replace"]
+every_way = pytest.mark.parametrize("how", WAYS)
 every_way_and_policy = pytest.mark.parametrize(
     ("how", "policy"),
     [
@@ -70,7 +72,6 @@ every_way_and_policy = pytest.mark.parametrize(
     ],
 )
 """Each way and each policy occurs; the long runs have all pairs."""
-every_pair = pytest.mark.parametrize("phases", PHASES.values(), ids=PHASES)
 
 
 class Run:
@@ -143,8 +144,7 @@ class Run:
         return self.largest * (loss + (2 * steps * bounds.unit_roundoff(stored) if stored else 0.0))
 
 
-@every_pair
-@every_way_and_policy
+@pytest.mark.parametrize(("phases", "how", "policy"), covering(list(PHASES.values()), WAYS, ["fifo", "fused"]), ids=str)
 def test_what_is_owed_is_handed_over_and_nothing_is_lost(phases: Phases, how: str, policy: str) -> None:
     """Whatever is not sent yet is in an entry that the compressor of the step uses."""
     run = Run(phases, how, policy=policy)
@@ -246,8 +246,10 @@ def test_what_is_handed_over_follows_the_loss_scale(how: str) -> None:
             assert torch.equal(ours, theirs * times)
 
 
-@every_way_and_policy
-@pytest.mark.parametrize("name", ["larger blocks", "machines, then ranks", "by parameter"])
+@pytest.mark.parametrize(
+    ("name", "how", "policy"),
+    covering(["larger blocks", "machines, then ranks", "by parameter"], WAYS, ["fifo", "fused"]),
+)
 def test_a_run_saved_around_a_switch_is_resumed_bit_for_bit(name: str, how: str, policy: str) -> None:
     """Saved before the switch, at it, and after it, before the next step; a scale of 3 makes every product round."""
     phases, tensors = PHASES[name], {f"layer{number}": tensor for number, tensor in enumerate(zeros(*SHAPES))}
