@@ -1,8 +1,9 @@
 """Which tests run when: `make test-fast`, `make test` and `make test-all`.
 
 `thorough` and `in_turn` mark what only `make test-all` runs: rows and pairs of which `make test` has a cover, and long
-commands. `a_row` marks a row of which `make test` runs all and `make test-fast` one of each form. What starts a process
-is marked by `conftest.py`, which follows the names that a test's code uses, and otherwise by hand.
+commands; so does `covering`, over three parameters and more. `a_row` marks a row of which `make test` runs all and
+`make test-fast` one of each form, or a longer test, which that leaves out. What starts a process is marked by
+`conftest.py`, which follows the names that a test's code uses, and otherwise by hand.
 """
 
 from __future__ import annotations
@@ -68,21 +69,21 @@ def in_turn(
     ]
 
 
-def covering(*values: Sequence[Any]) -> list[Any]:
+def covering(*values: Sequence[Any], fast: int | None = None) -> list[Any]:
     """Return all tuples for a test's parameters, of which `make test` runs some in which all pairs of values occur.
 
-    The next is always the one with the most pairs that have not occurred.
+    The next is always the one with the most pairs that have not occurred. `make test-fast` runs the first `fast`.
     """
     every = list(itertools.product(*values))
     places = itertools.product(*(range(len(one)) for one in values))
     pairs = [{*itertools.combinations(enumerate(of_one), 2)} for of_one in places]
     left = set().union(*pairs)
-    chosen: set[int] = set()
+    chosen: list[int] = []
     while left:
-        best = max(range(len(every)), key=lambda number: len(pairs[number] & left))
-        chosen.add(best)
-        left -= pairs[best]
-    return [pytest.param(*one, marks=() if number in chosen else THOROUGH) for number, one in enumerate(every)]
+        chosen.append(max(range(len(every)), key=lambda number: len(pairs[number] & left)))
+        left -= pairs[chosen[-1]]
+    marks = dict.fromkeys(chosen, A_ROW) | dict.fromkeys(chosen[:fast], ())
+    return [pytest.param(*one, marks=marks.get(number, THOROUGH)) for number, one in enumerate(every)]
 
 
 def _marked(values: Iterable[Any], mark: pytest.MarkDecorator, unless: Callable[[Any], bool]) -> list[Any]:

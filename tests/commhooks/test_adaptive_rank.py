@@ -17,7 +17,7 @@ from commhooks.compressors.powersgd.adaptive_rank import _norms_of_rows
 from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least_error
 from experiments.tasks import load_task
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
-from tests.tiers import in_turn, thorough
+from tests.tiers import A_ROW, in_turn, thorough
 
 SHAPES = ((24, 40), (40,), (30, 36), (48, 20))
 
@@ -161,6 +161,7 @@ def test_accordion_gives_the_high_rank_to_layers_whose_norm_changes() -> None:
 # --- the choice is state ----------------------------------------------------------------------------------------------
 
 
+@A_ROW
 @pytest.mark.parametrize(("policy", "rule"), in_turn(["fifo", "fused"], ["least-error", "accordion"]))
 def test_a_run_is_resumed_bit_for_bit_wherever_in_a_window_it_was_saved(policy: str, rule: Any) -> None:
     compressor = ErrorFeedback(inner=AdaptiveRank(rank=3, max_rank=5, every=5, rule=rule))

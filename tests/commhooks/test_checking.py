@@ -18,7 +18,7 @@ from commhooks.language import AllReduce, BucketView, Context, Exchange, Judge, 
 from commhooks.laws import LAWS, Finding, as_used, check
 from tests.commhooks.test_own_compressors import example
 from tests.test_docs import ROOT, blocks_of
-from tests.tiers import rows, thorough
+from tests.tiers import A_ROW, rows, thorough
 
 OF_EXAMPLES: dict[str, Compressor | Codec] = {
     "own_compressor": example("own_compressor").RandomRows(every=4),
@@ -159,12 +159,14 @@ class Wrong(Int8):
         return super().relative_error() * (0.25 if self.mistake == "a quarter of the error" else 1.0)
 
 
+@A_ROW
 @pytest.mark.parametrize("mistake", rows(["nearest", "half the noise", "shrunk"], unless="nearest".__eq__))
 def test_a_codec_that_is_not_unbiased_but_says_so_is_found(mistake: str) -> None:
     (found,) = bad(Wrong(mistake=mistake, block=32), "unbiased")
     assert "standard errors" in found.why
 
 
+@A_ROW
 def test_the_codec_without_a_mistake_obeys_both_laws_about_rounding() -> None:
     assert bad(Wrong(mistake="", block=32), "unbiased", "loss") == []
 
@@ -179,6 +181,7 @@ class Coarse(QSGD):
         return super().relative_error() * self.share
 
 
+@A_ROW
 def test_an_error_that_is_too_small_is_found_for_unbiased_codes() -> None:
     assert bad(Wrong(mistake="a quarter of the error", block=32), "loss")
     # QSGD's bound is reached only by blocks whose small elements add up; this is a third of what is measured.

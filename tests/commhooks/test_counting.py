@@ -77,15 +77,19 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @on_ranks(2, check_exit=True)
-@pytest.mark.parametrize("kind", ["torch", pytest.param("core", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("kind", "runs"),
+    [("torch", ["rank 4", "alternating"]), pytest.param("core", list(RUNS), marks=pytest.mark.soak)],
+    ids=["some", "all"],
+)
 def test_powersgd_makes_one_collective_of_a_round_fused_and_one_of_a_round_and_bucket_in_fifo(
-    rank: int, kind: str
+    rank: int, kind: str, runs: list[str]
 ) -> None:
     """Assert as many collectives as a step ("fused"), or its buckets ("fifo"), have rounds, and no more bytes."""
     for buckets, (shapes, bucket_cap_mb) in MODELS.items():
         gradients = normal(zeros(*shapes), 2, seed=0)[rank]
         elements = sum(math.prod(shape) for shape in shapes)
-        for name, (settings, rounds) in RUNS.items():
+        for name, (settings, rounds) in ((name, RUNS[name]) for name in runs):
             formula = LowRankBytes(**settings)
             for policy in ("fifo", "fused"):
                 model = wrap(kind, Given(*shapes), bucket_cap_mb=bucket_cap_mb)

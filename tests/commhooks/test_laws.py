@@ -26,7 +26,7 @@ SHAPES = ((24, 40), (40,), (3, 5, 3, 3), (24, 40), (7,), (64, 33), (1, 1), ())
 EXCHANGING = [case for case in CASES if case.exchanges]
 EXACT = [case for case in EXCHANGING if case.exact_rank != 0]
 DTYPES = [torch.float16, torch.bfloat16, torch.float64]
-SHARE = 4
+SHARE = 5
 """One law in so many is tried on rows that are not tried whole, of each row others."""
 
 pytestmark = pytest.mark.kernels

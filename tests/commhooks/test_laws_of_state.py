@@ -5,6 +5,7 @@ The table's rows, and one with private and replicated state, through real engine
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -21,7 +22,7 @@ from tests import bounds
 from tests.cases import CASES, FORMS, Case, is_form
 from tests.commhooks import momentum
 from tests.commhooks.workers import Workers, largest, normal, zeros
-from tests.tiers import A_ROW, THOROUGH, in_turn
+from tests.tiers import A_ROW, THOROUGH, in_turn, thorough
 
 SHAPES = ((24, 40), (40,), (12, 8, 3), (7,))
 OF_EVERY_KIND = Case(
@@ -42,6 +43,13 @@ def of_state(cases: Iterable[Case]) -> list[Any]:
     fast = OF_STATE - set(FORMS) | {"powersgd-2", "top-k", "two-hop-sign"}
     marks = {True: (), False: A_ROW}
     return [pytest.param(case, marks=marks[case.name in fast] if case.name in OF_STATE else THOROUGH) for case in cases]
+
+
+def spread(values: list[str]) -> list[Any]:
+    """Return pairs for a test: rows of `OF_STATE`, which take turns with the values; in long runs all pairs."""
+    rows = [case for case in REMEMBERING if case.name in OF_STATE]
+    others = itertools.product([case for case in REMEMBERING if case not in rows], values)
+    return [*in_turn(rows, values, fast=is_form), *thorough(others)]
 
 
 every_remembering_case = pytest.mark.parametrize("case", of_state(REMEMBERING), ids=str)
@@ -70,7 +78,7 @@ def assert_equal(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
 
 
-@pytest.mark.parametrize(("case", "policy"), in_turn(REMEMBERING, ["fifo", "fused"], fast=is_form), ids=str)
+@pytest.mark.parametrize(("case", "policy"), spread(["fifo", "fused"]), ids=str)
 def test_an_atomic_step_that_is_spoiled_changes_no_state(case: Case, policy: str) -> None:
     workers = trained(case, policy=policy, atomic=True)
     before = state_of(workers)
@@ -143,7 +151,7 @@ def test_state_follows_the_loss_scale(case: Case) -> None:
             assert torch.equal(ours, theirs * (1024 if case.follows_scale else 1))
 
 
-@pytest.mark.parametrize(("case", "storage"), in_turn(REMEMBERING, ["bf16", "host"], fast=is_form), ids=str)
+@pytest.mark.parametrize(("case", "storage"), spread(["bf16", "host"]), ids=str)
 def test_own_state_is_stored_as_asked(case: Case, storage: str) -> None:
     """Stored in bf16 a residual is rounded once a step; in the host's memory, which here is all memory, not at all.
 

@@ -27,7 +27,7 @@ from commhooks.language import Compressor, Place
 from tests.commhooks.resuming import roundtrip
 from tests.commhooks.test_laws_of_state import exchangers, gradients_of
 from tests.commhooks.workers import Workers, largest, normal, zeros
-from tests.tiers import covering
+from tests.tiers import A_ROW, covering
 
 TENSORS = {f"{number}.weight": tensor for number, tensor in enumerate(zeros((9, 12), (40,), (6, 5, 4), (57,)))}
 
@@ -120,6 +120,7 @@ def in_format_2(state: dict[str, Any]) -> dict[str, Any]:
     return copy.deepcopy(state) | {"format_version": 2, "kinds": described}
 
 
+@A_ROW
 @every_mixture
 def test_a_file_of_format_2_is_resumed_with_its_own_settings_bit_for_bit(compressor: Compressor) -> None:
     ran, resumed = trained(compressor), exchangers(TENSORS, compressor, 4)
@@ -191,7 +192,9 @@ SENT_WHOLE = {
 
 
 @pytest.mark.parametrize(
-    ("compressor", "version", "missing"), covering(list(SENT_WHOLE.values()), [2, 3], ["refuse", "reset"]), ids=str
+    ("compressor", "version", "missing"),
+    covering(list(SENT_WHOLE.values()), [2, 3], ["refuse", "reset"], fast=3),
+    ids=str,
 )
 def test_what_servers_owed_of_a_parameter_that_is_sent_whole_now_is_loaded_and_sent(
     compressor: Compressor, version: int, missing: str, monkeypatch: pytest.MonkeyPatch
@@ -253,6 +256,7 @@ def test_state_of_another_kind_is_refused_or_dropped_and_never_zeroed_without_a_
 # --- other numbers of ranks -------------------------------------------------------------------------------------------
 
 
+@A_ROW
 @every_mixture
 @pytest.mark.parametrize("how", ["spread", pytest.param("spread-mean", marks=pytest.mark.soak)])
 def test_a_mixture_is_spread_over_other_numbers_of_ranks_and_loses_nothing(compressor: Compressor, how: str) -> None:

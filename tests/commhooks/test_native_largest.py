@@ -17,6 +17,7 @@ from commhooks.compressors.tiles import Tiling
 from commhooks.native import library
 from commhooks.native.largest import MOST, Packed, Selection
 from tests.commhooks.workers import Workers, normal, zeros
+from tests.tiers import A_ROW
 
 BUILT = library.opened(library.PATH)
 LEVELS = () if isinstance(BUILT, str) else library.levels_of(BUILT)
@@ -211,6 +212,7 @@ def test_narrow_gradients_are_found_and_added_up_too(hook: str, monkeypatch: pyt
     assert sum(int(mean.count_nonzero()) for mean in results[0]) > 0
 
 
+@A_ROW
 def test_one_rank_may_be_compiled_and_another_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sends in its own form, and all decode all that is sent to the same bits, in 20 steps."""
     for hook in ("top-k", "sparse-loco"):

@@ -15,7 +15,7 @@ from commhooks import Compressor, NotAveragedError, make_compressor, schedule
 from commhooks.hooks.optimizers import unsuited
 from commhooks.hooks.watching import ReductionsGuard, Watch
 from tests.commhooks.workers import Workers, zeros
-from tests.tiers import rows
+from tests.tiers import A_ROW, rows
 
 RANKS, BATCH, ROWS, COLUMNS, STEPS = 2, 32, 8, 64, 100
 SIGNS = ("demo(sign=True)", "distro", "signum")
@@ -97,6 +97,7 @@ def test_an_element_may_stand_for_ten_gradients_with_momentum_and_not_for_twenty
     assert last_loss(make_compressor("random-k", ratio=0.1)) < 1 < last_loss(make_compressor("random-k", ratio=0.05))
 
 
+@A_ROW
 def test_signs_with_feedback_have_equal_second_moments_so_adams_steps_are_as_unequal_as_the_gradients() -> None:
     """Without feedback all elements of a block take equal steps, as dense Adam's; only with it the mean is right."""
     gradient = torch.tensor([1.0] * 512 + [1 / 8] * 512)

@@ -397,7 +397,7 @@ AWKWARD = ["zeros", "dependent", "zero column", "zero row", "tiny", "huge", "tin
 NARROW = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize(("kind", "form", "dtype"), covering(AWKWARD, list(FORMS), NARROW), ids=str)
+@pytest.mark.parametrize(("kind", "form", "dtype"), covering(AWKWARD, list(FORMS), NARROW, fast=10), ids=str)
 def test_awkward_matrices_give_finite_means_the_same_on_every_rank(kind: str, form: str, dtype: torch.dtype) -> None:
     for rank in RANKS:
         compressor = commhooks.make_compressor("powersgd", rank=rank, **FORMS[form])
@@ -448,7 +448,9 @@ def test_alternating_a_step_of_p_and_the_next_of_q_sum_to_twice_a_gradient_of_lo
         assert _worst(pair[0], gradients) > 1e-2
 
 
-@pytest.mark.parametrize(("form", "steps", "bad"), covering(list(FORMS), [0, 1, 2, 3], [math.inf, math.nan]), ids=str)
+@pytest.mark.parametrize(
+    ("form", "steps", "bad"), covering(list(FORMS), [0, 1, 2, 3], [math.inf, math.nan], fast=6), ids=str
+)
 def test_a_step_that_is_not_finite_changes_no_factor_and_no_residual(form: str, steps: int, bad: float) -> None:
     workers = Workers(commhooks.make_compressor("powersgd", rank=2, **FORMS[form]), 2, zeros((24, 40), (30, 20), (5,)))
     for step in range(steps):

@@ -22,7 +22,7 @@ from experiments.studies.bench.given import GivenBucket as Bucket
 from experiments.studies.bench.given import Shape, resnet18_shapes
 from tests.cases import BY_NAME, CASES, Case, forms_first
 from tests.commhooks.workers import GivenBucket, Workers, normal, zeros
-from tests.tiers import in_turn
+from tests.tiers import A_ROW, in_turn
 
 MIXED: list[Shape] = [(200, 300), (200, 300), (300,), (64, 24, 3, 3)]
 
@@ -102,6 +102,7 @@ STARTING = dataclasses.replace(
 )
 
 
+@A_ROW
 @pytest.mark.parametrize("case", [*forms_first(CASES), STARTING], ids=str)
 def test_buckets_that_were_dealt_anew_leave_nothing_behind(case: Case) -> None:
     """Also if nobody collects cycles, as in loops that collect at moments of their own choice."""

@@ -13,7 +13,7 @@ from tests import bounds
 from tests.cases import CASES, Case, forms_first, is_form
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
-from tests.tiers import in_turn
+from tests.tiers import A_ROW, in_turn
 from tests.world import on_ranks
 
 FEEDING_BACK = [case for case in CASES if case.error_feedback and not case.owes_as]
@@ -64,6 +64,7 @@ def test_residuals_that_are_loaded_into_another_storage_go_on(saved_in: Any, loa
     assert means["w"].nonzero().flatten().tolist() == [32, 33, 34, 35] and means["w"][35] == 2.0**35
 
 
+@A_ROW
 @pytest.mark.parametrize("case", forms_first(FEEDING_BACK), ids=str)
 def test_with_residuals_in_bf16_the_running_mean_still_converges(case: Case) -> None:
     parameters = zeros((24, 40), (30, 30))

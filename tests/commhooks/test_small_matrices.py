@@ -56,6 +56,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> None:
         [*SETTINGS.values(), {"rank": 2, "matrices": "whole-bucket"}],
         [torch.float64, torch.bfloat16, torch.float16],
         ["fp32", "bf16"],
+        fast=6,
     ),
     ids=str,
 )
@@ -94,7 +95,7 @@ def test_the_code_for_a_gpu_keeps_a_basis_where_a_row_is_zero(monkeypatch: pytes
 @pytest.mark.usefixtures("stacks")
 @pytest.mark.parametrize(
     ("settings", "stacks", "policy"),
-    covering(list(SETTINGS.values()), STACKS, ["fifo", "fused"]),
+    covering(list(SETTINGS.values()), STACKS, ["fifo", "fused"], fast=8),
     indirect=["stacks"],
     ids=str,
 )

@@ -22,6 +22,7 @@ from tests.bounds import assert_equal_in_float64
 from tests.commhooks.alone import bucket_of, run_alone
 from tests.commhooks.workers import Workers
 from tests.formulas_sparse import SHAPES_OF_INDICES, sent_of
+from tests.tiers import A_ROW
 
 every_coding = pytest.mark.parametrize("indices", get_args(Indices))
 
@@ -125,6 +126,7 @@ def test_auto_takes_the_coding_with_the_fewest_bytes(elements: int, ratio: float
     assert coding_of("auto", elements, ratio) == coding_of(smallest, elements, ratio)
 
 
+@A_ROW
 @pytest.mark.parametrize("name", ["random-k", "random-block"])
 def test_an_unbiased_mean_is_right_on_average(name: str) -> None:
     """Of 4,000 draws of n/k·x or 0, the mean is off by more than this for any of n elements once in 10⁶ (Hoeffding)."""

@@ -144,7 +144,9 @@ class Run:
         return self.largest * (loss + (2 * steps * bounds.unit_roundoff(stored) if stored else 0.0))
 
 
-@pytest.mark.parametrize(("phases", "how", "policy"), covering(list(PHASES.values()), WAYS, ["fifo", "fused"]), ids=str)
+@pytest.mark.parametrize(
+    ("phases", "how", "policy"), covering(list(PHASES.values()), WAYS, ["fifo", "fused"], fast=5), ids=str
+)
 def test_what_is_owed_is_handed_over_and_nothing_is_lost(phases: Phases, how: str, policy: str) -> None:
     """Whatever is not sent yet is in an entry that the compressor of the step uses."""
     run = Run(phases, how, policy=policy)
@@ -248,7 +250,7 @@ def test_what_is_handed_over_follows_the_loss_scale(how: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "how", "policy"),
-    covering(["larger blocks", "machines, then ranks", "by parameter"], WAYS, ["fifo", "fused"]),
+    covering(["larger blocks", "machines, then ranks", "by parameter"], WAYS, ["fifo", "fused"], fast=1),
 )
 def test_a_run_saved_around_a_switch_is_resumed_bit_for_bit(name: str, how: str, policy: str) -> None:
     """Saved before the switch, at it, and after it, before the next step; a scale of 3 makes every product round."""
