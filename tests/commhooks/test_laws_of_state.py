@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from tests import bounds
 from tests.cases import CASES, FORMS, Case, is_form
 from tests.commhooks import momentum
 from tests.commhooks.workers import Workers, largest, normal, zeros
-from tests.tiers import A_ROW, THOROUGH, in_turn, thorough
+from tests.tiers import in_turn, rows, thorough
 
 SHAPES = ((24, 40), (40,), (12, 8, 3), (7,))
 OF_EVERY_KIND = Case(
@@ -38,18 +38,18 @@ OF_STATE = {
 """One row for each way to keep state."""
 
 
-def of_state(cases: Iterable[Case]) -> list[Any]:
+def of_state(cases: Sequence[Case]) -> list[Any]:
     """Return parameters for a test: rows of `OF_STATE`, of which `make test-fast` has some; in long runs all others."""
     fast = OF_STATE - set(FORMS) | {"powersgd-2", "top-k", "two-hop-sign"}
-    marks = {True: (), False: A_ROW}
-    return [pytest.param(case, marks=marks[case.name in fast] if case.name in OF_STATE else THOROUGH) for case in cases]
+    usual = rows([case for case in cases if case.name in OF_STATE], unless=lambda case: case.name in fast)
+    return [*usual, *thorough(case for case in cases if case.name not in OF_STATE)]
 
 
 def spread(values: list[str]) -> list[Any]:
     """Return pairs for a test: rows of `OF_STATE`, which take turns with the values; in long runs all pairs."""
-    rows = [case for case in REMEMBERING if case.name in OF_STATE]
-    others = itertools.product([case for case in REMEMBERING if case not in rows], values)
-    return [*in_turn(rows, values, fast=is_form), *thorough(others)]
+    usual = [case for case in REMEMBERING if case.name in OF_STATE]
+    others = itertools.product([case for case in REMEMBERING if case not in usual], values)
+    return [*in_turn(usual, values, fast=is_form), *thorough(others)]
 
 
 every_remembering_case = pytest.mark.parametrize("case", of_state(REMEMBERING), ids=str)
@@ -121,7 +121,7 @@ def test_a_joined_rank_keeps_what_is_its_own_and_the_others_go_on(case: Case) ->
 
 
 # Where a whole bucket is one matrix, the residual belongs to all of it, and nothing in it is unused.
-@pytest.mark.parametrize("case", of_state(case for case in REMEMBERING if not case.depends_on_buckets), ids=str)
+@pytest.mark.parametrize("case", of_state([case for case in REMEMBERING if not case.depends_on_buckets]), ids=str)
 def test_what_no_rank_used_keeps_its_state_and_has_no_mean(case: Case) -> None:
     workers = trained(case, may_be_unused=True)
     unused = workers.parameters[0]
@@ -138,7 +138,7 @@ def test_what_no_rank_used_keeps_its_state_and_has_no_mean(case: Case) -> None:
 
 
 # A narrow wire rounds numbers of another size otherwise.
-@pytest.mark.parametrize("case", of_state(case for case in REMEMBERING if case.wire is None), ids=str)
+@pytest.mark.parametrize("case", of_state([case for case in REMEMBERING if case.wire is None]), ids=str)
 def test_state_follows_the_loss_scale(case: Case) -> None:
     """A power of two changes no digit, so the scaled run's means are the other's, times the scale if they follow it."""
     plain, scaled = trained(case), trained(case)

@@ -86,7 +86,7 @@ def test_a_number_out_of_its_bounds_is_refused_by_name_and_value(wrong: Wrong) -
     assert getattr(made(wrong.kind, **{wrong.name: wrong.fine}), wrong.name) == wrong.fine
 
 
-OUTSIDE = {
+OUTSIDE: dict[str, dict[str, Any]] = {
     "AdaptiveRank": {"min_rank": 0, "rank": 1, "max_rank": 3, "every": 2, "eta": -0.1, "min_compression_rate": 0},
     "Affine": {"channel": 0},
     "DGC": {"ratio": 2, "momentum": 1, "clip": 0, "warm_up": -1},
