@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks.language import Compressor, Place
+from commhooks.language import Place
 from commhooks.language.entries import Kind
 from commhooks.wrappers.phases import phases_of
 from tests import bounds
 from tests.cases import CASES, FORMS, Case, is_form
 from tests.commhooks import momentum
-from tests.commhooks.workers import Workers, largest, normal, zeros
+from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, normal, zeros
 from tests.tiers import in_turn, rows, thorough
 
 SHAPES = ((24, 40), (40,), (12, 8, 3), (7,))
@@ -210,16 +210,6 @@ def test_an_entry_with_one_element_more_or_a_nan_is_refused_by_name_and_nothing_
                 kept[entry] = tensor
     assert edits >= sum(tensor.numel() > 0 for part in held for kept in part.values() for tensor in kept.values())
     assert str(ran[0].state_dict()) == before
-
-
-def exchangers(tensors: dict[str, Tensor], compressor: Compressor, world_size: int = 2) -> list[commhooks.Exchanger]:
-    lines = commhooks.lockstep_lines(world_size, "fused")
-    return [commhooks.Exchanger(tensors, compressor, line=line) for line in lines]
-
-
-def gradients_of(tensors: dict[str, Tensor], seed: int, world_size: int = 2) -> list[dict[str, Tensor]]:
-    drawn = normal(list(tensors.values()), world_size, seed=seed)
-    return [dict(zip(tensors, own, strict=True)) for own in drawn]
 
 
 def loss_of_a_step(case: Case, gradients: list[Tensor], residuals: Tensor) -> float:

@@ -25,8 +25,7 @@ from commhooks import (
 from commhooks.engine.resume import restore
 from commhooks.language import Compressor, Place
 from tests.commhooks.resuming import roundtrip
-from tests.commhooks.test_laws_of_state import exchangers, gradients_of
-from tests.commhooks.workers import Workers, largest, normal, zeros
+from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, normal, zeros
 from tests.tiers import A_ROW, covering
 
 TENSORS = {f"{number}.weight": tensor for number, tensor in enumerate(zeros((9, 12), (40,), (6, 5, 4), (57,)))}

@@ -547,18 +547,6 @@ def test_error_feedback_keeps_nothing_where_nothing_is_lost(name: str) -> None:
     assert workers.states[0].memory_bytes() == 0
 
 
-def test_the_word_error_feedback_means_the_wrapper() -> None:
-    half = commhooks.Cast(dtype=torch.float16)
-    assert commhooks.make_compressor("fp16", error_feedback=True) == commhooks.ErrorFeedback(inner=half)
-    assert commhooks.make_compressor("fp16", error_feedback=False) == commhooks.make_compressor("fp16") == half
-    powersgd, sign = commhooks.PowerSGD(), commhooks.TwoHop(codec=commhooks.codecs.Sign())
-    assert commhooks.make_compressor("powersgd", error_feedback=False) == powersgd
-    assert commhooks.make_compressor("powersgd") == commhooks.ErrorFeedback(inner=powersgd)
-    assert commhooks.make_compressor("sign") == commhooks.ErrorFeedback(inner=sign)
-    without = dataclasses.replace(sign, server_feedback=False)
-    assert commhooks.make_compressor("sign", error_feedback=False) == without
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Expanding(commhooks.AllReduceMean):
     """Lose, at worst, so many times what is given, in squared norms."""

@@ -21,8 +21,7 @@ from commhooks.planning.payloads import rounds_of
 from commhooks.wrappers.wrapper import Wrapper
 from tests import bounds
 from tests.cases import CASES, FORMS, NEEDED
-from tests.commhooks.test_laws_of_state import exchangers, gradients_of
-from tests.commhooks.workers import Workers, largest, normal, zeros
+from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, normal, zeros
 from tests.tiers import in_turn
 
 COMPRESSING: dict[str, Callable[[], Compressor]] = {

@@ -20,7 +20,7 @@ from commhooks.wrappers.phases import phases_of
 from commhooks.wrappers.start_after import schedule
 from tests import bounds
 from tests.commhooks.resuming import roundtrip
-from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
+from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, mean_of, normal, zeros
 from tests.tiers import covering
 
 SHAPES = ((9, 10), (5, 7), (6,), (40,))
@@ -256,7 +256,7 @@ def test_a_run_saved_around_a_switch_is_resumed_bit_for_bit(name: str, how: str,
     """Saved before the switch, at it, and after it, before the next step; a scale of 3 makes every product round."""
     phases, tensors = PHASES[name], {f"layer{number}": tensor for number, tensor in enumerate(zeros(*SHAPES))}
     first, then = (phases[0][1], phases[1][1]) if how == "replace" else (schedule(*phases),) * 2
-    ran, saved = exchangers(tensors, first, policy), []
+    ran, saved = exchangers(tensors, first, 4, policy), []
     for step in range(STEPS):
         if step in (3, 4, 5):
             saved.append((step, first if step < 5 else then, [roundtrip(one.state_dict()) for one in ran]))
@@ -265,7 +265,7 @@ def test_a_run_saved_around_a_switch_is_resumed_bit_for_bit(name: str, how: str,
             saved.append((step, then, [roundtrip(one.state_dict()) for one in ran]))
         average(ran, tensors, step)
     for begun, compressor, states in saved:
-        resumed = exchangers(tensors, compressor, policy)
+        resumed = exchangers(tensors, compressor, 4, policy)
         for one, state in zip(resumed, states, strict=True):
             one.load_state_dict(state)
         for step in range(begun, STEPS):
@@ -281,16 +281,10 @@ def replace(ran: Sequence[commhooks.Exchanger], compressor: Compressor) -> None:
             one._made_engine().replace(compressor, CPU)
 
 
-def exchangers(tensors: dict[str, Tensor], compressor: Compressor, policy: Any) -> list[commhooks.Exchanger]:
-    lines = commhooks.lockstep_lines(4, policy)
-    return [commhooks.Exchanger(tensors, compressor, line=line) for line in lines]
-
-
 def average(ran: Sequence[commhooks.Exchanger], tensors: dict[str, Tensor], step: int) -> None:
     for one in ran:
         one.set_grad_scale(3.0**step)
-    drawn = normal(list(tensors.values()), 4, seed=step, scale=3.0**step)
-    commhooks.average_in_lockstep(ran, [dict(zip(tensors, own, strict=True)) for own in drawn])
+    commhooks.average_in_lockstep(ran, gradients_of(tensors, step, 4, scale=3.0**step))
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
@@ -330,13 +324,13 @@ def test_state_saved_after_something_could_not_be_taken_loads_into_a_new_run(how
     tensors = {f"layer{number}": tensor for number, tensor in enumerate(zeros(*SHAPES))}
     first, then = sign(), AllReduceMean()
     both = schedule((0, first), (2, then))
-    ran = exchangers(tensors, first if how == "replace" else both, "fused")
+    ran = exchangers(tensors, first if how == "replace" else both, 4)
     with warnings.catch_warnings(record=True):
         for step in range(3):
             if how == "replace" and step == 2:
                 replace(ran, then)
             average(ran, tensors, step)
-    for one, other in zip(exchangers(tensors, then if how == "replace" else both, "fused"), ran, strict=True):
+    for one, other in zip(exchangers(tensors, then if how == "replace" else both, 4), ran, strict=True):
         one.load_state_dict(roundtrip(other.state_dict()))
 
 
