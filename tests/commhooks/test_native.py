@@ -202,11 +202,15 @@ def test_means_are_sums_in_rank_order_and_are_encoded_with_the_error(name: str, 
 def test_all_levels_compute_the_same_bits(name: str) -> None:
     for block in sizes_of(name):
         case = Case(name, block, seed=1)
-        x, (noise, _), results = case.blocks(42), case.noise(42), []
+        x, (noise, _), (other_noise, _), results = case.blocks(42), case.noise(42), case.noise(21), []
         for level in LEVELS:
+            passes, written, served = Passes(level), torch.empty(42, block), torch.empty(21, block)
             left, sent = torch.from_numpy(x.copy()), case.message(2, 21)
-            Passes(level).send(case.form, left, sent, noise=noise)
-            results.append([left.numpy(), *case.arrays(sent)])
+            passes.send(case.form, left, sent, noise=noise)
+            passes.write(case.form, sent, written)
+            coded = [payload[0] for payload in case.message(1, 21)]
+            passes.serve(case.form, sent, coded, error=left[:21], left=served, noise=other_noise)
+            results.append([*(one.numpy() for one in (left, written, served)), *case.arrays(sent), *case.arrays(coded)])
         for other in results[1:]:
             for own, expected in zip(other, results[0], strict=True):
                 same(own, expected)

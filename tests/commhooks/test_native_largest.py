@@ -53,18 +53,8 @@ def assert_largest(rows: Tensor, places: Tensor, k: int) -> None:
 @every_level
 @pytest.mark.parametrize("kind", HARD)
 def test_the_values_of_the_largest_are_those_of_top_k(level: str, kind: str) -> None:
-    for n, k in (
-        (1, 1),
-        (2, 1),
-        (3, 3),
-        (17, 1),
-        (17, 5),
-        (100, 50),
-        (1000, 999),
-        (4096, 41),
-        (4099, 410),
-        (MOST, 656),
-    ):
+    sizes = ((1, 1), (2, 1), (3, 3), (17, 1), (17, 5), (100, 50), (1000, 999), (4096, 41), (4099, 410), (MOST, 656))
+    for n, k in sizes:
         rows = HARD[kind](drawn(5, n, seed=n))
         assert_largest(rows, Selection(level).largest(rows, k), k)
 

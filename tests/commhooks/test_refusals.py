@@ -165,20 +165,14 @@ def test_settings_must_be_hashable() -> None:
 
 SUCCESSORS = {
     "loss": [
-        "loses",
-        "relative_error",
-        "contraction",
-        "is_unbiased",
-        "is_damped",
-        "takes_feedback",
-        "needs_whole_buckets",
+        "loses", "relative_error", "contraction", "is_unbiased", "is_damped", "takes_feedback", "needs_whole_buckets",
     ],
     "sends": ["only_sums", "fixes_wire"],
     "check": ["check_parameters", "check_ranks"],
     "choose": ["chooses"],
     "state": ["bucket_state", "remembers", "resting"],
     "StartAfter": ["phase"],
-}
+}  # fmt: skip
 """What compressors define now, in place of what they once did."""
 
 

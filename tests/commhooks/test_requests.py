@@ -155,15 +155,9 @@ def test_a_reduce_scatter_counts_its_rows_and_moves_all_but_its_own(world_size: 
 # --- gathers and exchanges of any dtype -----------------------------------------------------------------------------
 
 DTYPES = [
-    torch.uint8,
-    torch.float64,
-    torch.bool,
-    torch.uint16,
-    torch.float8_e4m3fn,
-    torch.bfloat16,
-    torch.int64,
+    torch.uint8, torch.float64, torch.bool, torch.uint16, torch.float8_e4m3fn, torch.bfloat16, torch.int64,
     torch.complex64,
-]
+]  # fmt: skip
 SHAPES = [(3,), (2, 2), (), (5, 1), (7,), (0,), (1,), (3,)]
 
 

@@ -165,17 +165,8 @@ def means_of(compressor: Compressor, scale: float = 1.0) -> Tensor:
 def test_dgc_is_the_papers_algorithm() -> None:
     """In float64, on 20 random inputs: clip by clip/√N, u = m·u + g, v = v + u, send, and mask both."""
     momentum, clip = 0.9, 9.0
-    counts = [
-        75,
-        75,
-        34,
-        34,
-        15,
-        15,
-        7,
-        7,
-        *[3] * 12,
-    ]  # of 300: a quarter, and each fourth of 8 steps 0.04 ** 0.25 of it
+    # Of 300: a quarter, and each fourth of 8 steps 0.04 ** 0.25 of it.
+    counts = [75, 75, 34, 34, 15, 15, 7, 7, *[3] * 12]
     means = means_of(DGC(ratio=0.01, clip=clip, warm_up=8))
     u, v = np.zeros((2, RANKS, ELEMENTS))
     for mean, of_ranks, k in zip(means, GRADIENTS.numpy(), counts, strict=True):
