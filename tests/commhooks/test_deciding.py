@@ -270,27 +270,16 @@ def test_a_probe_whose_large_message_was_the_faster_is_a_fast_link_and_no_error(
     assert 0 < link_of(2e-3, 1e-3, 1_000_000, 2).rate < math.inf
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"margin": 0.0},
-        {"margin": 1.0},
-        {"change": -0.1},
-        {"tie": 0.05},
-        {"tie": -0.01},
-        {"visit": 1},
-        {"visit": 2.5},
-        {"look": 0},
-        {"idle_look": 0},
-        {"urgent": 1.0},
-        {"urgent": math.inf},
-        {"regret": 0},
-    ],
-    ids=str,
-)
-def test_a_rule_that_cannot_work_raises(settings: dict[str, Any]) -> None:
-    with pytest.raises(SettingsError, match=rf"AdaptiveRule\({next(iter(settings))}="):
-        FullRule(**settings)
+IMPOSSIBLE: list[tuple[str, float]] = [
+    ("margin", 0.0), ("margin", 1.0), ("change", -0.1), ("tie", 0.05), ("tie", -0.01), ("visit", 1), ("visit", 2.5),
+    ("look", 0), ("idle_look", 0), ("urgent", 1.0), ("urgent", math.inf), ("regret", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
+def test_a_rule_that_cannot_work_raises(name: str, value: Any) -> None:
+    with pytest.raises(SettingsError, match=rf"AdaptiveRule\({name}="):
+        FullRule(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["tie", "visit", "change", "idle_look", "urgent", "regret"])

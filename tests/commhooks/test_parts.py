@@ -140,25 +140,6 @@ def test_what_is_not_to_be_written_into_is_only_read(by_name: bool) -> None:
             assert all(answer is p and p.tolist() == [1.0] * 3 for p, answer in zip(of_rank, answered, strict=True))
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_parts_of_any_dtype_and_shape_come_back_typed(by_name: bool) -> None:
-    """Side by side in one message, the widest first; float8 and bool too, which no backend sends as they are."""
-    dtypes = [torch.uint8, torch.float64, torch.float8_e4m3fn, torch.bool, torch.int32, torch.bfloat16, torch.int64]
-    shapes = [(2, 3), (2,), (2, 1, 2), (2, 0), (2, 5), (2, 2, 2), (2, 1)]
-    drawn = [
-        [torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(rank)) for shape in shapes]
-        for rank in range(2)
-    ]
-    parts = [[Part(d.to(dtype)) for d, dtype in zip(own, dtypes, strict=True)] for own in drawn]
-    gathered = carried_out([AllGather(*own) for own in parts], by_name=by_name)
-    swapped = carried_out([AllToAll(*own) for own in parts], by_name=by_name)
-    for rank in range(2):
-        for number, dtype in enumerate(dtypes):
-            both = torch.stack([drawn[0][number], drawn[1][number]])
-            for answer, expected in ((gathered[rank][number], both), (swapped[rank][number], both[:, rank])):
-                assert answer.dtype == dtype and torch.equal(answer.to(torch.int64), expected)
-
-
 # --- communicators --------------------------------------------------------------------------------------------------
 
 

@@ -47,18 +47,10 @@ SHAPES = ((9, 16), (5,), (2, 3), (64, 33), (1,), (0, 4), ())
 
 CODECS: list[Codec] = [
     Half(block=16, dtype=torch.bfloat16),  # the first: nothing is left out of a gradient in bf16
-    Int8(block=16),
-    Int4(block=32),
-    FP8(block=16),
-    MXFP4(),
-    E3M0(block=32),
-    Codebook(block=32),
-    Sign(block=32),
-    QSGD(block=16, levels=15),
-    TernGrad(block=16),
-    Natural(block=16),
+    Int8(block=16), Int4(block=32), FP8(block=16), MXFP4(), E3M0(block=32), Codebook(block=32), Sign(block=32),
+    QSGD(block=16, levels=15), TernGrad(block=16), Natural(block=16),
     Half(block=16, dtype=torch.bfloat16, stochastic=True),
-]
+]  # fmt: skip
 
 
 @on_ranks("ranks")
@@ -168,15 +160,10 @@ def keeps_what_is_not_sent(compressor: Compressor, dtype: torch.dtype, ranks: in
 
 
 SPARSE = [
-    TopK(ratio=0.1),
-    TopK(ratio=0.03, indices="block-12"),
-    TopK(ratio=0.03, indices="int32"),
-    TopK(ratio=0.5, indices="bitmap"),
-    TopK(ratio=1.0),
-    Threshold(threshold=1.0, capacity=0.2),
-    RandomK(ratio=0.1),
+    TopK(ratio=0.1), TopK(ratio=0.03, indices="block-12"), TopK(ratio=0.03, indices="int32"),
+    TopK(ratio=0.5, indices="bitmap"), TopK(ratio=1.0), Threshold(threshold=1.0, capacity=0.2), RandomK(ratio=0.1),
     RandomBlock(ratio=0.3),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
