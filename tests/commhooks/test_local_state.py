@@ -23,6 +23,7 @@ from commhooks.state.settings import settings_of
 from commhooks.state.table import StateTable
 from tests.commhooks.models import wrap
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
+from tests.tiers import thorough
 from tests.world import on_ranks
 
 BLOCK = 8
@@ -276,23 +277,6 @@ def test_state_is_looked_for_only_when_the_scale_has_changed() -> None:
     assert looked == [1.0, 4.0]
 
 
-def test_a_rank_that_has_joined_keeps_its_residual_and_goes_on_serving() -> None:
-    """Zeros outside of a backward pass are those of a rank that has run out of inputs."""
-    workers, short = trained()
-    gradients = normal(workers.parameters, 4, seed=9)
-    for own in gradients[0]:
-        own.zero_()
-    before = {rank: (workers.residual(rank, 0).clone(), error(workers, rank).clone()) for rank in range(4)}
-    means = workers.step(gradients)[0]
-    for index, mean in enumerate(means):
-        short[index] += mean_of(gradients, index) - mean
-    assert torch.equal(workers.residual(0, 0), before[0][0])
-    assert not torch.equal(workers.residual(1, 0), before[1][0])
-    assert all(not torch.equal(error(workers, rank), before[rank][1]) for rank in range(4))
-    for index, missing in enumerate(short):
-        assert largest(missing - workers.unsent(index)) <= 1e-13  # as above
-
-
 @pytest.mark.parametrize("storage", ["fp32", "bf16", "host"])
 def test_local_state_is_kept_where_residuals_are_and_reported_with_them(storage: str) -> None:
     workers, _ = trained(world_size=2, dtype=torch.float32, storage=storage)
@@ -331,7 +315,7 @@ def test_state_that_nobody_declared_is_named(policy: str, writes: bool) -> None:
 
 
 @on_ranks(2, check_exit=False)
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize("policy", ["fifo", *thorough(["fused"])])
 def test_in_training_undeclared_state_is_named_on_every_rank(rank: int, policy: Any) -> None:
     model = wrap("core", torch.nn.Linear(8, 4, bias=False))
     commhooks.attach(model, ReadsWhatItDoesNotDeclare(), policy=policy)

@@ -433,17 +433,6 @@ def test_a_collective_that_fails_is_thrown_into_the_compressor() -> None:
 # --- wrappers -------------------------------------------------------------------------------------------------------
 
 
-def test_start_after_runs_the_other_compressor_first() -> None:
-    compressor = commhooks.make_compressor("powersgd", rank=1, start_after=2)
-    workers = Workers(compressor, 2, zeros((30, 40)))
-    payloads = []
-    for step in range(4):
-        before = workers.traffic.payload_bytes
-        workers.step(normal(workers.parameters, 2, seed=step))
-        payloads.append(workers.traffic.payload_bytes - before)
-    assert payloads == [4800, 4800, 280, 280]
-
-
 @pytest.mark.parametrize("matrices", ["first-dimension", "whole-bucket"])
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
 def test_what_comes_first_has_its_own_state_and_hands_over_the_residual(matrices: str, policy: str) -> None:
