@@ -57,7 +57,8 @@ def test_the_law_is_kept(case: Case, law: Law) -> None:
 def test_each_compressor_of_the_registry_has_a_row_on_which_every_law_is_tried() -> None:
     whole = {type(one) for case in CASES if is_whole(case) for one in every_one_in(case.make())}
     for name in COMPRESSORS:
-        assert {type(one) for one in every_one_in(make_compressor(name, **NEEDED.get(name, {})))} <= whole, name
+        classes = {type(one) for one in every_one_in(make_compressor(name, **NEEDED.get(name, {})))}
+        assert classes <= whole, f"{name} needs a row in WHOLE, in tests/cases.py"
 
 
 @every_case
