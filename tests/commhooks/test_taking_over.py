@@ -84,19 +84,20 @@ class Run:
         settings = {"may_join": False} | settings  # zeros are gradients like others
         self.workers = Workers(compressor, world_size, zeros(*SHAPES, dtype=dtype), buckets=2, **settings)
         self.short = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
-        self.summed = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
         self.largest = 0.0
         """The largest number so far among gradients, means, residuals, and shares times the ranks."""
 
     def step(self, times: float = 1.0) -> list[Tensor]:
-        workers, step = self.workers, self.workers.step_number
+        workers = self.workers
+        return self.average(normal(workers.parameters, workers.world_size, seed=workers.step_number, scale=times))
+
+    def average(self, gradients: list[list[Tensor]]) -> list[Tensor]:
+        workers = self.workers
         self.replace()
-        gradients = normal(workers.parameters, workers.world_size, seed=step, scale=times)
         means = workers.step(gradients)
         for own in means[1:]:
             assert all(torch.equal(ours, first) for ours, first in zip(own, means[0], strict=True))
         for index, mean in enumerate(means[0]):
-            self.summed[index] += mean_of(gradients, index)
             self.short[index] += mean_of(gradients, index) - mean.double()
         kept = [t for table in workers.states for state in table.states() for t in state.tensors.values()]
         kept += [gradient for own in gradients for gradient in own] + means[0]
@@ -143,6 +144,18 @@ class Run:
         loss = steps * (self.workers.world_size + 7) * bounds.unit_roundoff(dtype)
         return self.largest * (loss + (2 * steps * bounds.unit_roundoff(stored) if stored else 0.0))
 
+    def assert_nothing_is_lost(self, dtype: torch.dtype = torch.float64, stored: torch.dtype | None = None) -> None:
+        for index, missing in enumerate(self.short):
+            assert largest(missing - self.owed(index)) <= self.loss(dtype, stored)
+
+
+def before_the_switch(how: str, **settings: Any) -> Run:
+    """Return a run whose next step is the first with larger blocks."""
+    run = Run(PHASES["larger blocks"], how, **settings)
+    for _ in range(4):
+        run.step()
+    return run
+
 
 @pytest.mark.parametrize(
     ("phases", "how", "policy"), covering(list(PHASES.values()), WAYS, ["fifo", "fused"], fast=5), ids=str
@@ -154,8 +167,7 @@ def test_what_is_owed_is_handed_over_and_nothing_is_lost(phases: Phases, how: st
         warnings.simplefilter("error")
         for _ in range(STEPS):
             run.step()
-            for index, missing in enumerate(run.short):
-                assert largest(missing - run.owed(index)) <= run.loss(torch.float64)
+            run.assert_nothing_is_lost()
 
 
 def test_a_share_goes_into_a_residual_that_did_not_exist_before() -> None:
@@ -170,9 +182,7 @@ def test_a_share_goes_into_a_residual_that_did_not_exist_before() -> None:
 @every_way
 def test_what_servers_owe_at_a_switch_is_sent_after_it(how: str) -> None:
     """Zeros follow the switch. int8 leaves 1/254 of a block's largest element at most, on either hop, step for step."""
-    run = Run(PHASES["larger blocks"], how)
-    for _ in range(4):
-        run.step()
+    run = before_the_switch(how)
     owed = max(map(largest, run.short))
     for _ in range(6):
         run.step(times=0.0)
@@ -185,55 +195,40 @@ def test_state_is_handed_over_wherever_it_is_stored(how: str, storage: str) -> N
     run = Run(PHASES["larger blocks"], how, storage=storage, dtype=torch.float32)
     for _ in range(STEPS):
         run.step()
-        for index, missing in enumerate(run.short):
-            allowed = run.loss(torch.float32, torch.bfloat16 if storage == "bf16" else None)
-            assert largest(missing - run.owed(index)) <= allowed
+        run.assert_nothing_is_lost(torch.float32, torch.bfloat16 if storage == "bf16" else None)
 
 
 @every_way_and_policy
 def test_an_inf_in_the_first_step_after_a_switch_undoes_none_of_it(how: str, policy: str) -> None:
-    run = Run(PHASES["larger blocks"], how, policy=policy, atomic=True)
-    for _ in range(4):
-        run.step()
+    run = before_the_switch(how, policy=policy, atomic=True)
     run.replace()
     spoiled = normal(run.workers.parameters, 4, seed=50)
     spoiled[2][0].view(-1)[3] = float("inf")
     run.workers.step(spoiled)
     for _ in range(2):
-        for index, missing in enumerate(run.short):
-            assert largest(missing - run.owed(index)) <= run.loss(torch.float64)
+        run.assert_nothing_is_lost()
         run.step()
 
 
 @every_way
 def test_what_no_rank_uses_in_the_first_step_after_a_switch_is_owed_still(how: str) -> None:
-    run = Run(PHASES["larger blocks"], how, may_be_unused=True)
-    for _ in range(4):
-        run.step()
-    run.replace()
+    run = before_the_switch(how, may_be_unused=True)
     gradients = normal(run.workers.parameters, 4, seed=50)
     for own in gradients:
         own[0].zero_()
-    means = run.workers.step(gradients)[0]
-    for index, mean in enumerate(means):
-        run.short[index] += mean_of(gradients, index) - mean
-        assert largest(run.short[index] - run.owed(index)) <= run.loss(torch.float64)
+    means = run.average(gradients)
+    run.assert_nothing_is_lost()
     assert not means[0].any() and largest(run.owed(0)) > 0.1
 
 
 @every_way
 def test_a_rank_that_has_joined_at_a_switch_keeps_what_it_served_until_it_has_inputs(how: str) -> None:
     """Zeros outside of a backward pass are those of a rank that has run out of inputs; it sends no residual."""
-    run = Run(PHASES["larger blocks"], how, may_join=True)
-    for _ in range(4):
-        run.step()
-    run.replace()
+    run = before_the_switch(how, may_join=True)
     gradients = normal(run.workers.parameters, 4, seed=50)
     gradients[0] = zeros(*SHAPES, dtype=torch.float64)
-    means = run.workers.step(gradients)[0]
-    for index, mean in enumerate(means):
-        run.short[index] += mean_of(gradients, index) - mean
-        assert largest(run.short[index] - run.owed(index)) <= run.loss(torch.float64)
+    run.average(gradients)
+    run.assert_nothing_is_lost()
 
 
 @every_way
@@ -342,8 +337,7 @@ def test_what_waits_for_a_compressor_that_was_announced_is_not_warned_of() -> No
         warnings.simplefilter("error")
         for _ in range(6):
             run.step()
-    for index, missing in enumerate(run.short):
-        assert largest(missing - run.owed(index)) <= run.loss(torch.float64)
+    run.assert_nothing_is_lost()
 
 
 def test_phases_rest_and_take_over_inside_every_wrapper() -> None:
