@@ -107,6 +107,7 @@ class Halves(Compressor):
         slot.write(whole + torch.where(finite, 0.0, torch.nan))
 
 
+@A_ROW
 def test_without_a_mistake_all_is_kept_or_excused() -> None:
     found = check(Halves())
     assert [str(one) for one in found if one.is_bad] == []

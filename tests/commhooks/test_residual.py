@@ -95,6 +95,7 @@ def _train(compression: Compression) -> tuple[list[float], float]:
     return norms, sum(losses[-100:]) / 100
 
 
+@A_ROW
 @pytest.mark.parametrize(("rank", "grows"), [(1, True), (2, False)])
 def test_opposite_residuals_grow_only_if_the_basis_never_turns(rank: int, grows: bool) -> None:
     """A known limit: what two ranks owe in opposite directions is not sent while it lies outside their mean's basis.
