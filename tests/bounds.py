@@ -8,13 +8,8 @@ from torch import Tensor
 from commhooks.laws.bounds import IN_FLOAT64, of_conservation, of_mean, unit_roundoff
 
 __all__ = [
-    "IN_FLOAT64",
-    "assert_equal_in_float64",
-    "of_conservation",
-    "of_mean",
-    "of_orthonormal_rows",
-    "unit_roundoff",
-]
+    "IN_FLOAT64", "assert_equal_in_float64", "of_conservation", "of_mean", "of_orthonormal_rows", "unit_roundoff",
+]  # fmt: skip
 
 
 def assert_equal_in_float64(got: object, wanted: object) -> None:

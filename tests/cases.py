@@ -187,6 +187,37 @@ def beside(even: Compressor, odd: Compressor) -> Compressor:
     return PerParameter(rules=(("*[02468v]*", even),), otherwise=odd)
 
 
+def powersgd(name: str, settings: dict[str, Any], bytes_on_wire: Formula, **claims: Any) -> Case:
+    """Return a row of PowerSGD: of rank 2, by default, which it finds exactly in two rounds, with error feedback."""
+    usual: dict[str, Any] = {"rank": 2, "exact_rank": 2, "collectives": (2,), "error_feedback": True}
+    make = functools.partial(make_compressor, "powersgd", **{"rank": 2} | settings)
+    return Case(name=f"powersgd-{name}", make=make, bytes_on_wire=bytes_on_wire, **(usual | claims))
+
+
+def two_hop(name: str, compressor: str, settings: dict[str, Any], bytes_on_wire: Formula, **claims: Any) -> Case:
+    """Return a row of codes in two hops, by default with error feedback.
+
+    An element is scaled, decoded, added up and subtracted on each hop.
+    """
+    usual: dict[str, Any] = {"exact_rank": 0, "collectives": (3,), "error_feedback": True}
+    usual |= {"roundings": 16} if claims.get("error_feedback", True) else {}
+    make = functools.partial(make_compressor, compressor, **{"block": 32} | settings)
+    return Case(name=name, make=make, bytes_on_wire=bytes_on_wire, **(usual | claims))
+
+
+def tiled(name: str, settings: dict[str, Any], bytes_on_wire: Formula, **claims: Any) -> list[Case]:
+    """Return two rows of a compressor of tiles: its mean is over all ranks, or over those that sent an element."""
+    usual: dict[str, Any] = {"exact_rank": 0, "bytes_on_wire": bytes_on_wire} | claims
+    chunk: dict[str, Any] = {"chunk": 16} | settings
+    senders = {"mean_over": "senders"} | ({"clip_to_median": True} if name == "sparse-loco" else {})
+    of_ranks, of_senders = (functools.partial(make_compressor, name, **one) for one in (chunk, chunk | senders))
+    drops = "the mean is over those ranks that sent an element"
+    return [
+        Case(name=name, make=of_ranks, **usual),
+        Case(name=f"{name}-senders", make=of_senders, owes_as=name, drops=drops, **usual),
+    ]
+
+
 CASES = [
     Case(
         name="all-reduce",
@@ -217,85 +248,42 @@ CASES = [
         collectives=(0,),
         exchanges=False,
     ),
-    *(
-        Case(
-            name=f"powersgd-{rank}",
-            make=functools.partial(make_compressor, "powersgd", rank=rank),
-            bytes_on_wire=LowRankBytes(rank=rank),
-            collectives=(2,),
-            rank=rank,
-            exact_rank=rank,
-            error_feedback=True,
-        )
-        for rank in (1, 2, 4)
-    ),
-    Case(
-        name="powersgd-2-fp16-wire",
-        make=lambda: make_compressor("powersgd", rank=2, wire=torch.float16),
-        bytes_on_wire=LowRankBytes(rank=2, itemsize=2),
-        collectives=(2,),
-        rank=2,
+    *(powersgd(f"{rank}", {"rank": rank}, LowRankBytes(rank=rank), rank=rank, exact_rank=rank) for rank in (1, 2, 4)),
+    powersgd(
+        "2-fp16-wire",
+        {"wire": torch.float16},
+        LowRankBytes(rank=2, itemsize=2),
         wire=torch.float16,
         range=torch.float16,
         exact_rank=0,
-        error_feedback=True,
     ),
-    Case(
-        name="powersgd-2-cold-no-feedback",
-        make=lambda: make_compressor("powersgd", rank=2, warm_start=False, error_feedback=False),
-        bytes_on_wire=LowRankBytes(rank=2),
-        rank=2,
-        collectives=(2,),
-        exact_rank=2,
+    powersgd(
+        "2-cold-no-feedback",
+        {"warm_start": False, "error_feedback": False},
+        LowRankBytes(rank=2),
+        error_feedback=False,
         warm=False,
     ),
     # A step that sends P leaves something, and error feedback turns the next step's rows away from where they were: two
     # steps in a row are exact together, no single one is.
-    Case(
-        name="powersgd-2-alternating",
-        make=lambda: make_compressor("powersgd", rank=2, alternating=True),
-        bytes_on_wire=LowRankBytes(rank=2, alternating=True),
-        rank=2,
+    powersgd(
+        "2-alternating",
+        {"alternating": True},
+        LowRankBytes(rank=2, alternating=True),
+        collectives=(1,),
         exact_rank=0,
-        error_feedback=True,
     ),
-    Case(
-        name="powersgd-2-alternating-no-feedback",
-        make=lambda: make_compressor("powersgd", rank=2, alternating=True, error_feedback=False),
-        bytes_on_wire=LowRankBytes(rank=2, alternating=True),
-        rank=2,
-        exact_rank=2,
+    powersgd(
+        "2-alternating-no-feedback",
+        {"alternating": True, "error_feedback": False},
+        LowRankBytes(rank=2, alternating=True),
+        collectives=(1,),
+        error_feedback=False,
         exact_after=1,
     ),
-    Case(
-        name="powersgd-2-twice",
-        make=lambda: make_compressor("powersgd", rank=2, iterations=2),
-        bytes_on_wire=LowRankBytes(rank=2, pairs=2),
-        rank=2,
-        collectives=(4,),
-        exact_rank=2,
-        error_feedback=True,
-    ),
-    Case(
-        name="powersgd-2-square",
-        make=lambda: make_compressor("powersgd", rank=2, matrices="most-square"),
-        bytes_on_wire=LowRankBytes(rank=2, square=True),
-        rank=2,
-        collectives=(2,),
-        error_feedback=True,
-        exact_rank=2,
-        rule="most-square",
-    ),
-    Case(
-        name="powersgd-2-bucket",
-        make=lambda: make_compressor("powersgd", rank=2, matrices="whole-bucket"),
-        bytes_on_wire=whole_bucket_bytes,
-        rank=2,
-        collectives=(2,),
-        error_feedback=True,
-        exact_rank=0,
-        depends_on_buckets=True,
-    ),
+    powersgd("2-twice", {"iterations": 2}, LowRankBytes(rank=2, pairs=2), collectives=(4,)),
+    powersgd("2-square", {"matrices": "most-square"}, LowRankBytes(rank=2, square=True), rule="most-square"),
+    powersgd("2-bucket", {"matrices": "whole-bucket"}, whole_bucket_bytes, exact_rank=0, depends_on_buckets=True),
     Case(
         name="adaptive-rank",
         make=lambda: make_compressor("adaptive-rank", rank=3, max_rank=5, every=8),
@@ -339,63 +327,12 @@ CASES = [
         error_feedback=True,
         exact_rank=0,
     ),
-    Case(
-        name="sparse-loco",
-        make=lambda: make_compressor("sparse-loco", k=8, chunk=16),
-        bytes_on_wire=SparseLoCoBytes(k=8, chunk=16),
-        error_feedback=True,
-        decay=0.95,
-        exact_rank=0,
-    ),
-    Case(
-        name="sparse-loco-senders",
-        make=lambda: make_compressor("sparse-loco", k=8, chunk=16, mean_over="senders", clip_to_median=True),
-        bytes_on_wire=SparseLoCoBytes(k=8, chunk=16),
-        error_feedback=True,
-        decay=0.95,
-        exact_rank=0,
-        owes_as="sparse-loco",
-        drops="the mean is over those ranks that sent an element",
-    ),
+    *tiled("sparse-loco", {"k": 8}, SparseLoCoBytes(k=8, chunk=16), error_feedback=True, decay=0.95),
     # An element of a tile a×b is the product of a row, the coefficients and a column: off by (a + b)·u of the tile's
     # norm for each of the transforms there and back, or for the mean's and what is kept.
-    Case(
-        name="demo",
-        make=lambda: make_compressor("demo", k=8, chunk=16),
-        bytes_on_wire=DeMoBytes(k=8, chunk=16),
-        error_feedback=True,
-        decay=0.999,
-        exact_rank=0,
-        roundings=2 * (16 + 16),
-    ),
-    Case(
-        name="demo-senders",
-        make=lambda: make_compressor("demo", k=8, chunk=16, mean_over="senders"),
-        bytes_on_wire=DeMoBytes(k=8, chunk=16),
-        error_feedback=True,
-        decay=0.999,
-        exact_rank=0,
-        roundings=2 * (16 + 16),
-        owes_as="demo",
-        drops="the mean is over those ranks that sent an element",
-    ),
+    *tiled("demo", {"k": 8}, DeMoBytes(k=8, chunk=16), error_feedback=True, decay=0.999, roundings=2 * (16 + 16)),
     # What it keeps is not what it did not send: of that it has sent signs, whatever their size.
-    Case(
-        name="distro",
-        make=lambda: make_compressor("distro", chunk=16),
-        bytes_on_wire=DeMoBytes(k=4, chunk=16, one_bit=True),
-        follows_scale=False,
-        exact_rank=0,
-    ),
-    Case(
-        name="distro-senders",
-        make=lambda: make_compressor("distro", chunk=16, mean_over="senders"),
-        bytes_on_wire=DeMoBytes(k=4, chunk=16, one_bit=True),
-        follows_scale=False,
-        exact_rank=0,
-        owes_as="distro",
-        drops="the mean is over those ranks that sent an element",
-    ),
+    *tiled("distro", {}, DeMoBytes(k=4, chunk=16, one_bit=True), follows_scale=False),
     Case(
         name="top-k-bitmap",
         make=lambda: make_compressor("top-k", ratio=0.2, indices="bitmap"),
@@ -459,60 +396,19 @@ CASES = [
         error_feedback=True,
         exact_rank=0,
     ),
-    # An element is scaled, decoded, added up and subtracted on each hop.
     *(
-        Case(
-            name=f"two-hop-{name}",
-            make=functools.partial(make_compressor, name, block=32),
-            bytes_on_wire=TwoHopBytes(block=32, bits=bits),
-            collectives=(3,),
-            error_feedback=True,
-            exact_rank=0,
-            roundings=16,
-            overshoots=name == "int4",
-        )
+        two_hop(f"two-hop-{name}", name, {}, TwoHopBytes(block=32, bits=bits), overshoots=name == "int4")
         for name, bits in (("sign", 1), ("int8", 8), ("int4", 4), ("fp8", 8), ("e3m0", 4))
     ),
-    Case(
-        name="two-hop-codebook",
-        make=lambda: make_compressor("codebook", block=32),
-        bytes_on_wire=TwoHopBytes(block=32, bits=2, numbers=4),
-        collectives=(3,),
-        error_feedback=True,
-        exact_rank=0,
-        roundings=16,
-        overshoots=False,
-    ),
+    two_hop("two-hop-codebook", "codebook", {}, TwoHopBytes(block=32, bits=2, numbers=4), overshoots=False),
     # It may lose more than it is given, in the Euclidean norm.
-    Case(
-        name="two-hop-int4-wide",
-        make=lambda: make_compressor("int4", block=480),
-        bytes_on_wire=TwoHopBytes(block=480, bits=4),
-        collectives=(3,),
-        error_feedback=True,
-        exact_rank=0,
-        roundings=16,
-    ),
+    two_hop("two-hop-int4-wide", "int4", {"block": 480}, TwoHopBytes(block=480, bits=4)),
     *(
-        Case(
-            name=f"two-hop-{name}",
-            make=functools.partial(make_compressor, name, block=32),
-            bytes_on_wire=TwoHopBytes(block=32, bits=bits, scales=1),
-            collectives=(3,),
-            error_feedback=True,
-            exact_rank=0,
-            roundings=16,
-        )
+        two_hop(f"two-hop-{name}", name, {}, TwoHopBytes(block=32, bits=bits, scales=1))
         for name, bits in (("mxfp8", 8), ("mxfp4", 4))
     ),
     *(
-        Case(
-            name=f"two-hop-{name}",
-            make=functools.partial(make_compressor, name, block=32),
-            bytes_on_wire=TwoHopBytes(block=32, bits=bits),
-            collectives=(3,),
-            exact_rank=0,
-        )
+        two_hop(f"two-hop-{name}", name, {}, TwoHopBytes(block=32, bits=bits), error_feedback=False)
         for name, bits in (("qsgd", 8), ("terngrad", 2), ("natural", 8))
     ),
     # Of two compressors side by side each parameter keeps its own kinds of state: blocks of two sizes, and a basis.
@@ -535,29 +431,33 @@ CASES = [
         error_feedback=True,
         exact_rank=0,
     ),
-    Case(
-        name="two-hop-fp16",
-        make=lambda: make_compressor("fp16-two-hop", block=32),
-        bytes_on_wire=TwoHopBytes(block=32, bits=16, scales=0, unit=2),
-        collectives=(3,),
+    two_hop(
+        "two-hop-fp16",
+        "fp16-two-hop",
+        {},
+        TwoHopBytes(block=32, bits=16, scales=0, unit=2),
         wire=torch.float16,
         range=torch.float16,
         lossless=True,
+        exact_rank=None,
+        error_feedback=False,
     ),
-    Case(
-        name="two-hop-bf16-stochastic",
-        make=lambda: make_compressor("bf16-two-hop", block=32, stochastic=True),
-        bytes_on_wire=TwoHopBytes(block=32, bits=16, scales=0, unit=2),
-        collectives=(3,),
+    two_hop(
+        "two-hop-bf16-stochastic",
+        "bf16-two-hop",
+        {"stochastic": True},
+        TwoHopBytes(block=32, bits=16, scales=0, unit=2),
         wire=torch.bfloat16,
+        exact_rank=None,
+        error_feedback=False,
     ),
-    Case(
-        name="signum",
-        make=lambda: make_compressor("signum", block=32),
-        bytes_on_wire=TwoHopBytes(block=32, bits=1, scales=0, flaw=4),
-        collectives=(3,),
-        exact_rank=0,
+    two_hop(
+        "signum",
+        "signum",
+        {},
+        TwoHopBytes(block=32, bits=1, scales=0, flaw=4),
         exempt={"zeros": "one bit has no third value"},
+        error_feedback=False,
     ),
 ]
 
@@ -571,9 +471,21 @@ FORMS = [
 """One row for each form of exchange: what ordinary tests run over processes, where the long ones run every row."""
 
 
+WHOLE = {
+    *FORMS, "affine", "demo", "noop", "powersgd-2-unbiased", "random-block", "random-k", "sparse-loco", "svd-2",
+    "threshold",
+}  # fmt: skip
+"""One row for each form, and for each class of compressor: `make test` tries every law on each of these."""
+
+
 def is_form(case: Case) -> bool:
     """Return whether it is a row of `FORMS`."""
     return case.name in FORMS
+
+
+def is_whole(case: Case) -> bool:
+    """Return whether it is a row of `WHOLE`."""
+    return case.name in WHOLE
 
 
 def rows_of(cases: Sequence[Case]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 
 from tests.conftest import in_any_order, reason_unknown
 from tests.ddp_core.facts import Facts
-from tests.tiers import in_turn, refuse_processes, starts_processes, thorough
+from tests.tiers import covering, in_turn, refuse_processes, starts_processes, thorough
 from tests.world import on_ranks, run_world
 
 
@@ -69,7 +70,16 @@ def test_pairs_take_turns_and_the_rest_is_left_to_the_long_run() -> None:
 
     assert usual(in_turn("abc", [1, 2])) == [("a", 1), ("b", 2), ("c", 1)]
     assert usual(in_turn("ab", [1, 2], whole="b".__eq__)) == [("a", 1), ("b", 1), ("b", 2)]
+    assert usual(in_turn("ab", [1, 2], fast="b".__eq__)) == [("b", 2)]
     assert usual(thorough("abc", unless="b".__eq__)) == [("b",)]
+
+
+def test_a_cover_has_all_pairs_in_half_of_the_tuples_and_make_test_fast_has_its_first() -> None:
+    found = covering("ab", [1, 2], [True, False], fast=1)
+    chosen = [tuple(one.values) for one in found if "thorough" not in {mark.name for mark in one.marks}]
+    assert len(found) == 8 and len(chosen) == 4
+    assert len({pair for one in chosen for pair in itertools.combinations(enumerate(one), 2)}) == 3 * 2 * 2
+    assert sum(not one.marks for one in found) == 1
 
 
 def test_each_seed_has_an_order_of_test_files() -> None:

@@ -1,14 +1,16 @@
 """Which tests run when: `make test-fast`, `make test` and `make test-all`.
 
 `thorough` and `in_turn` mark what only `make test-all` runs: rows and pairs of which `make test` has a cover, and long
-commands. `a_row` marks a row of which `make test` runs all and `make test-fast` one of each form. What starts a process
-is marked by `conftest.py`, which follows the names that a test's code uses, and otherwise by hand.
+commands; so does `covering`, over three parameters and more. `a_row` marks a row of which `make test` runs all and
+`make test-fast` one of each form, or a longer test, which that leaves out. What starts a process is marked by
+`conftest.py`, which follows the names that a test's code uses, and otherwise by hand.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import subprocess
 import types
@@ -40,21 +42,48 @@ def thorough(values: Iterable[Any], unless: Callable[[Any], bool] = lambda _: Fa
     return _marked(values, THOROUGH, unless)
 
 
-def rows(values: Iterable[Any], unless: Callable[[Any], bool]) -> list[Any]:
+def rows(values: Iterable[Any], unless: Callable[[Any], bool] = lambda _: False) -> list[Any]:
     """Return values for a test's parameters, all but some left out by `make test-fast`."""
     return _marked(values, A_ROW, unless)
 
 
-def in_turn(first: Sequence[Any], second: Sequence[Any], whole: Callable[[Any], bool] = lambda _: False) -> list[Any]:
+def in_turn(
+    first: Sequence[Any],
+    second: Sequence[Any],
+    whole: Callable[[Any], bool] = lambda _: False,
+    fast: Callable[[Any], bool] = lambda _: True,
+) -> list[Any]:
     """Return all pairs for a test's parameters, of which `make test` runs each of `first` with one of `second`.
 
-    These take turns, so that each is run with many; those of `first` for which `whole` holds are run with all.
+    These take turns, so that each is run with many; those of `first` for which `whole` holds are run with all. Of what
+    `make test` runs, `make test-fast` leaves out those of `first` for which `fast` does not hold.
     """
     return [
-        pytest.param(one, other, marks=() if whole(one) or number % len(second) == place else THOROUGH)
+        pytest.param(
+            one,
+            other,
+            marks=THOROUGH if not whole(one) and number % len(second) != place else () if fast(one) else A_ROW,
+        )
         for number, one in enumerate(first)
         for place, other in enumerate(second)
     ]
+
+
+def covering(*values: Sequence[Any], fast: int | None = None) -> list[Any]:
+    """Return all tuples for a test's parameters, of which `make test` runs some in which all pairs of values occur.
+
+    The next is always the one with the most pairs that have not occurred. `make test-fast` runs the first `fast`.
+    """
+    every = list(itertools.product(*values))
+    places = itertools.product(*(range(len(one)) for one in values))
+    pairs = [{*itertools.combinations(enumerate(of_one), 2)} for of_one in places]
+    left = set().union(*pairs)
+    chosen: list[int] = []
+    while left:
+        chosen.append(max(range(len(every)), key=lambda number: len(pairs[number] & left)))
+        left -= pairs[chosen[-1]]
+    marks = dict.fromkeys(chosen, A_ROW) | dict.fromkeys(chosen[:fast], ())
+    return [pytest.param(*one, marks=marks.get(number, THOROUGH)) for number, one in enumerate(every)]
 
 
 def _marked(values: Iterable[Any], mark: pytest.MarkDecorator, unless: Callable[[Any], bool]) -> list[Any]:

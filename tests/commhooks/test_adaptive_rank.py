@@ -17,6 +17,7 @@ from commhooks.compressors.powersgd.adaptive_rank import _norms_of_rows
 from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least_error
 from experiments.tasks import load_task
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
+from tests.tiers import A_ROW, in_turn, thorough
 
 SHAPES = ((24, 40), (40,), (30, 36), (48, 20))
 
@@ -125,7 +126,7 @@ def run(compressor: Compressor, gradients: list[list[Tensor]], steps: int, last:
     return (workers.traffic.payload_bytes - before) / last, error / last, workers
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, *thorough(range(1, 5))])
 def test_a_flat_spectrum_gets_the_columns_that_steep_ones_do_not_need(seed: int) -> None:
     """For a whole window it spends no more than the uniform rank, and leaves less; or leaves no more, and spends less.
 
@@ -160,8 +161,8 @@ def test_accordion_gives_the_high_rank_to_layers_whose_norm_changes() -> None:
 # --- the choice is state ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["least-error", "accordion"])
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@A_ROW
+@pytest.mark.parametrize(("policy", "rule"), in_turn(["fifo", "fused"], ["least-error", "accordion"]))
 def test_a_run_is_resumed_bit_for_bit_wherever_in_a_window_it_was_saved(policy: str, rule: Any) -> None:
     compressor = ErrorFeedback(inner=AdaptiveRank(rank=3, max_rank=5, every=5, rule=rule))
     ran = Workers(compressor, 2, zeros(*SHAPES), buckets=2, policy=policy, atomic=True)

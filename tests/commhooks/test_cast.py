@@ -8,6 +8,7 @@ import torch
 from commhooks import AllReduceMean, Cast, Compressor, ErrorFeedback, WireDtype
 from commhooks.scheduling import packing
 from tests.commhooks.workers import Workers
+from tests.tiers import A_ROW
 
 RANKS = 64
 SMALLEST = 2.0**-24  # fp16's; half of it rounds to 0, which is even
@@ -44,6 +45,7 @@ def test_bf16_keeps_it() -> None:
     assert mean_of(Cast(dtype=torch.bfloat16), *[1.5e-6] * RANKS) == pytest.approx(1.5e-6, rel=RANKS * 2**-8)
 
 
+@A_ROW
 def test_error_feedback_sends_it_later() -> None:
     steps = 32
     # The residual is what rounding left of a share, half of the smallest number at most, on every rank.

@@ -22,6 +22,7 @@ from commhooks.language.noise import Keys, Noise
 from commhooks.native import library
 from commhooks.native.passes import Passes as NativePasses
 from tests import bounds
+from tests.tiers import in_turn, thorough
 from tests.world import on_ranks
 
 pytestmark = pytest.mark.kernels
@@ -33,6 +34,7 @@ CODECS: list[Codec] = [
     Int8(), Int8(stochastic=False), Int8(block=100), Int4(), Int4(stochastic=False), Sign(), Sign(block=24), Vote(),
     FP8(), QSGD(), QSGD(levels=7), QSGD(levels=1), TernGrad(), Natural(), MXFP4(),
 ]  # fmt: skip
+QUICK = (Int8(), FP8(), TernGrad(), MXFP4())
 BLOCKS, RANKS = 10_000, 4
 SERVED = BLOCKS // RANKS
 CPU = torch.device("cpu")
@@ -62,8 +64,11 @@ def places() -> Places:
 
 
 @needs_library
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize(
+    ("codec", "level"),
+    in_turn(CODECS, LEVELS, fast=QUICK.__contains__),
+    ids=str,
+)
 def test_compiled_passes_are_the_eager_ones(codec: Codec, level: str) -> None:
     """Bit for bit, but for scales that are sums: those are within n·ε, and so may be what is rounded by them."""
     blocks, noise = given(codec)
@@ -157,8 +162,9 @@ def test_a_subclass_that_encodes_otherwise_is_eager() -> None:
 
 @needs_library
 @on_ranks(2)
-def test_a_rank_without_them_has_the_same_replica(rank: int) -> str:
-    """40 steps of every code: what ranks return must be equal, so it is a digest of all means."""
+@pytest.mark.parametrize("steps", [10, *thorough([40])])
+def test_a_rank_without_them_has_the_same_replica(rank: int, steps: int) -> str:
+    """Steps of every code: what ranks return must be equal, so it is a digest of all means."""
     if rank:
         os.environ[library.VARIABLE] = "off"
     generator, digest = torch.Generator().manual_seed(rank), hashlib.sha256()
@@ -166,7 +172,7 @@ def test_a_rank_without_them_has_the_same_replica(rank: int) -> str:
         dtype = torch.bfloat16 if number % 2 else torch.float32
         like = {"weight": torch.zeros(203, 100, dtype=dtype), "bias": torch.zeros(1500, dtype=dtype)}
         exchanger = commhooks.Exchanger(like, commhooks.make_compressor(name))
-        for _ in range(40):
+        for _ in range(steps):
             own = {key: torch.randn(one.shape, generator=generator).to(dtype) for key, one in like.items()}
             exchanger.average(own)
             for mean in own.values():

@@ -1,14 +1,6 @@
-"""What compressing and decompressing take: time against a memory copy, and memory beside the bucket.
-
-`python -m tests.commhooks.test_compressor_cost [names]` prints both for ResNet-18's shapes and 8 workers.
-"""
+"""What compressing and decompressing take: memory beside the bucket."""
 
 from __future__ import annotations
-
-import statistics
-import sys
-import time
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,32 +8,19 @@ from torch import Tensor
 
 from commhooks import make_compressor
 from commhooks.compressors import COMPRESSORS
-from commhooks.scheduling.lockstep import run_in_turns
-from experiments.studies.bench.given import resnet18_shapes
 from tests.cases import NEEDED
-from tests.commhooks.test_powersgd_memory import NewMemory
-from tests.commhooks.workers import GivenBucket, Workers, zeros
+from tests.commhooks.test_powersgd_memory import NewMemory, step_as_it_is
+from tests.commhooks.workers import Workers, zeros
+from tests.tiers import rows, thorough
 
 WORLD_SIZE = 8
-SLOWEST = 1 / 20
-"""Of a memory copy's speed; whatever is slower says so in its card."""
 
 
-def step(workers: Workers, gradient: Tensor) -> float:
-    """Average the same gradient on every worker; return the seconds that one took, its copying in left out."""
+def step(workers: Workers, gradient: Tensor) -> None:
+    """Average the same gradient on every worker."""
     for memory in workers.memories:
         memory.copy_(gradient)
-    began = time.thread_time()  # which other programs do not advance
-    for engine, memory in zip(workers.engines, workers.memories, strict=True):
-        engine.run(GivenBucket(0, memory, workers.parameters, is_last=True))
-    run_in_turns(workers.lines)
-    return (time.thread_time() - began) / workers.world_size
-
-
-def copying(gradient: Tensor, target: Tensor) -> float:
-    began = time.thread_time()
-    target.copy_(gradient)
-    return time.thread_time() - began
+    step_as_it_is(workers)
 
 
 def memory_beside_the_bucket(workers: Workers, gradient: Tensor) -> float:
@@ -54,19 +33,6 @@ def memory_beside_the_bucket(workers: Workers, gradient: Tensor) -> float:
     return float(memory.peak_bytes + messages) / float(buckets)
 
 
-def measured(name: str, shapes: Sequence[tuple[int, ...]], turns: int = 3) -> tuple[list[float], float]:
-    """Return the fractions of a copy's speed, and the memory beside the bucket."""
-    workers = Workers(make_compressor(name, **NEEDED.get(name, {})), WORLD_SIZE, zeros(*shapes))
-    gradient = torch.randn(sum(p.numel() for p in workers.parameters), generator=torch.Generator().manual_seed(0))
-    memory = memory_beside_the_bucket(workers, gradient)
-    target = torch.empty_like(gradient)
-    fractions = []
-    for _ in range(turns):
-        copies = [copying(gradient, target) for _ in range(5)]
-        fractions.append(statistics.median(copies) / step(workers, gradient))
-    return fractions, memory
-
-
 SMALL = ((400, 600), (600,), (128, 48, 3, 3), (256, 512))
 LIMITS = {"powersgd": 0.3}
 # Codes of a byte or less, sent and received at the same time; those of two bytes, and a momentum (signum, dgc); all
@@ -77,7 +43,13 @@ LIMITS |= dict.fromkeys(
 LIMITS |= dict.fromkeys(("fp16-two-hop", "bf16-two-hop", "signum", "dgc"), 1.3) | {"affine": 3.5, "svd": 1.5}
 
 
-@pytest.mark.parametrize("name", [name for name in COMPRESSORS if name != "noop"])
+QUICK = {"all-reduce", "powersgd", "top-k", "int8"}
+SAME_WAY = {"int4", "qsgd", "terngrad", "natural", "fp8", "mxfp8", "e3m0", "codebook", "bf16-two-hop", "bf16", "distro"}
+"""Other codes, dtypes or settings of compressors that each run has."""
+ORDINARY = rows(sorted(COMPRESSORS.keys() - SAME_WAY - {"noop"}), unless=QUICK.__contains__)
+
+
+@pytest.mark.parametrize("name", [*ORDINARY, *thorough(sorted(SAME_WAY))])
 def test_a_step_takes_no_more_new_memory_than_the_bucket(name: str) -> None:
     workers = Workers(make_compressor(name, **NEEDED.get(name, {})), WORLD_SIZE, zeros(*SMALL))
     gradient = torch.randn(sum(p.numel() for p in workers.parameters), generator=torch.Generator().manual_seed(0))
@@ -92,18 +64,3 @@ def test_a_cast_is_sent_from_memory_that_the_step_before_gave_back(name: str) ->
     with NewMemory() as memory:
         step(workers, gradient)
     assert memory.largest_bytes < gradient.nbytes / 100
-
-
-def main(names: Sequence[str]) -> None:
-    """Print the table."""
-    torch.set_num_threads(1)
-    print("| compressor | speed, of a memory copy's | new memory, of the bucket |\n| --- | --- | --- |")
-    for name in names or [name for name in COMPRESSORS if name != "noop"]:
-        fractions, memory = measured(name, resnet18_shapes())
-        slowest, fastest = 1 / max(fractions), 1 / min(fractions)
-        mark = "" if max(fractions) >= SLOWEST else " (slow)"
-        print(f"| {name} | 1/{slowest:.1f} to 1/{fastest:.1f}{mark} | {memory:.3f} |", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -9,26 +9,23 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor
 
 import commhooks
 from commhooks import (
     AllReduceMean,
     CompressorError,
     ErrorFeedback,
-    Exchanger,
     PerParameter,
     PowerSGD,
     StartAfter,
     TopK,
     TwoHop,
-    lockstep_lines,
     make_compressor,
 )
 from commhooks.codecs import Int8
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Entry, Exchange, Judge, Part, Place
 from commhooks.language.requests import Layout
-from tests.commhooks.workers import Workers, normal, zeros
+from tests.commhooks.workers import Workers, exchangers, gradients_of, normal, zeros
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,10 +53,10 @@ def test_state_that_is_shaped_like_its_parameter_is_loaded(compressor: Compresso
     tensors = {"w": torch.zeros(shape)}
     ran, resumed = (exchangers(tensors, compressor) for _ in range(2))
     for step in range(3):
-        commhooks.average_in_lockstep(ran, drawn(tensors, step))
+        commhooks.average_in_lockstep(ran, gradients_of(tensors, step))
     for one, other in zip(ran, resumed, strict=True):
         other.load_state_dict(one.state_dict())
-    ours, theirs = drawn(tensors, 9), drawn(tensors, 9)
+    ours, theirs = gradients_of(tensors, 9), gradients_of(tensors, 9)
     commhooks.average_in_lockstep(ran, ours)
     commhooks.average_in_lockstep(resumed, theirs)
     assert torch.equal(ours[0]["w"], theirs[0]["w"])
@@ -166,14 +163,14 @@ class Tabled(Int8):
 def test_settings_that_cannot_be_compared_break_no_other_compressor(make: Callable[[Any], Compressor]) -> None:
     tensors = {"w": torch.zeros(64)}
     for kept in [exchangers(tensors, make(numpy.arange(3) + own)) for own in range(3)]:
-        commhooks.average_in_lockstep(kept, drawn(tensors, 0))
+        commhooks.average_in_lockstep(kept, gradients_of(tensors, 0))
 
 
 def test_state_of_a_channels_last_tensor_is_saved_in_its_order() -> None:
     tensor = torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     last, plain = exchangers({"w": tensor}, "top-k"), exchangers({"w": torch.zeros(2, 3, 4, 5)}, "top-k")
-    commhooks.average_in_lockstep(last, drawn({"w": tensor}, 0))
-    commhooks.average_in_lockstep(plain, drawn({"w": tensor}, 0))
+    commhooks.average_in_lockstep(last, gradients_of({"w": tensor}, 0))
+    commhooks.average_in_lockstep(plain, gradients_of({"w": tensor}, 0))
     saved = [of[0].state_dict()["local"]["rank0"]["w"]["residual"] for of in (last, plain)]
     assert torch.equal(*saved)
 
@@ -195,15 +192,6 @@ def test_average_says_where_workers_of_one_process_meet() -> None:
     one, _ = exchangers({"w": torch.zeros(3)}, "all-reduce")
     with pytest.raises(CompressorError, match="meet in average_in_lockstep"):
         one.average({"w": torch.ones(3)})
-
-
-def exchangers(tensors: dict[str, Tensor], compressor: Compressor | str, world_size: int = 2) -> list[Exchanger]:
-    return [Exchanger(tensors, compressor, line=line) for line in lockstep_lines(world_size)]
-
-
-def drawn(tensors: dict[str, Tensor], seed: int) -> list[dict[str, Tensor]]:
-    of_ranks = normal(list(tensors.values()), 2, seed=seed)
-    return [dict(zip(tensors, own, strict=True)) for own in of_ranks]
 
 
 @pytest.mark.parametrize("name", ["top-k", "int4"])

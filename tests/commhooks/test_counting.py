@@ -17,9 +17,8 @@ from tests.cases import LowRankBytes
 from tests.commhooks.mirrored import backward
 from tests.commhooks.models import MODELS, Given, Shape, wrap
 from tests.commhooks.workers import normal, zeros
+from tests.tiers import in_turn
 from tests.world import on_ranks
-
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 
 # Parameters of 40×60, 9, 30×20 and 1: 3010 elements. At rank 2 the first message holds P of 40×2 and of 30×2, and the
 # 10 elements that are not compressed: 150 elements, 600 bytes; the second Q of 60×2 and 20×2: 160 elements, 640 bytes.
@@ -36,8 +35,7 @@ SHAPES: list[Shape] = [(40, 60), (9,), (30, 20), ()]
 
 
 @on_ranks("world_size", check_exit=True)
-@both_ddps
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(("world_size", "kind"), in_turn([2, 3, 4], ["torch", "core"]))
 def test_a_state_of_powersgd_counts_what_a_pencil_counts(rank: int, kind: str, world_size: int) -> None:
     """Make a step of all-reduce and two of PowerSGD of rank 2, in one bucket, under each policy."""
     dense, first, second = MOVED[world_size]
@@ -79,15 +77,19 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @on_ranks(2, check_exit=True)
-@pytest.mark.parametrize("kind", ["torch", pytest.param("core", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("kind", "runs"),
+    [("torch", ["rank 4", "alternating"]), pytest.param("core", list(RUNS), marks=pytest.mark.soak)],
+    ids=["some", "all"],
+)
 def test_powersgd_makes_one_collective_of_a_round_fused_and_one_of_a_round_and_bucket_in_fifo(
-    rank: int, kind: str
+    rank: int, kind: str, runs: list[str]
 ) -> None:
     """Assert as many collectives as a step ("fused"), or its buckets ("fifo"), have rounds, and no more bytes."""
     for buckets, (shapes, bucket_cap_mb) in MODELS.items():
         gradients = normal(zeros(*shapes), 2, seed=0)[rank]
         elements = sum(math.prod(shape) for shape in shapes)
-        for name, (settings, rounds) in RUNS.items():
+        for name, (settings, rounds) in ((name, RUNS[name]) for name in runs):
             formula = LowRankBytes(**settings)
             for policy in ("fifo", "fused"):
                 model = wrap(kind, Given(*shapes), bucket_cap_mb=bucket_cap_mb)

@@ -24,6 +24,7 @@ from commhooks.planning.predicting import Unlinked
 from commhooks.planning.sizes import FORWARD_SHARE, in_buckets, ready_moments, square_matrices
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 from tests.costs_then import AS_THEN
+from tests.tiers import A_ROW
 
 NS = 1e-9
 
@@ -102,6 +103,7 @@ def test_at_the_break_even_rate_both_steps_take_equally_long() -> None:
     assert not made_up(1.1 * rate).of("top-k:ratio=0.01").pays
 
 
+@A_ROW
 @pytest.mark.parametrize("hook", MADE_UP.hooks)
 def test_a_faster_link_never_makes_a_step_slower(hook: str) -> None:
     seconds = [made_up(rate).of(hook).time.seconds for rate in (1e7, 1e8, 1e9, 1e10, math.inf)]

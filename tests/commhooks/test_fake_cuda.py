@@ -26,8 +26,9 @@ from commhooks.language.compressor import inner_of
 from commhooks.language.randomness import seeded_normal
 from commhooks.scheduling.ledger import Ledger
 from commhooks.state.table import StateTable
-from tests.cases import BY_NAME, CASES, FORMS, Case
+from tests.cases import CASES, Case, is_form, is_whole
 from tests.commhooks.alone import bucket_of, run_alone
+from tests.tiers import in_turn, thorough
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 
@@ -145,9 +146,13 @@ def device() -> Iterator[torch.device]:
         yield torch.device("cuda", 0)
 
 
+STORAGES = ["fp32", "bf16", "host"]
+OTHERS = thorough([(case, "fp32") for case in CASES if not is_whole(case)])
+
+
 @pytest.mark.parametrize(
     ("case", "storage"),
-    [*((case, "fp32") for case in CASES), *((BY_NAME[name], other) for name in FORMS for other in ("bf16", "host"))],
+    [*in_turn([case for case in CASES if is_whole(case)], STORAGES, fast=is_form), *OTHERS],
     ids=str,
 )
 def test_a_step_on_a_gpu_asks_for_no_value(case: Case, storage: Any, device: torch.device) -> None:

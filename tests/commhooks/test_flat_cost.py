@@ -13,11 +13,13 @@ from commhooks.communicators.collective import Traffic
 from commhooks.language.entries import blocks_served
 from tests.commhooks.workers import Workers, normal, zeros
 from tests.flat_cost import DEVICES, MODELS, WORLD_SIZES, Shapes, traffic_of, two_hop_names, two_hop_of
+from tests.tiers import A_ROW, rows, thorough
 
 FLOOR = (2 - 2 / 64) / (2 - 2 / 2)
 """Two passes around a ring of W send 2·(W - 1)/W of a message: so many times more of it at 64 ranks than at 2."""
 MOST = 2.1
 QUICK = ("fp16-two-hop", "int8", "sign")
+OF_EACH = rows([*QUICK, "terngrad", "mxfp4"], unless="sign".__eq__)
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in two_hop_names()]
 
 
@@ -60,7 +62,7 @@ def test_64_ranks_cost_hardly_more_than_the_ring_itself_does(name: str) -> None:
     assert FLOOR * 0.99 < moved(name, "ResNet-18", 64) / moved(name, "ResNet-18", 2) < MOST
 
 
-@pytest.mark.parametrize("name", two_hop_names())
+@pytest.mark.parametrize("name", [*OF_EACH, *thorough(sorted({*two_hop_names()} - {*QUICK, "terngrad", "mxfp4"}))])
 def test_many_small_parameters_fill_the_rows_of_all_ranks_or_travel_as_sums(name: str) -> None:
     """Blocks are dealt by parameters' names: with 15 of each, or 7, no rank has many more than another.
 
@@ -79,6 +81,7 @@ def test_many_small_parameters_fill_the_rows_of_all_ranks_or_travel_as_sums(name
         assert FLOOR * 0.99 < moved(name, model, 64) / moved(name, model, 2) < MOST * (1 + empty)
 
 
+@A_ROW
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("model", MODELS)
 def test_only_what_is_no_whole_block_or_too_small_for_codes_rides_uncompressed(name: str, model: str) -> None:
@@ -90,6 +93,7 @@ def test_only_what_is_no_whole_block_or_too_small_for_codes_rides_uncompressed(n
     assert (summed.payload_bytes if summed else 0) <= 4 * rest
 
 
+@A_ROW
 def test_gathering_every_ranks_code_is_not_flat() -> None:
     """So that the bounds can fail: what gathers grows with the ranks, 63 times from 2 to 64."""
     small, large = (moved("sparse-loco", "ResNet-18", size) for size in (2, 64))

@@ -27,6 +27,7 @@ from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.packing import Message, Packer
 from commhooks.scheduling.task import BucketTask
 from tests.commhooks.inline_on_cpu import HostStream
+from tests.tiers import A_ROW
 from tests.waiting import until
 
 LIMIT = 0.3
@@ -180,6 +181,7 @@ def test_with_one_the_future_is_completed_when_the_device_is_done(policy: str) -
     harness.scheduler.stop()
 
 
+@A_ROW
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_collective_that_takes_too_long_is_an_error_that_the_other_ranks_hear_of(policy: str) -> None:
     harness = Harness(policy, LIMIT)
@@ -200,6 +202,7 @@ def test_a_collective_that_takes_too_long_is_an_error_that_the_other_ranks_hear_
     harness.scheduler.stop()
 
 
+@A_ROW
 def test_the_time_that_a_gradient_takes_is_not_the_collectives() -> None:
     harness = Harness("fifo", LIMIT)
     future = harness.submit()

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from commhooks import make_compressor
+from commhooks.compressors import COMPRESSORS
 from commhooks.laws import LAWS, Law
+from commhooks.laws.claims import every_one_in
 from tests import bounds
-from tests.cases import BY_NAME, CASES, Case, is_form, rows_of
+from tests.cases import BY_NAME, CASES, NEEDED, Case, is_form, is_whole, rows_of
 from tests.commhooks.workers import Workers, largest, low_rank, mean_of, normal, zeros
-from tests.tiers import in_turn, rows
+from tests.tiers import A_ROW, THOROUGH, in_turn
 
 SHAPES = ((24, 40), (40,), (3, 5, 3, 3), (24, 40), (7,), (64, 33), (1, 1), ())
 EXCHANGING = [case for case in CASES if case.exchanges]
 EXACT = [case for case in EXCHANGING if case.exact_rank != 0]
 DTYPES = [torch.float16, torch.bfloat16, torch.float64]
-APPLYING = [(case, law) for case in CASES for law in LAWS if not law.why_not(case.make(), case)]
+SHARE = 5
+"""One law in so many is tried on rows that are not tried whole, of each row others."""
 
 pytestmark = pytest.mark.kernels
 
@@ -30,9 +35,30 @@ every_case = pytest.mark.parametrize("case", rows_of(CASES), ids=str)
 every_exact_case = pytest.mark.parametrize("case", rows_of(EXACT), ids=str)
 
 
-@pytest.mark.parametrize(("case", "law"), rows(APPLYING, unless=lambda pair: is_form(pair[0])), ids=str)
+def laws_of_rows() -> list[Any]:
+    """Return each row with each law that applies to it.
+
+    `make test` tries all laws on the rows of `WHOLE` and some on each other row, `make test-fast` some on each form.
+    """
+    found = []
+    for (row, case), (number, law) in itertools.product(enumerate(CASES), enumerate(LAWS)):
+        if not law.why_not(case.make(), case):
+            is_its_turn = (row + number) % SHARE == 0
+            mark = () if is_form(case) and is_its_turn else A_ROW if is_whole(case) or is_its_turn else THOROUGH
+            found.append(pytest.param(case, law, marks=mark))
+    return found
+
+
+@pytest.mark.parametrize(("case", "law"), laws_of_rows(), ids=str)
 def test_the_law_is_kept(case: Case, law: Law) -> None:
     law.try_on(case.make(), case)
+
+
+def test_each_compressor_of_the_registry_has_a_row_on_which_every_law_is_tried() -> None:
+    whole = {type(one) for case in CASES if is_whole(case) for one in every_one_in(case.make())}
+    for name in COMPRESSORS:
+        classes = {type(one) for one in every_one_in(make_compressor(name, **NEEDED.get(name, {})))}
+        assert classes <= whole, f"{name} needs a row in WHOLE, in tests/cases.py"
 
 
 @every_case
@@ -47,7 +73,7 @@ def test_payload_bytes_equal_the_formula_and_are_fewer_than_dense(case: Case) ->
         assert (expected < dense) is case.smaller_than_dense
 
 
-@pytest.mark.parametrize(("case", "dtype"), in_turn(CASES, DTYPES), ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(CASES, DTYPES, fast=is_form), ids=str)
 def test_payload_bytes_follow_the_dtype(case: Case, dtype: torch.dtype) -> None:
     workers = Workers(case.make(), 2, zeros((60, 60), (5,), dtype=dtype))
     workers.step(normal(workers.parameters, 2, seed=0))
@@ -58,32 +84,31 @@ def assert_sent(case: Case, sent: int, expected: int) -> None:
     assert 0 < sent <= expected if case.at_most else sent == expected
 
 
-@pytest.mark.parametrize(("case", "buckets"), in_turn(CASES, [1, 5], whole=is_form), ids=str)
-def test_fused_makes_as_many_collectives_for_many_buckets_as_for_one(case: Case, buckets: int) -> None:
-    workers = Workers(case.make(), 2, zeros(*[(24, 40), (12, 41)] * buckets), buckets=buckets, policy="fused")
-    for step in range(4):
-        before = workers.traffic.collectives
-        workers.step(normal(workers.parameters, 2, seed=step))
-        each = case.collectives[step % len(case.collectives)]
-        assert workers.traffic.collectives - before == each * (buckets if case.travels_as_it_is else 1)
+@pytest.mark.parametrize(("case", "policy"), in_turn(CASES, ["fifo", "fused"], whole=is_form, fast=is_form), ids=str)
+def test_collectives_are_made_for_each_bucket_in_fifo_and_for_all_if_they_are_fused(case: Case, policy: str) -> None:
+    for buckets in (1, 5):
+        workers = Workers(case.make(), 2, zeros(*[(24, 40), (12, 41)] * buckets), buckets=buckets, policy=policy)
+        times = 1 if policy == "fused" and not case.travels_as_it_is else buckets
+        for step in range(4):
+            before = workers.traffic.collectives
+            workers.step(normal(workers.parameters, 2, seed=step))
+            assert workers.traffic.collectives - before == times * case.collectives[step % len(case.collectives)]
 
 
-@pytest.mark.parametrize(("case", "buckets"), in_turn(CASES, [1, 5], whole=is_form), ids=str)
-def test_fifo_makes_its_collectives_for_each_bucket(case: Case, buckets: int) -> None:
-    workers = Workers(case.make(), 2, zeros(*[(24, 40), (12, 41)] * buckets), buckets=buckets)
-    for step in range(4):
-        before = workers.traffic.collectives
-        workers.step(normal(workers.parameters, 2, seed=step))
-        assert workers.traffic.collectives - before == buckets * case.collectives[step % len(case.collectives)]
+def settled(case: Case, parameters: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> Workers:
+    """Return workers that have made as many steps with these gradients as come before a mean is exact."""
+    workers = Workers(case.make(), len(gradients), parameters)
+    for _ in range(case.exact_after):
+        workers.step(gradients)
+    return workers
 
 
 @pytest.mark.parametrize(("case", "world_size"), in_turn(EXACT, [1, 2, 3]), ids=str)
 def test_a_mean_that_can_be_represented_comes_back(case: Case, world_size: int) -> None:
     shapes = ((24, 40), (40,), (24, 40), (24, 40), (6, 4, 3, 3), (64, 33))  # several of one shape
-    workers = Workers(case.make(), world_size, zeros(*shapes, dtype=torch.float64))
-    gradients = low_rank(workers.parameters, world_size, rank=case.exact_rank or 5, seed=1, rule=case.rule)
-    for _ in range(case.exact_after):
-        workers.step(gradients)
+    parameters = zeros(*shapes, dtype=torch.float64)
+    gradients = low_rank(parameters, world_size, rank=case.exact_rank or 5, seed=1, rule=case.rule)
+    workers = settled(case, parameters, gradients)
     for _ in range(3):
         assert_mean(case, workers.step(gradients)[0], gradients)
 
@@ -132,10 +157,7 @@ def test_other_dtypes_come_back_in_their_own(case: Case, dtype: torch.dtype) -> 
         for _ in range(2)
     ]
     gradients = [[gradient.to(dtype) for gradient in own] for own in gradients]
-    workers = Workers(case.make(), 2, parameters)
-    for _ in range(case.exact_after):
-        workers.step(gradients)
-    means = workers.step(gradients)[0]
+    means = settled(case, parameters, gradients).step(gradients)[0]
     assert all(mean.dtype == dtype for mean in means)
     # It computes in fp32 at least, and rounds once more when it writes: that is what shows of a narrow dtype.
     assert_mean(case, means, gradients, narrowest=dtype if dtype.itemsize == 2 else None)
@@ -149,10 +171,7 @@ def integers(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 def test_the_order_of_dimensions_in_memory_does_not_matter(case: Case, form: str) -> None:
     parameter = _laid_out(form)
     gradients = low_rank([parameter], 2, rank=1, seed=7, rule=case.rule)
-    workers = Workers(case.make(), 2, [parameter])
-    for _ in range(case.exact_after):
-        workers.step(gradients)
-    assert_mean(case, workers.step(gradients)[0], gradients)
+    assert_mean(case, settled(case, [parameter], gradients).step(gradients)[0], gradients)
 
 
 @pytest.mark.parametrize(
@@ -160,12 +179,9 @@ def test_the_order_of_dimensions_in_memory_does_not_matter(case: Case, form: str
 )
 def test_extreme_scales_stay_exact(case: Case, scale: float) -> None:
     """But not on a wire of 16 bits, which cannot hold them."""
-    workers = Workers(case.make(), 2, zeros((24, 40), (24, 40), dtype=torch.float64))
-    gradients = [
-        [g * scale for g in rank] for rank in low_rank(workers.parameters, 2, rank=case.exact_rank or 3, seed=8)
-    ]
-    for _ in range(case.exact_after):
-        workers.step(gradients)
+    parameters = zeros((24, 40), (24, 40), dtype=torch.float64)
+    gradients = [[g * scale for g in rank] for rank in low_rank(parameters, 2, rank=case.exact_rank or 3, seed=8)]
+    workers = settled(case, parameters, gradients)
     for _ in range(3):
         assert_mean(case, workers.step(gradients)[0], gradients)
 

@@ -5,8 +5,9 @@ The table's rows, and one with private and replicated state, through real engine
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,14 +15,14 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks.language import Compressor, Place
+from commhooks.language import Place
 from commhooks.language.entries import Kind
 from commhooks.wrappers.phases import phases_of
 from tests import bounds
-from tests.cases import CASES, FORMS, Case
+from tests.cases import CASES, FORMS, Case, is_form
 from tests.commhooks import momentum
-from tests.commhooks.workers import Workers, largest, normal, zeros
-from tests.tiers import in_turn, thorough
+from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, normal, zeros
+from tests.tiers import in_turn, rows, thorough
 
 SHAPES = ((24, 40), (40,), (12, 8, 3), (7,))
 OF_EVERY_KIND = Case(
@@ -37,16 +38,27 @@ OF_STATE = {
 """One row for each way to keep state."""
 
 
-def of_state(cases: Iterable[Case]) -> list[Any]:
-    """Return parameters for a test: the rows of `OF_STATE`, and in the long runs all others."""
-    return thorough(cases, unless=lambda case: case.name in OF_STATE)
+def of_state(cases: Sequence[Case]) -> list[Any]:
+    """Return parameters for a test: rows of `OF_STATE`, of which `make test-fast` has some; in long runs all others."""
+    fast = OF_STATE - set(FORMS) | {"powersgd-2", "top-k", "two-hop-sign"}
+    usual = rows([case for case in cases if case.name in OF_STATE], unless=lambda case: case.name in fast)
+    return [*usual, *thorough(case for case in cases if case.name not in OF_STATE)]
+
+
+def spread(values: list[str]) -> list[Any]:
+    """Return pairs for a test: rows of `OF_STATE`, which take turns with the values; in long runs all pairs."""
+    usual = [case for case in REMEMBERING if case.name in OF_STATE]
+    others = itertools.product([case for case in REMEMBERING if case not in usual], values)
+    return [*in_turn(usual, values, fast=is_form), *thorough(others)]
 
 
 every_remembering_case = pytest.mark.parametrize("case", of_state(REMEMBERING), ids=str)
 
 
-def trained(case: Case, world_size: int = 3, steps: int = 3, **settings: Any) -> Workers:
-    workers = Workers(case.make(), world_size, zeros(*SHAPES), buckets=2, **settings)
+def trained(
+    case: Case, world_size: int = 3, steps: int = 3, dtype: torch.dtype = torch.float32, **settings: Any
+) -> Workers:
+    workers = Workers(case.make(), world_size, zeros(*SHAPES, dtype=dtype), buckets=2, **settings)
     for step in range(steps):
         workers.step(normal(workers.parameters, world_size, seed=step))
     return workers
@@ -66,7 +78,7 @@ def assert_equal(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
 
 
-@pytest.mark.parametrize(("case", "policy"), in_turn(REMEMBERING, ["fifo", "fused"]), ids=str)
+@pytest.mark.parametrize(("case", "policy"), spread(["fifo", "fused"]), ids=str)
 def test_an_atomic_step_that_is_spoiled_changes_no_state(case: Case, policy: str) -> None:
     workers = trained(case, policy=policy, atomic=True)
     before = state_of(workers)
@@ -109,7 +121,7 @@ def test_a_joined_rank_keeps_what_is_its_own_and_the_others_go_on(case: Case) ->
 
 
 # Where a whole bucket is one matrix, the residual belongs to all of it, and nothing in it is unused.
-@pytest.mark.parametrize("case", of_state(case for case in REMEMBERING if not case.depends_on_buckets), ids=str)
+@pytest.mark.parametrize("case", of_state([case for case in REMEMBERING if not case.depends_on_buckets]), ids=str)
 def test_what_no_rank_used_keeps_its_state_and_has_no_mean(case: Case) -> None:
     workers = trained(case, may_be_unused=True)
     unused = workers.parameters[0]
@@ -126,7 +138,7 @@ def test_what_no_rank_used_keeps_its_state_and_has_no_mean(case: Case) -> None:
 
 
 # A narrow wire rounds numbers of another size otherwise.
-@pytest.mark.parametrize("case", of_state(case for case in REMEMBERING if case.wire is None), ids=str)
+@pytest.mark.parametrize("case", of_state([case for case in REMEMBERING if case.wire is None]), ids=str)
 def test_state_follows_the_loss_scale(case: Case) -> None:
     """A power of two changes no digit, so the scaled run's means are the other's, times the scale if they follow it."""
     plain, scaled = trained(case), trained(case)
@@ -139,15 +151,19 @@ def test_state_follows_the_loss_scale(case: Case) -> None:
             assert torch.equal(ours, theirs * (1024 if case.follows_scale else 1))
 
 
-@pytest.mark.parametrize(("case", "storage"), in_turn(REMEMBERING, ["bf16", "host"]), ids=str)
+@pytest.mark.parametrize(("case", "storage"), spread(["bf16", "host"]), ids=str)
 def test_own_state_is_stored_as_asked(case: Case, storage: str) -> None:
-    """Stored in bf16 a residual is rounded once a step; in the host's memory, which here is all memory, not at all."""
-    stored = trained(case, storage=storage)
+    """Stored in bf16 a residual is rounded once a step; in the host's memory, which here is all memory, not at all.
+
+    Unasked it is fp32, of narrower gradients too.
+    """
+    dtype = torch.bfloat16 if storage == "host" else torch.float32
+    stored = trained(case, storage=storage, dtype=dtype)
     for table in stored.states:
         dtypes = {kept.dtype for state in table.states() for kept in state.of_kind(*OWN).values()}
         assert dtypes <= {torch.bfloat16 if storage == "bf16" else torch.float32}
     if storage == "host":
-        assert_equal(state_of(stored), state_of(trained(case)))
+        assert_equal(state_of(stored), state_of(trained(case, dtype=dtype)))
     means = stored.step(normal(stored.parameters, 3, seed=50))
     assert all(torch.isfinite(mean).all() for own in means for mean in own)
 
@@ -194,16 +210,6 @@ def test_an_entry_with_one_element_more_or_a_nan_is_refused_by_name_and_nothing_
                 kept[entry] = tensor
     assert edits >= sum(tensor.numel() > 0 for part in held for kept in part.values() for tensor in kept.values())
     assert str(ran[0].state_dict()) == before
-
-
-def exchangers(tensors: dict[str, Tensor], compressor: Compressor, world_size: int = 2) -> list[commhooks.Exchanger]:
-    lines = commhooks.lockstep_lines(world_size, "fused")
-    return [commhooks.Exchanger(tensors, compressor, line=line) for line in lines]
-
-
-def gradients_of(tensors: dict[str, Tensor], seed: int, world_size: int = 2) -> list[dict[str, Tensor]]:
-    drawn = normal(list(tensors.values()), world_size, seed=seed)
-    return [dict(zip(tensors, own, strict=True)) for own in drawn]
 
 
 def loss_of_a_step(case: Case, gradients: list[Tensor], residuals: Tensor) -> float:

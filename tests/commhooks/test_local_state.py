@@ -22,8 +22,8 @@ from commhooks.state.loss_scale import LossScale
 from commhooks.state.settings import settings_of
 from commhooks.state.table import StateTable
 from tests.commhooks.models import wrap
-from tests.commhooks.resuming import roundtrip
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
+from tests.tiers import thorough
 from tests.world import on_ranks
 
 BLOCK = 8
@@ -145,34 +145,6 @@ def test_steps_after_shares_were_dealt_again_lose_nothing_either(old: int, new: 
         assert largest(means[0][index] + workers.unsent(index) - mean_of(gradients, index) - kept) <= 1e-13
 
 
-@pytest.mark.parametrize("how", ["spread", "spread-mean"])
-def test_saved_shares_are_dealt_again_as_a_state_dict_is_loaded(how: str) -> None:
-    """Of 4 ranks by 2, and of these by 4; read from a file as torch.load reads by default."""
-    tensors = {f"layer{number}": tensor for number, tensor in enumerate(zeros(*SHAPES))}
-    generations = [
-        [commhooks.Exchanger(tensors, sign(), line=line) for line in commhooks.lockstep_lines(world_size, "fused")]
-        for world_size in (4, 2, 4)
-    ]
-    saved: list[dict[str, Any]] = []
-    for number, exchangers in enumerate(generations):
-        for exchanger in exchangers if saved else ():
-            with pytest.raises(commhooks.CheckpointError, match="pass world_size='spread'"):
-                exchanger.load_state_dict(saved[-1])
-            exchanger.load_state_dict(saved[-1], world_size=how)
-        saved.append(roundtrip(commhooks.merge_state_dicts([one.state_dict() for one in exchangers])))
-        if number == 0:
-            for step in range(3):
-                drawn = normal(list(tensors.values()), 4, seed=step)
-                commhooks.average_in_lockstep(exchangers, [dict(zip(tensors, own, strict=True)) for own in drawn])
-            saved[0] = roundtrip(commhooks.merge_state_dicts([one.state_dict() for one in exchangers]))
-    first, _, again = saved
-    for rank in range(4):
-        for name in ("layer0", "layer1", "layer3"):
-            before, after = (one["local"][f"rank{rank}"][name][SERVER_ERROR] for one in (first, again))
-            assert torch.equal(before, after) and largest(before) > 0.05
-    assert [sorted(one["local"]) for one in saved] == [[f"rank{r}" for r in range(size)] for size in (4, 2, 4)]
-
-
 def test_state_that_waits_for_names_is_handed_over_once_they_are_known() -> None:
     """The first parameter has one block: two ranks send it as a code, four send it whole, and keep no share of it."""
     int8 = make_compressor("int8", block=32)
@@ -241,17 +213,6 @@ def test_state_that_the_compressor_does_not_keep_is_refused_or_dropped() -> None
     assert saved.without_entries_not_in(declared, 4) == saved
 
 
-def test_the_loss_scale_takes_all_state_along_that_is_in_its_units() -> None:
-    """A power of two changes no digit, so the scaled run's means are the other's, times the scale."""
-    (plain, _), (scaled, _) = trained(dtype=torch.float32), trained(dtype=torch.float32)
-    for engine in scaled.engines:
-        engine.loss_scale.announce(1024.0)
-    gradients = normal(plain.parameters, 4, seed=9)
-    larger = [[gradient * 1024 for gradient in own] for own in gradients]
-    for ours, theirs in zip(scaled.step(larger)[0], plain.step(gradients)[0], strict=True):
-        assert torch.equal(ours, theirs * 1024)
-
-
 def test_replicated_state_follows_the_loss_scale_from_the_first_step_of_a_resumed_run() -> None:
     """It is not laid out yet when the scale is looked at, before that step's first bucket."""
     compressor = make_compressor("adaptive-rank", rank=2, max_rank=4, every=3)
@@ -316,23 +277,6 @@ def test_state_is_looked_for_only_when_the_scale_has_changed() -> None:
     assert looked == [1.0, 4.0]
 
 
-def test_a_rank_that_has_joined_keeps_its_residual_and_goes_on_serving() -> None:
-    """Zeros outside of a backward pass are those of a rank that has run out of inputs."""
-    workers, short = trained()
-    gradients = normal(workers.parameters, 4, seed=9)
-    for own in gradients[0]:
-        own.zero_()
-    before = {rank: (workers.residual(rank, 0).clone(), error(workers, rank).clone()) for rank in range(4)}
-    means = workers.step(gradients)[0]
-    for index, mean in enumerate(means):
-        short[index] += mean_of(gradients, index) - mean
-    assert torch.equal(workers.residual(0, 0), before[0][0])
-    assert not torch.equal(workers.residual(1, 0), before[1][0])
-    assert all(not torch.equal(error(workers, rank), before[rank][1]) for rank in range(4))
-    for index, missing in enumerate(short):
-        assert largest(missing - workers.unsent(index)) <= 1e-13  # as above
-
-
 @pytest.mark.parametrize("storage", ["fp32", "bf16", "host"])
 def test_local_state_is_kept_where_residuals_are_and_reported_with_them(storage: str) -> None:
     workers, _ = trained(world_size=2, dtype=torch.float32, storage=storage)
@@ -371,7 +315,7 @@ def test_state_that_nobody_declared_is_named(policy: str, writes: bool) -> None:
 
 
 @on_ranks(2, check_exit=False)
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize("policy", ["fifo", *thorough(["fused"])])
 def test_in_training_undeclared_state_is_named_on_every_rank(rank: int, policy: Any) -> None:
     model = wrap("core", torch.nn.Linear(8, 4, bias=False))
     commhooks.attach(model, ReadsWhatItDoesNotDeclare(), policy=policy)

@@ -15,11 +15,13 @@ from commhooks import ErrorFeedback, PerParameter, SettingsError, StartAfter, To
 from commhooks.compressors import COMPRESSORS
 from commhooks.language.compressor import loss_of_a_matrix
 from commhooks.making import settings_of
-from tests.cases import CASES, NEEDED, Case
+from tests.cases import CASES, NEEDED, Case, rows_of
 from tests.commhooks.nestings import SHAPES, drawn
+from tests.flat_cost import two_hop_names, two_hop_of
+from tests.tiers import rows, thorough
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", rows_of(CASES), ids=str)
 def test_what_str_prints_is_read_back(case: Case) -> None:
     compressor = case.make()
     assert make_compressor(str(compressor)) == compressor
@@ -29,7 +31,7 @@ def test_what_str_prints_is_read_back(case: Case) -> None:
     assert make_compressor(str(inside)) == inside
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", [*range(3), *rows(range(3, 20)), *thorough(range(20, 100))])
 def test_what_str_prints_of_any_nesting_is_read_back(seed: int) -> None:
     compressor = drawn(random.Random(seed), {name: torch.empty(shape) for name, shape in SHAPES.items()}, world_size=4)
     assert make_compressor(str(compressor)) == compressor
@@ -76,13 +78,12 @@ def test_settings_stand_inside_of_a_text_or_beside_a_name() -> None:
     assert {"block", "server_feedback", "damping"} <= set(settings_of("sign"))
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", two_hop_names())
 def test_what_str_prints_of_a_code_is_read_inside_of_a_compressor(name: str) -> None:
     """There it is the code of that name, and not the compressor."""
-    compressor = make_compressor(name, **NEEDED.get(name, {}))
-    inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
-    if isinstance(inner, TwoHop):
-        assert make_compressor(f"two-hop:codec=({inner.codec})") == TwoHop(codec=inner.codec)
+    inner = two_hop_of(name)
+    assert isinstance(inner, TwoHop)
+    assert make_compressor(f"two-hop:codec=({inner.codec})") == TwoHop(codec=inner.codec)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ from commhooks import (
 from commhooks.engine.resume import restore
 from commhooks.language import Compressor, Place
 from tests.commhooks.resuming import roundtrip
-from tests.commhooks.test_laws_of_state import exchangers, gradients_of
-from tests.commhooks.workers import Workers, largest, normal, zeros
+from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, normal, zeros
+from tests.tiers import A_ROW, covering
 
 TENSORS = {f"{number}.weight": tensor for number, tensor in enumerate(zeros((9, 12), (40,), (6, 5, 4), (57,)))}
 
@@ -111,6 +111,7 @@ def in_format_2(state: dict[str, Any]) -> dict[str, Any]:
     return copy.deepcopy(state) | {"format_version": 2, "kinds": described}
 
 
+@A_ROW
 @every_mixture
 @pytest.mark.parametrize("version", [2, 3])
 def test_different_compressors_side_by_side_are_resumed_bit_for_bit_from_either_format(
@@ -184,9 +185,11 @@ SENT_WHOLE = {
 }
 
 
-@pytest.mark.parametrize("missing", ["refuse", "reset"])
-@pytest.mark.parametrize("version", [2, 3])
-@pytest.mark.parametrize("compressor", SENT_WHOLE.values(), ids=list(SENT_WHOLE))
+@pytest.mark.parametrize(
+    ("compressor", "version", "missing"),
+    covering(list(SENT_WHOLE.values()), [2, 3], ["refuse", "reset"], fast=3),
+    ids=str,
+)
 def test_what_servers_owed_of_a_parameter_that_is_sent_whole_now_is_loaded_and_sent(
     compressor: Compressor, version: int, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +250,7 @@ def test_state_of_another_kind_is_refused_or_dropped_and_never_zeroed_without_a_
 # --- other numbers of ranks -------------------------------------------------------------------------------------------
 
 
+@A_ROW
 @every_mixture
 @pytest.mark.parametrize("how", ["spread", pytest.param("spread-mean", marks=pytest.mark.soak)])
 def test_a_mixture_is_spread_over_other_numbers_of_ranks_and_loses_nothing(compressor: Compressor, how: str) -> None:

@@ -20,6 +20,7 @@ from commhooks.language.requests import AllReduce, Part
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 from commhooks.scheduling.policy import POLICIES
 from commhooks.scheduling.task import BucketTask
+from tests.tiers import A_ROW
 
 RANKS = 4
 SECONDS = st.floats(0, 0.2)
@@ -105,6 +106,7 @@ def steps(draw: st.DrawFn) -> Step:
     return Step(compute=1.0, buckets=buckets, policy=draw(st.sampled_from(sorted(POLICIES))), cores=2)
 
 
+@A_ROW
 @given(steps(), st.builds(Link, rate=st.floats(1e4, 1e7), latency=st.floats(0, 0.01), algorithm=st.just("ring")))
 def test_the_model_takes_as_long_as_the_policies_of_the_scheduler(step: Step, link: Link) -> None:
     assert step_time(step, link, RANKS).seconds == pytest.approx(seconds_of_the_policy(step, link), rel=1e-6)

@@ -24,6 +24,7 @@ from commhooks import CompressorError, SettingsError
 from commhooks.native import library
 from commhooks.native.passes import Form, Message, Noise, Passes
 from tests.commhooks.native_oracle import Array, Oracle
+from tests.tiers import in_turn
 
 BUILT = library.opened(library.PATH)
 LEVELS = () if isinstance(BUILT, str) else library.levels_of(BUILT)
@@ -47,6 +48,7 @@ KINDS = {
     "mxfp4": ("mxfp4", 0, False, 32),
 }
 """Kind, levels, whether it draws, and what its blocks are a multiple of."""
+every_kind_at_a_level = pytest.mark.parametrize(("name", "level"), in_turn(list(KINDS), LEVELS))
 OF_SUMS = {"sign", "qsgd"}
 """Kinds whose scales are sums in double, in whatever order."""
 
@@ -122,9 +124,8 @@ def test_a_library_that_was_built_is_in_use() -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_codes_and_what_they_leave_out_are_those_of_the_formats(level: str, name: str) -> None:
+@every_kind_at_a_level
+def test_codes_and_what_they_leave_out_are_those_of_the_formats(name: str, level: str) -> None:
     """Thousands of blocks of many sizes for each kind and level; scales that are sums are within n·eps."""
     passes = Passes(level)
     for block in sizes_of(name):
@@ -163,9 +164,8 @@ def test_codes_and_what_they_leave_out_are_those_of_the_formats(level: str, name
 
 
 @needs_library
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_means_are_sums_in_rank_order_and_are_encoded_with_the_error(level: str, name: str) -> None:
+@every_kind_at_a_level
+def test_means_are_sums_in_rank_order_and_are_encoded_with_the_error(name: str, level: str) -> None:
     passes = Passes(level)
     for block, ranks in itertools.product(sizes_of(name)[1:6:2], (1, 2, 3, 8, 11)):
         case = Case(name, block, seed=ranks)
@@ -202,32 +202,34 @@ def test_means_are_sums_in_rank_order_and_are_encoded_with_the_error(level: str,
 def test_all_levels_compute_the_same_bits(name: str) -> None:
     for block in sizes_of(name):
         case = Case(name, block, seed=1)
-        x, (noise, _), results = case.blocks(42), case.noise(42), []
+        x, (noise, _), (other_noise, _), results = case.blocks(42), case.noise(42), case.noise(21), []
         for level in LEVELS:
+            passes, written, served = Passes(level), torch.empty(42, block), torch.empty(21, block)
             left, sent = torch.from_numpy(x.copy()), case.message(2, 21)
-            Passes(level).send(case.form, left, sent, noise=noise)
-            results.append([left.numpy(), *case.arrays(sent)])
+            passes.send(case.form, left, sent, noise=noise)
+            passes.write(case.form, sent, written)
+            coded = [payload[0] for payload in case.message(1, 21)]
+            passes.serve(case.form, sent, coded, error=left[:21], left=served, noise=other_noise)
+            results.append([*(one.numpy() for one in (left, written, served)), *case.arrays(sent), *case.arrays(coded)])
         for other in results[1:]:
             for own, expected in zip(other, results[0], strict=True):
                 same(own, expected)
 
 
 @needs_library
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_block_that_is_not_finite_shows_in_its_scales_alone(level: str, name: str, value: float) -> None:
+def test_a_block_that_is_not_finite_shows_in_its_scales_alone(name: str) -> None:
     block = 96
-    case = Case(name, block, seed=2)
-    x = case.blocks(12).clip(-1e38, 1e38)
-    x[3, 5] = x[7, block - 1] = value
-    sent = case.message(1, 12)
-    largest = Passes(level).send(case.form, torch.from_numpy(x), sent, noise=case.noise(12)[0])
-    assert (largest >= 0x7F800000) == (name == "vote")
-    if name == "vote":
-        return
-    scales = numpy.where(case.arrays(sent)[0][0] == 255, numpy.nan, 1) if name == "mxfp4" else case.arrays(sent)[0][0]
-    assert numpy.flatnonzero(~numpy.isfinite(scales).all(1)).tolist() == [3, 7]
+    for level, value in itertools.product(LEVELS, (float("inf"), float("-inf"), float("nan"))):
+        case = Case(name, block, seed=2)
+        x = case.blocks(12).clip(-1e38, 1e38)
+        x[3, 5] = x[7, block - 1] = value
+        sent = case.message(1, 12)
+        largest = Passes(level).send(case.form, torch.from_numpy(x), sent, noise=case.noise(12)[0])
+        assert (largest >= 0x7F800000) == (name == "vote"), (level, value)
+        scales = case.arrays(sent)[0][0]
+        finite = scales != 255 if name == "mxfp4" else numpy.isfinite(scales)
+        assert name == "vote" or numpy.flatnonzero(~finite.all(1)).tolist() == [3, 7], (level, value)
 
 
 @needs_library

@@ -17,6 +17,7 @@ from commhooks.compressors.tiles import Tiling
 from commhooks.native import library
 from commhooks.native.largest import MOST, Packed, Selection
 from tests.commhooks.workers import Workers, normal, zeros
+from tests.tiers import A_ROW
 
 BUILT = library.opened(library.PATH)
 LEVELS = () if isinstance(BUILT, str) else library.levels_of(BUILT)
@@ -52,18 +53,8 @@ def assert_largest(rows: Tensor, places: Tensor, k: int) -> None:
 @every_level
 @pytest.mark.parametrize("kind", HARD)
 def test_the_values_of_the_largest_are_those_of_top_k(level: str, kind: str) -> None:
-    for n, k in (
-        (1, 1),
-        (2, 1),
-        (3, 3),
-        (17, 1),
-        (17, 5),
-        (100, 50),
-        (1000, 999),
-        (4096, 41),
-        (4099, 410),
-        (MOST, 656),
-    ):
+    sizes = ((1, 1), (2, 1), (3, 3), (17, 1), (17, 5), (100, 50), (1000, 999), (4096, 41), (4099, 410), (MOST, 656))
+    for n, k in sizes:
         rows = HARD[kind](drawn(5, n, seed=n))
         assert_largest(rows, Selection(level).largest(rows, k), k)
 
@@ -211,6 +202,7 @@ def test_narrow_gradients_are_found_and_added_up_too(hook: str, monkeypatch: pyt
     assert sum(int(mean.count_nonzero()) for mean in results[0]) > 0
 
 
+@A_ROW
 def test_one_rank_may_be_compiled_and_another_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sends in its own form, and all decode all that is sent to the same bits, in 20 steps."""
     for hook in ("top-k", "sparse-loco"):

@@ -28,6 +28,7 @@ from commhooks.wrappers import WireDtype
 from tests import bounds
 from tests.commhooks.nestings import NAMES, SHAPES, conserves, drawn, drawn_by_name, every_one_in
 from tests.commhooks.workers import Workers, largest, mean_of, normal
+from tests.tiers import A_ROW, rows
 
 EVERY_TIME, SEEDS = 10, 1000
 WORLD_SIZES = (1, 2, 3, 4, 4, 4, 6, 8)
@@ -274,6 +275,7 @@ def check_other_settings(nesting: Nesting, merged: dict[str, Any]) -> None:
         assert_agree(workers.step(nesting.gradients(90)))
 
 
+@A_ROW
 def test_every_name_of_the_registry_can_be_drawn() -> None:
     """Nothing is left out of the nestings because its settings are not known."""
     missing = set(NAMES)
@@ -285,7 +287,11 @@ def test_every_name_of_the_registry_can_be_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=pytest.mark.soak if seed >= EVERY_TIME else ()) for seed in range(SEEDS)]
+    "seed",
+    [
+        *rows(range(EVERY_TIME), unless=lambda seed: seed == 0),
+        *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(EVERY_TIME, SEEDS)),
+    ],
 )
 def test_whatever_can_be_built_obeys_the_laws(seed: int) -> None:
     nesting = Nesting(seed)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from commhooks.codecs import Int4, Natural
 from commhooks.language.noise import Keys, Noise
+from tests.tiers import A_ROW
 
 BLOCKS, WIDTH = 16, 32
 
@@ -48,6 +49,7 @@ def test_numbers_are_odd_multiples_of_two_to_the_minus_17(width: int) -> None:
     assert torch.equal(odd % 2, torch.ones_like(odd)) and odd.min() > 0 and odd.max() < 2**17
 
 
+@A_ROW
 def test_every_number_is_uniform() -> None:
     """Hoeffding: the mean of n draws from 0 to 1 is off by t with a probability of at most 2·exp(-2·n·t²)."""
     draws = noise_of_steps(3000)
@@ -57,6 +59,7 @@ def test_every_number_is_uniform() -> None:
         assert ((draws**moment).mean(0) - 1 / (moment + 1)).abs().max() <= allowed
 
 
+@A_ROW
 @pytest.mark.parametrize("codec", [Int4(block=WIDTH), Natural(block=WIDTH)], ids=str)
 def test_a_sum_of_errors_varies_as_with_a_number_for_each_element(codec: Int4 | Natural) -> None:
     """50 random linear functionals of all blocks' rounding errors, each within 10 % of the exact variance.

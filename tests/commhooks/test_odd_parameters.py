@@ -13,20 +13,23 @@ from torch import Tensor, nn
 
 import commhooks
 from tests import bounds
-from tests.cases import BY_NAME, EVERY_FORM_OR_ALL, Case
+from tests.cases import BY_NAME, FORMS, Case
 from tests.commhooks.models import wrap
 from tests.commhooks.ranks import of_every_rank
 from tests.commhooks.workers import largest
+from tests.tiers import in_turn
 from tests.world import on_ranks
 
 ORDINARY = [
-    ("core", "fifo", torch.bfloat16),
-    ("core", "fused", torch.float16),
-    ("torch", "fused", torch.float32),
+    ("core", "fifo", torch.bfloat16, FORMS[::3]),
+    ("core", "fused", torch.float16, FORMS[1::3]),
+    ("torch", "fused", torch.float32, FORMS[2::3]),
 ]
-"""Each DDP, policy and dtype occurs; the long runs have all three with each other."""
-EVERY = itertools.product(("core", "torch"), ("fifo", "fused"), (torch.float32, torch.float16, torch.bfloat16))
-REST = [pytest.param(*one, marks=pytest.mark.soak) for one in EVERY if one not in ORDINARY]
+"""Each DDP, policy, dtype and form occurs; the long runs have all rows with each of these."""
+EVERY = itertools.product(
+    ("core", "torch"), ("fifo", "fused"), (torch.float32, torch.float16, torch.bfloat16), [list(BY_NAME)]
+)
+REST = [pytest.param(*one, marks=pytest.mark.soak) for one in EVERY]
 STEPS = 6
 
 
@@ -59,8 +62,11 @@ class Odd(nn.Module):
 
 @on_ranks(2)
 @pytest.mark.kernels
-@pytest.mark.parametrize(("kind", "policy", "dtype"), [*ORDINARY, *REST], ids=str)
-@EVERY_FORM_OR_ALL
+@pytest.mark.parametrize(
+    ("kind", "policy", "dtype", "names"),
+    [*ORDINARY, *REST],
+    ids=lambda one: "every row" if one == list(BY_NAME) else "forms" if isinstance(one, list) else str(one),
+)
 def test_a_model_of_odd_parameters_trains_with_every_case(
     rank: int, kind: str, policy: str, dtype: torch.dtype, names: list[str]
 ) -> None:
@@ -179,8 +185,7 @@ class Sharing(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
-@pytest.mark.parametrize("kind", ["core", "torch"])
+@pytest.mark.parametrize(("kind", "policy"), in_turn(["core", "torch"], ["fifo", "fused"]))
 def test_nothing_is_written_into_a_sparse_gradient_that_shares_its_values(rank: int, kind: str, policy: Any) -> None:
     """PyTorch's own DDP divides it in place, with a hook and without: there, and here, 16 came out on its DDP."""
     module = Sharing()

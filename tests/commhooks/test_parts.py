@@ -16,7 +16,6 @@ import commhooks
 from commhooks.communicators import Collective, LockstepGroup, ProcessGroupCommunicator
 from commhooks.communicators.collective import CollectiveKind, Traffic
 from commhooks.communicators.lockstep import run_collective
-from commhooks.compressors.powersgd.matrices import form_of
 from commhooks.engine.resume import lay_out
 from commhooks.language import (
     AllGather,
@@ -28,7 +27,6 @@ from commhooks.language import (
     Entry,
     Exchange,
     Group,
-    Judge,
     Layout,
     Part,
     ReduceScatter,
@@ -142,36 +140,17 @@ def test_what_is_not_to_be_written_into_is_only_read(by_name: bool) -> None:
             assert all(answer is p and p.tolist() == [1.0] * 3 for p, answer in zip(of_rank, answered, strict=True))
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_parts_of_any_dtype_and_shape_come_back_typed(by_name: bool) -> None:
-    """Side by side in one message, the widest first; float8 and bool too, which no backend sends as they are."""
-    dtypes = [torch.uint8, torch.float64, torch.float8_e4m3fn, torch.bool, torch.int32, torch.bfloat16, torch.int64]
-    shapes = [(2, 3), (2,), (2, 1, 2), (2, 0), (2, 5), (2, 2, 2), (2, 1)]
-    drawn = [
-        [torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(rank)) for shape in shapes]
-        for rank in range(2)
-    ]
-    parts = [[Part(d.to(dtype)) for d, dtype in zip(own, dtypes, strict=True)] for own in drawn]
-    gathered = carried_out([AllGather(*own) for own in parts], by_name=by_name)
-    swapped = carried_out([AllToAll(*own) for own in parts], by_name=by_name)
-    for rank in range(2):
-        for number, dtype in enumerate(dtypes):
-            both = torch.stack([drawn[0][number], drawn[1][number]])
-            for answer, expected in ((gathered[rank][number], both), (swapped[rank][number], both[:, rank])):
-                assert answer.dtype == dtype and torch.equal(answer.to(torch.int64), expected)
-
-
 # --- communicators --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_tensor_forms", [False, True])
-def test_lockstep_and_gloo_answer_alike(has_tensor_forms: bool) -> None:
+def test_lockstep_and_gloo_answer_alike() -> None:
     """Also in the forms that NCCL is asked in, which Gloo has too."""
-    gathered = run_world(_ask_everything, 3, has_tensor_forms)
-    every_rank = [_requests(rank, 3) for rank in range(3)]
-    for name in every_rank[0]:
-        for ours, expected in zip(gathered, carried_out([asked[name] for asked in every_rank]), strict=True):
-            assert ours[name] == [_plain(answer) for answer in expected], name
+    gathered = run_world(_ask_everything, 3)
+    for name in _requests(0, 3):
+        every_rank = carried_out([_requests(rank, 3)[name] for rank in range(3)])
+        for both_forms, expected in zip(gathered, every_rank, strict=True):
+            for answers in both_forms:
+                assert answers[name] == [_plain(answer) for answer in expected], name
 
 
 def _requests(rank: int, world_size: int) -> dict[str, Request]:
@@ -197,8 +176,11 @@ def _plain(tensor: Tensor) -> Any:
     return (dense if dense.is_complex() else dense.double()).tolist()
 
 
-def _ask_everything(rank: int, has_tensor_forms: bool) -> dict[str, Any]:
-    communicator = ProcessGroupCommunicator(has_tensor_forms=has_tensor_forms)
+def _ask_everything(rank: int) -> list[dict[str, Any]]:
+    return [_ask(rank, ProcessGroupCommunicator(has_tensor_forms=given)) for given in (False, True)]
+
+
+def _ask(rank: int, communicator: ProcessGroupCommunicator) -> dict[str, Any]:
     answers = {}
     for name, request in _requests(rank, communicator.world_size).items():
         own = list(request.parts)
@@ -229,13 +211,6 @@ def test_lockstep_does_not_wait_for_workers_that_have_not_come() -> None:
     second.start(Collective("all-reduce", torch.ones(1)))
     pending.wait()
     assert pending.result.item() == 2.0
-
-
-def test_a_thousand_workers_fit_in_one_process() -> None:
-    parameters = zeros((12, 20), (5,))
-    workers = Workers(commhooks.make_compressor("powersgd", rank=1), 1000, parameters)
-    means = workers.step([parameters] * 999 + [normal(parameters, 1, seed=0)[0]])
-    assert all(torch.equal(means[0][0], mean[0]) for mean in means)
 
 
 # --- the order of collectives ---------------------------------------------------------------------------------------
@@ -388,29 +363,6 @@ def test_only_what_is_of_one_kind_dtype_and_purpose_travels_together() -> None:
     assert sum(shipment.collective.payload_bytes for shipment in made) == 2 * sum(sizes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SeveralAtOnce(Compressor):
-    """Ask for a sum, a gather and an exchange at once; then judge."""
-
-    def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        own, rows = Part(bucket.memory), Part(bucket.memory.expand(context.world_size, -1).contiguous())
-        answers = yield (AllReduce(own, average=True, last=True), AllGather(own, last=True), AllToAll(rows, last=True))
-        (mean,), (gathered,), (swapped,) = answers
-        assert torch.equal(gathered, swapped)
-        yield Judge(mean)
-        bucket.memory.copy_(gathered.mean(0) + mean)
-
-
-@pytest.mark.parametrize(("policy", "collectives"), [("fifo", 6), ("fused", 3)])
-def test_several_requests_at_once_are_answered_together(policy: str, collectives: int) -> None:
-    workers = Workers(SeveralAtOnce(), 2, zeros((4,), (6,)), buckets=2, policy=policy)
-    for means in workers.step(
-        [[torch.full((4,), 1.0), torch.full((6,), 5.0)], [torch.full((4,), 2.0), zeros((6,))[0]]]
-    ):
-        assert means[0].tolist() == [3.0] * 4 and means[1].tolist() == [5.0] * 6
-    assert workers.traffic.collectives == collectives
-
-
 def test_a_message_is_nobody_elses_until_its_task_has_ended() -> None:
     """Buckets of equal sizes, of one model or two, whose last requests are under way at the same time."""
     packer, part = Packer(2, by_name=False), Part(torch.arange(6.0))
@@ -453,46 +405,6 @@ def test_a_message_that_is_no_longer_used_is_let_go() -> None:
     assert kept == [1, 3, 3, 2, 2]  # the dense one, then P's and Q's too, then these alone
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Asks(Compressor):
-    """Ask for what the test says, in order."""
-
-    asked: tuple[Any, ...]
-
-    def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        for one in self.asked:
-            _ = yield one
-
-
-SUM = AllReduce(Part(torch.zeros(2)), last=True)
-
-
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
-@pytest.mark.parametrize(
-    ("asked", "complaint"),
-    [
-        ((SUM, SUM), "after a request marked last=True"),
-        ((Judge(torch.zeros(2)), SUM), "after Judge, which must be the last"),
-        ((torch.zeros(2),), "asked for something that is not a request"),
-        (((),), "asked for something that is not a request"),
-        (((SUM, Judge(torch.zeros(2))),), "asked for something that is not a request"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_may_not_be_asked_for_is_refused(policy: str, asked: tuple[Any, ...], complaint: str) -> None:
-    workers = Workers(Asks(asked=asked), 1, zeros((2,)), policy=policy)
-    with pytest.raises(commhooks.CompressorError, match=rf"rank 0, step 0, bucket 0 .*layer0.*{complaint}"):
-        workers.step([[torch.ones(2)]])
-
-
-@pytest.mark.parametrize("kind", [AllToAll, ReduceScatter])
-@pytest.mark.parametrize("shape", [(), (3,), (0, 2)], ids=str)
-def test_what_is_handed_out_has_a_row_for_each_rank(kind: type[Request], shape: tuple[int, ...]) -> None:
-    workers = Workers(Asks(asked=(kind(Part(torch.zeros(shape))),)), 2, zeros((2,)))
-    with pytest.raises(commhooks.CompressorError, match=r"must have one row for each of 2 ranks \(got "):
-        workers.step([[torch.ones(2)]] * 2)
-
-
 def test_a_collective_that_fails_is_thrown_into_the_compressor() -> None:
     seen: list[BaseException] = []
 
@@ -519,17 +431,6 @@ def test_a_collective_that_fails_is_thrown_into_the_compressor() -> None:
 
 
 # --- wrappers -------------------------------------------------------------------------------------------------------
-
-
-def test_start_after_runs_the_other_compressor_first() -> None:
-    compressor = commhooks.make_compressor("powersgd", rank=1, start_after=2)
-    workers = Workers(compressor, 2, zeros((30, 40)))
-    payloads = []
-    for step in range(4):
-        before = workers.traffic.payload_bytes
-        workers.step(normal(workers.parameters, 2, seed=step))
-        payloads.append(workers.traffic.payload_bytes - before)
-    assert payloads == [4800, 4800, 280, 280]
 
 
 @pytest.mark.parametrize("matrices", ["first-dimension", "whole-bucket"])
@@ -614,18 +515,6 @@ def test_error_feedback_keeps_nothing_where_nothing_is_lost(name: str) -> None:
     workers = Workers(commhooks.make_compressor(name, error_feedback=True), 2, zeros((30, 40), (7,)))
     workers.step(normal(workers.parameters, 2, seed=0))
     assert workers.states[0].memory_bytes() == 0
-
-
-def test_the_word_error_feedback_means_the_wrapper() -> None:
-    half = commhooks.Cast(dtype=torch.float16)
-    assert commhooks.make_compressor("fp16", error_feedback=True) == commhooks.ErrorFeedback(inner=half)
-    assert commhooks.make_compressor("fp16", error_feedback=False) == commhooks.make_compressor("fp16") == half
-    powersgd, sign = commhooks.PowerSGD(), commhooks.TwoHop(codec=commhooks.codecs.Sign())
-    assert commhooks.make_compressor("powersgd", error_feedback=False) == powersgd
-    assert commhooks.make_compressor("powersgd") == commhooks.ErrorFeedback(inner=powersgd)
-    assert commhooks.make_compressor("sign") == commhooks.ErrorFeedback(inner=sign)
-    without = dataclasses.replace(sign, server_feedback=False)
-    assert commhooks.make_compressor("sign", error_feedback=False) == without
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -717,22 +606,6 @@ def test_what_is_loaded_waits_for_the_compressor_that_declares_it() -> None:
     assert _laid_out(table, parameter, residual=Entry(kind="residual"))["residual"].tolist() == [1.0] * 3
     assert _laid_out(table, parameter, v=Entry(kind="private"))["v"].tolist() == [2.0] * 3
     assert _laid_out(table, parameter, v=Entry(kind="private", shape=(5,)))["v"].tolist() == [0.0] * 5
-
-
-@pytest.mark.parametrize("shape", [(4, 6), (4, 3, 2), (1, 5), (5, 1), (4, 3, 2, 2)], ids=str)
-@pytest.mark.parametrize("last_dimension_first", [False, True])
-def test_a_matrix_is_a_view_of_every_element(shape: tuple[int, ...], last_dimension_first: bool) -> None:
-    parameter = torch.zeros(shape)
-    if last_dimension_first:
-        parameter = parameter.permute(*reversed(range(len(shape)))).contiguous().permute(*reversed(range(len(shape))))
-    memory = torch.arange(parameter.numel())
-    form = form_of(parameter, "first-dimension")
-    assert form is not None
-    matrix = form.view(memory)
-    assert matrix.shape == (shape[0], memory.numel() // shape[0])
-    assert matrix.data_ptr() == memory.data_ptr() and sorted(matrix.flatten().tolist()) == memory.tolist()
-    own = memory.as_strided(parameter.shape, parameter.stride())
-    assert set(matrix[0].tolist()) == set(own[0].flatten().tolist())  # a row is what the first dimension indexes
 
 
 def test_the_ledger_tells_the_last_step_from_all_of_them() -> None:

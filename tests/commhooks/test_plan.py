@@ -31,6 +31,7 @@ from commhooks.planning.profile import (
     StepParts,
 )
 from tests.commhooks.fake_network import FakeNetwork
+from tests.tiers import A_ROW
 
 MB = 1_000_000
 PER_BYTE = 10e-9  # seconds, on the probed network: an all-reduce of 1 MB takes 10 ms
@@ -232,6 +233,7 @@ def test_the_line_makes_the_compressor_that_was_profiled(name: str, policy: str,
     assert str(commhooks.make_compressor(made.split('"')[1])) == name
 
 
+@A_ROW
 def test_a_plan_for_a_large_profile_takes_less_than_two_seconds() -> None:
     gradients = tuple(GradientProfile(str(n), (1,), MB, 0.1 * n / 50) for n in range(50))
     rounds = (RoundProfile(1e-4, (("all-reduce", 1000), ("all-gather", 1000))),) * 3

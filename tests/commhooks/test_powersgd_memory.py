@@ -22,6 +22,7 @@ from experiments.studies.bench.given import GivenBucket as Bucket
 from experiments.studies.bench.given import Shape, resnet18_shapes
 from tests.cases import BY_NAME, CASES, Case, forms_first
 from tests.commhooks.workers import GivenBucket, Workers, normal, zeros
+from tests.tiers import A_ROW, in_turn
 
 MIXED: list[Shape] = [(200, 300), (200, 300), (300,), (64, 24, 3, 3)]
 
@@ -73,8 +74,11 @@ def step_as_it_is(workers: Workers) -> None:
     run_in_turns(workers.lines)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", [case for case in CASES if case.name.startswith("powersgd")], ids=str)
+DTYPES = [torch.float32, torch.bfloat16]
+POWERSGD = [case for case in CASES if case.name.startswith("powersgd")]
+
+
+@pytest.mark.parametrize(("case", "dtype"), in_turn(POWERSGD, DTYPES), ids=str)
 def test_a_steady_step_makes_nothing_of_a_gradients_size(case: Case, dtype: torch.dtype) -> None:
     """Its largest memory is a message, of every matrix's factors; the smallest matrix here is 13,824 elements."""
     workers = Workers(case.make(), 2, zeros(*MIXED, dtype=dtype))
@@ -98,6 +102,7 @@ STARTING = dataclasses.replace(
 )
 
 
+@A_ROW
 @pytest.mark.parametrize("case", [*forms_first(CASES), STARTING], ids=str)
 def test_buckets_that_were_dealt_anew_leave_nothing_behind(case: Case) -> None:
     """Also if nobody collects cycles, as in loops that collect at moments of their own choice."""
@@ -117,8 +122,10 @@ def test_buckets_that_were_dealt_anew_leave_nothing_behind(case: Case) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("settings", [{}, {"rank": 4}, {"alternating": True}, {"skip": ("layer0", "layer1?")}], ids=str)
+SETTINGS: list[dict[str, Any]] = [{}, {"rank": 4}, {"alternating": True}, {"skip": ("layer0", "layer1?")}]
+
+
+@pytest.mark.parametrize(("settings", "dtype"), in_turn(SETTINGS, DTYPES, fast=bool), ids=str)
 def test_state_takes_little_more_than_what_is_compressed(settings: dict[str, Any], dtype: torch.dtype) -> None:
     """In fp32, whatever the gradients are in."""
     compressor = commhooks.PowerSGD(**settings)
@@ -134,8 +141,7 @@ def test_state_takes_little_more_than_what_is_compressed(settings: dict[str, Any
     assert 4 * residuals < taken <= 4 * (1.05 * residuals + factors)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize(("rank", "dtype"), in_turn([1, 4], DTYPES, fast=lambda rank: rank == 1), ids=str)
 def test_a_step_takes_less_memory_than_one_of_pytorchs_hook(
     rank: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

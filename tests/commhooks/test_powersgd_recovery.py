@@ -16,6 +16,7 @@ from torch import Tensor
 from commhooks import Compressor, Hierarchical, PerParameter, make_compressor
 from commhooks.compressors.powersgd.blind_rows import EVERY, Probed, replace_blind_rows, with_probes
 from tests.commhooks.workers import Workers, normal, zeros
+from tests.tiers import rows
 
 pytestmark = pytest.mark.kernels
 
@@ -67,7 +68,7 @@ def shares_sent(compressor: Compressor, rank: int, runs: Sequence[Run], buckets:
     return [float((got * B).sum() / B.square().sum()) / last for got, B in zip(sent, seconds, strict=True)]
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("rank", rows([1, 2, 4], unless=lambda rank: rank == 4))
 @pytest.mark.parametrize("seeds", [1, pytest.param(20, marks=pytest.mark.soak)])
 def test_gradients_that_move_to_other_rows_and_columns_are_sent(rank: int, seeds: int) -> None:
     shares = shares_sent(make_compressor("powersgd", rank=rank), rank, every_run(seeds))
@@ -92,7 +93,7 @@ OTHER_FORMS: dict[str, tuple[Callable[[], Compressor], int]] = {
 """Compressors, and the lowest rank that they give to a matrix."""
 
 
-@pytest.mark.parametrize("form", OTHER_FORMS)
+@pytest.mark.parametrize("form", rows(OTHER_FORMS, unless=lambda form: form in ("twice", "machines")))
 def test_every_form_of_a_warm_start_sends_them(form: str) -> None:
     make, rank = OTHER_FORMS[form]
     runs = [Run(goes_on=False, on_one=False, seed=1), Run(goes_on=True, on_one=True, seed=2)]

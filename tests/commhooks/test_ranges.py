@@ -11,7 +11,7 @@ from torch import Tensor
 from commhooks import make_compressor
 from commhooks.codecs import E3M0, FP8, MXFP4, MXFP8, QSGD, Codebook, Codec, Int4, Int8, Natural, Sign, TernGrad
 from tests import bounds
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, is_form
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
 from tests.tiers import in_turn
 
@@ -59,7 +59,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "way"), in_turn(UNSCALED, WAYS), ids=str)
+@pytest.mark.parametrize(("case", "way"), in_turn(UNSCALED, WAYS, fast=is_form), ids=str)
 def test_gradients_up_to_half_of_the_largest_number_have_the_mean_of_others(
     case: Case, way: tuple[torch.dtype, int, bool]
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from commhooks import Compressor, make_compressor
 from tests.commhooks.workers import Workers, zeros
+from tests.tiers import A_ROW
 
 SIZE, SIMPLE_LAYERS, WORLD_SIZE = 64, 5, 2
 
@@ -40,6 +41,7 @@ def trained(compressor: Compressor, seed: int, steps: int) -> tuple[float, float
     return loss / sum(float(target.square().sum()) for target in targets), workers.traffic.payload_bytes / steps
 
 
+@A_ROW
 @pytest.mark.parametrize(
     ("seeds", "steps"), [(1, 200), pytest.param(5, 300, marks=pytest.mark.soak)], ids=["one seed", "five seeds"]
 )

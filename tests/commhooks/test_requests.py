@@ -33,11 +33,17 @@ from commhooks.language.entries import Declared
 from commhooks.tensors import all_finite
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.workers import Workers, normal, zeros
+from tests.tiers import thorough
 from tests.world import on_ranks, run_world
 
 both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
-both_ways = pytest.mark.parametrize("way", ["lockstep", "gloo"])
 Script = Callable[[BucketView, Context], Generator[Any, Any, Any]]
+
+
+def every_way(over_gloo: str) -> pytest.MarkDecorator:
+    """Run a test in lockstep under both policies, and over Gloo under one; the long runs have the other too."""
+    gloo = thorough([("gloo", "fifo"), ("gloo", "fused")], unless=lambda way: way[1] == over_gloo)
+    return pytest.mark.parametrize(("way", "policy"), [("lockstep", "fifo"), ("lockstep", "fused"), *gloo])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,8 +123,7 @@ def scatters(bucket: BucketView, context: Context) -> Generator[Any, Any, Any]:
         *itertools.product((2, 3), ["lockstep"], ("fifo", "fused")),
         (2, "gloo", "fused"),
         (3, "gloo", "fifo"),
-        pytest.param(2, "gloo", "fifo", marks=pytest.mark.soak),
-        pytest.param(3, "gloo", "fused", marks=pytest.mark.soak),
+        *thorough([(2, "gloo", "fifo"), (3, "gloo", "fused")]),
     ],
 )
 def test_every_rank_gets_its_row_of_the_sum(world_size: int, way: str, policy: str) -> None:
@@ -150,15 +155,9 @@ def test_a_reduce_scatter_counts_its_rows_and_moves_all_but_its_own(world_size: 
 # --- gathers and exchanges of any dtype -----------------------------------------------------------------------------
 
 DTYPES = [
-    torch.uint8,
-    torch.float64,
-    torch.bool,
-    torch.uint16,
-    torch.float8_e4m3fn,
-    torch.bfloat16,
-    torch.int64,
+    torch.uint8, torch.float64, torch.bool, torch.uint16, torch.float8_e4m3fn, torch.bfloat16, torch.int64,
     torch.complex64,
-]
+]  # fmt: skip
 SHAPES = [(3,), (2, 2), (), (5, 1), (7,), (0,), (1,), (3,)]
 
 
@@ -194,8 +193,7 @@ def gathers(bucket: BucketView, context: Context) -> Generator[Any, Any, Any]:
     return noted
 
 
-@both_policies
-@both_ways
+@every_way("fused")
 def test_gathered_parts_of_any_dtype_come_back_typed_and_bit_for_bit(way: str, policy: str) -> None:
     for steps in answers(way, gathers, 3, policy, steps=2):
         for received in steps:
@@ -214,8 +212,7 @@ def exchanges(bucket: BucketView, context: Context) -> Generator[Any, Any, Any]:
     return list(map(seen, received))
 
 
-@both_policies
-@both_ways
+@every_way("fifo")
 def test_exchanged_parts_of_any_dtype_come_back_typed_and_bit_for_bit(way: str, policy: str) -> None:
     for rank, (received,) in enumerate(answers(way, exchanges, 3, policy)):
         for n, answer in enumerate(received):
@@ -241,8 +238,7 @@ def asks_for_several(bucket: BucketView, context: Context) -> Generator[Any, Any
     return [[answer.clone() for answer in one] for one in (*several, alone)]
 
 
-@both_policies
-@both_ways
+@every_way("fused")
 def test_several_requests_at_once_are_answered_one_by_one(way: str, policy: str) -> None:
     W = 2
     total = [own(0, n) + own(1, n) for n in range(5)]
@@ -265,9 +261,10 @@ def test_several_requests_at_once_are_answered_one_by_one(way: str, policy: str)
 @both_policies
 def test_requests_at_once_that_are_alike_travel_together(policy: str) -> None:
     """Sums of fp32, of fp64, and the mean; both gathers; the exchange; the reduce-scatter: then the one alone."""
-    workers = Workers(Scripted(script=asks_for_several), 2, zeros((4,), (6,)), policy=policy)
+    workers = Workers(Scripted(script=asks_for_several), 2, zeros((4,), (6,)), buckets=2, policy=policy)
     workers.step([[torch.ones(4), torch.ones(6)]] * 2)
-    kinds = {kind: counts.collectives for kind, counts in workers.traffic.by_kind.items()}
+    of_each = 2 if policy == "fifo" else 1
+    kinds = {kind: counts.collectives // of_each for kind, counts in workers.traffic.by_kind.items()}
     assert kinds == {"all-reduce": 3 + 1, "all-gather": 1, "all-to-all": 1, "reduce-scatter": 1}
 
 
@@ -391,10 +388,9 @@ def test_what_cannot_be_asked_for_is_an_error_that_names_rank_and_bucket(script:
 
 
 @on_ranks(3)
-@both_policies
-def test_what_cannot_be_carried_over_gloo_is_an_error_that_names_rank_and_bucket(rank: int, policy: Any) -> None:
+def test_what_cannot_be_carried_over_gloo_is_an_error_that_names_rank_and_bucket(rank: int) -> None:
     """In the second of two buckets, into which they are cut after the first step."""
-    for script in (of_machines_that_are_not_whole, too_few_rows):
+    for policy, script in itertools.product(("fifo", "fused"), (of_machines_that_are_not_whole, too_few_rows)):
         model = wrap("core", Given((40, 40), (40, 40)), bucket_cap_mb=0.005)
         attachment = commhooks.attach(model, Scripted(script=script), policy=policy)
         model(torch.ones(40, 40), torch.ones(40, 40)).backward()
@@ -416,8 +412,7 @@ def keeps_answers(bucket: BucketView, context: Context) -> Generator[Any, Any, A
     return [[answer.clone() for answer in one] for one in (first, second, gathered, again)]
 
 
-@both_policies
-@both_ways
+@every_way("fifo")
 def test_an_answer_lasts_to_the_end_of_the_exchange(way: str, policy: str) -> None:
     total, rows = own(0, 3) + own(1, 3), torch.stack([own(0, 3), own(1, 3)])
     for ((first, second, gathered, again),) in answers(way, keeps_answers, 2, policy):

@@ -12,6 +12,7 @@ from torch import Tensor
 import commhooks
 from commhooks.compressors.powersgd.powersgd import orthonormal_rows
 from tests.commhooks.workers import Workers, zeros
+from tests.tiers import A_ROW
 
 pytestmark = pytest.mark.kernels
 
@@ -62,6 +63,7 @@ class _AgainstTheGlobalMean:
         return norms
 
 
+@A_ROW
 def test_residuals_of_skewed_data_stay_as_they_are_while_those_against_the_global_mean_grow() -> None:
     """The second kind is what PyTorch's hook keeps; the mean over ranks of both is the same."""
     (ours, our_loss), (theirs, their_loss) = _train(_Ours()), _train(_AgainstTheGlobalMean())
@@ -93,6 +95,7 @@ def _train(compression: Compression) -> tuple[list[float], float]:
     return norms, sum(losses[-100:]) / 100
 
 
+@A_ROW
 @pytest.mark.parametrize(("rank", "grows"), [(1, True), (2, False)])
 def test_opposite_residuals_grow_only_if_the_basis_never_turns(rank: int, grows: bool) -> None:
     """A known limit: what two ranks owe in opposite directions is not sent while it lies outside their mean's basis.

@@ -10,32 +10,18 @@ import torch
 import commhooks
 from commhooks import make_compressor
 from tests import bounds
-from tests.cases import CASES, Case, forms_first
+from tests.cases import CASES, Case, forms_first, is_form
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
+from tests.tiers import A_ROW, in_turn
 from tests.world import on_ranks
 
 FEEDING_BACK = [case for case in CASES if case.error_feedback and not case.owes_as]
 pytestmark = pytest.mark.kernels
-every_feeding_back_case = pytest.mark.parametrize("case", forms_first(FEEDING_BACK), ids=str)
+DTYPES = [torch.float32, torch.float16, torch.float64]
 
 
-@every_feeding_back_case
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_on_a_cpu_the_host_is_where_residuals_are_anyway(case: Case, dtype: torch.dtype) -> None:
-    usual, away = (Workers(case.make(), 2, zeros((24, 40), (30, 30), (7,), dtype=dtype), storage=s) for s in STORAGES)
-    for step in range(3):
-        gradients = normal(usual.parameters, 2, seed=step)
-        for ours, theirs in zip(usual.step(gradients)[0], away.step(gradients)[0], strict=True):
-            assert torch.equal(ours, theirs)
-    assert {kept.dtype for kept in usual.states[0].residuals()} <= {torch.float32}
-
-
-STORAGES = ("fp32", "host")
-
-
-@every_feeding_back_case
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(FEEDING_BACK, DTYPES, fast=is_form), ids=str)
 def test_residuals_in_bf16_lose_no_more_than_their_rounding(case: Case, dtype: torch.dtype) -> None:
     """Every step: sent + residual = what was to be sent, up to what the step, bf16 and the gradient's dtype round."""
     parameters = zeros((24, 40), (40,), (24, 40), dtype=dtype)
@@ -78,7 +64,8 @@ def test_residuals_that_are_loaded_into_another_storage_go_on(saved_in: Any, loa
     assert means["w"].nonzero().flatten().tolist() == [32, 33, 34, 35] and means["w"][35] == 2.0**35
 
 
-@every_feeding_back_case
+@A_ROW
+@pytest.mark.parametrize("case", forms_first(FEEDING_BACK), ids=str)
 def test_with_residuals_in_bf16_the_running_mean_still_converges(case: Case) -> None:
     parameters = zeros((24, 40), (30, 30))
     gradients = normal(parameters, 2, seed=1)

@@ -70,8 +70,11 @@ def wrong_values() -> list[Wrong]:
             step = 1 if is_whole else 1e-6
             fine = getattr(made(kind), field.name)
             ends = [bounds.above, None if bounds.least is None else bounds.least - step, bounds.below]
-            ends += [None if bounds.most is None else bounds.most + step, math.nan, "1", True]
-            found += [Wrong(kind, field.name, value, fine) for value in ends if value is not None]
+            ends += [None if bounds.most is None else bounds.most + step]
+            none = [] if "None" in str(field.type) else [None]
+            no_number = [math.nan, "1", True, *none, *([1.5] if is_whole else [])]
+            outside = [value for value in ends if value is not None]
+            found += [Wrong(kind, field.name, value, fine) for value in (*outside, *no_number)]
     return found
 
 
@@ -81,6 +84,32 @@ def test_a_number_out_of_its_bounds_is_refused_by_name_and_value(wrong: Wrong) -
         made(wrong.kind, **{wrong.name: wrong.value})
     assert str(told.value).startswith(f"{wrong.kind.__name__}({wrong.name}={wrong.value!r}): {wrong.name} must be ")
     assert getattr(made(wrong.kind, **{wrong.name: wrong.fine}), wrong.name) == wrong.fine
+
+
+OUTSIDE: dict[str, dict[str, Any]] = {
+    "AdaptiveRank": {"min_rank": 0, "rank": 1, "max_rank": 3, "every": 2, "eta": -0.1, "min_compression_rate": 0},
+    "Affine": {"channel": 0},
+    "DGC": {"ratio": 2, "momentum": 1, "clip": 0, "warm_up": -1},
+    "ErrorFeedback": {"decay": 0.0, "reset_every": -1},
+    "Hierarchical": {"size": 0},
+    "Match": {"max_elements": -1},
+    "PowerSGD": {"rank": 0, "min_compression_rate": 0, "epsilon": -1e-8, "iterations": 0},
+    "QSGD": {"levels": 128},
+    "SVD": {"rank": 0, "min_compression_rate": 0.0},
+    "Signum": {"beta": 1.0},
+    "StartAfter": {"steps": -1},
+    "Threshold": {"threshold": 0},
+    "TopK": {"ratio": 0},
+    "UnbiasedPowerSGD": {"rank": 0, "min_compression_rate": 0.0},
+}
+"""What the bounds themselves are to leave out."""
+
+
+@pytest.mark.parametrize("kind", [one for one in CLASSES if one.__name__ in OUTSIDE], ids=lambda one: one.__name__)
+def test_bounds_leave_out_what_makes_no_sense(kind: type) -> None:
+    for name, value in OUTSIDE[kind.__name__].items():
+        with pytest.raises(SettingsError, match=rf"{kind.__name__}\({name}={value}\): {name} must be "):
+            made(kind, **{name: value})
 
 
 def test_every_class_has_settings_that_are_looked_at() -> None:
@@ -122,7 +151,6 @@ REFUSED: list[tuple[str, str]] = [
     ("TwoHop(codec='sign')", r"TwoHop\(codec='sign'\): codec must be a Codec, such as Sign\(\)\."),
     ("ErrorFeedback(inner='top-k')", r"inner must be a Compressor; make one from a name with make_compressor\."),
     ("StartAfter(inner=AllReduceMean(), steps=1, before=None)", r"before must be a Compressor"),
-    ("Hierarchical(inner=AllReduceMean(), size=0)", r"size must be an integer of at least 1\."),
     ("Match(dtype='fp16')", r"Match\(dtype='fp16'\): dtype must be a torch.dtype, or None\."),
     ("Match(dimensions=[2])", r"dimensions must be a tuple of ints\."),
     ("Match(min_elements=5, max_elements=4)", r"max_elements must be at least min_elements=5\."),
@@ -139,84 +167,25 @@ REFUSED: list[tuple[str, str]] = [
         r"PowerSGD\(skip=\('a',\)\): skip must be empty if matrices='whole-bucket'",
     ),
     ("PowerSGD(matrices='any')", "matrices must be one of first-dimension, most-square, whole-bucket"),
-    ("AdaptiveRank(min_rank=0)", r"AdaptiveRank\(min_rank=0\): min_rank must be an integer of at least 1."),
-    ("AdaptiveRank(rank=1)", r"AdaptiveRank\(rank=1\): rank must be an integer of at least 2."),
-    ("AdaptiveRank(max_rank=3)", "max_rank must be an integer of at least 4"),
-    ("AdaptiveRank(every=2)", "every must be an integer of at least 3"),
     ("AdaptiveRank(rule='best')", "rule must be one of least-error, fewest-bytes, accordion"),
-    ("AdaptiveRank(eta=-0.1)", "eta must be 0 or more"),
-    ("AdaptiveRank(min_compression_rate=0)", "min_compression_rate must be above 0"),
-    ("Affine(channel=0)", r"Affine\(channel=0\): channel must be an integer of at least 1, or None"),
     ("Int4(block=3)", r"Int4\(block=3\): block must be a multiple of 2\."),
     ("Int8(block=0)", r"Int8\(block=0\): block must be an integer of at least 1\."),
     ("Int8(stochastic=1)", r"Int8\(stochastic=1\): stochastic must be a bool"),
     ("MXFP8(block=48)", r"MXFP8\(block=48\): block must be a multiple of 32\."),
-    ("QSGD(levels=128)", r"QSGD\(levels=128\): levels must be an integer from 1 to 127\."),
     ("Half(dtype=torch.float32)", "dtype must be torch.float16 or torch.bfloat16"),
     ("Half(dtype=torch.float16, stochastic=True)", "stochastic must be False for torch.float16"),
-    ("Signum(beta=1.0)", r"Signum\(beta=1.0\): beta must be in \[0, 1\)\."),
-    ("PowerSGD(rank=0)", r"PowerSGD\(rank=.*\): rank must"),
-    ("PowerSGD(rank=1.5)", r"PowerSGD\(rank=.*\): rank must"),
-    ("PowerSGD(rank=True)", r"PowerSGD\(rank=.*\): rank must"),
-    ("PowerSGD(min_compression_rate=0)", r"PowerSGD\(min_compression_rate=.*\): min_compression_rate must"),
-    ("PowerSGD(epsilon=-1e-8)", r"PowerSGD\(epsilon=.*\): epsilon must"),
-    ("PowerSGD(min_compression_rate=math.nan)", r"PowerSGD\(min_compression_rate=.*\): min_compression_rate must"),
-    ("PowerSGD(epsilon=math.nan)", r"PowerSGD\(epsilon=.*\): epsilon must"),
     ("PowerSGD(matrices='x')", r"PowerSGD\(matrices=.*\): matrices must"),
-    ("PowerSGD(iterations=0)", r"PowerSGD\(iterations=.*\): iterations must"),
-    ("PowerSGD(iterations=2.0)", r"PowerSGD\(iterations=.*\): iterations must"),
     ("PowerSGD(skip='a')", r"PowerSGD\(skip=.*\): skip must"),
     ("PowerSGD(skip=['a'])", r"PowerSGD\(skip=.*\): skip must"),
     ("PowerSGD(skip=(1,))", r"PowerSGD\(skip=.*\): skip must"),
-    ("UnbiasedPowerSGD(rank=0)", r"UnbiasedPowerSGD\(rank=0\): rank must be an integer of at least 1."),
-    ("UnbiasedPowerSGD(min_compression_rate=-1.0)", "min_compression_rate must be above 0"),
-    ("SVD(rank=0)", r"SVD\(rank=0\): rank must be an integer of at least 1."),
-    ("SVD(rank=True)", "rank must be an integer"),
-    ("SVD(min_compression_rate=0.0)", "min_compression_rate must be above 0"),
-    ("TopK(ratio=0)", r"TopK\(ratio=0\): ratio must be in \(0, 1\]\."),
     ("TopK(indices='int8')", r"TopK\(indices='int8'\): indices must be one of auto, int32"),
-    ("Threshold(threshold=0)", r"Threshold\(threshold=0\): threshold must be above 0, and finite\."),
-    ("DGC(ratio=2)", r"DGC\(ratio=2\): ratio must be"),
-    ("DGC(momentum=1)", r"DGC\(momentum=1\): momentum must be"),
-    ("DGC(clip=0)", r"DGC\(clip=0\): clip must be"),
-    ("DGC(warm_up=-1)", r"DGC\(warm_up=-1\): warm_up must be"),
-    ("DeMo(k=1.5)", "must be an integer"),
-    ("DeMo(chunk=16.5)", "must be an integer"),
-    ("DeMo(k=True)", "must be an integer"),
-    ("DeMo(chunk=None)", "must be an integer"),
     ("DeMo(mean_over='all')", r"\(mean_over='all'\): mean_over must be one of ranks, senders\."),
-    ("SparseLoCo(k=1.5)", "must be an integer"),
-    ("SparseLoCo(chunk=16.5)", "must be an integer"),
-    ("SparseLoCo(k=True)", "must be an integer"),
-    ("SparseLoCo(chunk=None)", "must be an integer"),
     ("SparseLoCo(mean_over='all')", r"\(mean_over='all'\): mean_over must be one of ranks, senders\."),
     ("SparseLoCo(clip_to_median='median')", r"SparseLoCo\(clip_to_median='median'\): clip_to_median must be a bool"),
-    ("StartAfter(inner='powersgd', steps=1)", r"StartAfter\(inner='powersgd'\): inner must be a Compressor"),
-    ("WireDtype(inner='powersgd', dtype=torch.float16)", r"WireDtype\(inner='powersgd'\): inner must be a Compressor"),
-    ("ErrorFeedback(inner='powersgd')", r"ErrorFeedback\(inner='powersgd'\): inner must be a Compressor"),
     (
         "ErrorFeedback(inner=ErrorFeedback(inner=Cast(dtype=torch.float16)))",
         r"ErrorFeedback\(inner=.*inner must not be ErrorFeedback itself",
     ),
-    (
-        "ErrorFeedback(inner=Cast(dtype=torch.float16), decay=0.0)",
-        r"ErrorFeedback\(decay=.*\): decay must be in \(0, 1\]",
-    ),
-    (
-        "ErrorFeedback(inner=Cast(dtype=torch.float16), decay=-1.0)",
-        r"ErrorFeedback\(decay=.*\): decay must be in \(0, 1\]",
-    ),
-    (
-        "ErrorFeedback(inner=Cast(dtype=torch.float16), decay=1.5)",
-        r"ErrorFeedback\(decay=.*\): decay must be in \(0, 1\]",
-    ),
-    (
-        "ErrorFeedback(inner=Cast(dtype=torch.float16), decay=math.nan)",
-        r"ErrorFeedback\(decay=.*\): decay must be in \(0, 1\]",
-    ),
-    ("ErrorFeedback(inner=TopK(), reset_every=-1)", "reset_every must be an integer of at least 0"),
-    ("ErrorFeedback(inner=TopK(), reset_every=1.5)", "reset_every must be an integer of at least 0"),
-    ("ErrorFeedback(inner=TopK(), reset_every=True)", "reset_every must be an integer of at least 0"),
     ("ErrorFeedback(inner=RandomK(unbiased=True))", "inner must leave something unsent"),
     ("ErrorFeedback(inner=StartAfter(inner=RandomK(unbiased=True), steps=3))", "inner must leave something unsent"),
     ("ErrorFeedback(inner=PerParameter(rules=(('*', RandomK(unbiased=True)),)))", "inner must leave something unsent"),
@@ -225,7 +194,6 @@ REFUSED: list[tuple[str, str]] = [
     ("WireDtype(inner=AllReduceMean(), dtype=torch.int8)", "dtype must be a (floating-point )?torch.dtype"),
     ("WireDtype(inner=AllReduceMean(), dtype=torch.float8_e4m3fn)", "dtype must be a (floating-point )?torch.dtype"),
     ("WireDtype(inner=AllReduceMean(), dtype='fp16')", "dtype must be a (floating-point )?torch.dtype"),
-    ("StartAfter(inner=AllReduceMean(), steps=-1)", r"StartAfter\(steps=-1\): steps must"),
     (
         "WireDtype(inner=make_compressor('top-k'), dtype=torch.bfloat16)",
         "inner must request sums only, since nothing else can be cast",
@@ -246,10 +214,6 @@ REFUSED: list[tuple[str, str]] = [
         "WireDtype(inner=ErrorFeedback(inner=SVD()), dtype=torch.float16)",
         "inner must request sums only, since nothing else can be cast",
     ),
-    ("Hierarchical(inner=TopK(), size=0)", r"Hierarchical\(size=0\): size must be an integer of"),
-    ("Hierarchical(inner=TopK(), size=-2)", r"Hierarchical\(size=\-2\): size must be an integer of"),
-    ("Hierarchical(inner=TopK(), size=True)", r"Hierarchical\(size=True\): size must be an integer of"),
-    ("Hierarchical(inner=TopK(), size=2.0)", r"Hierarchical\(size=2\.0\): size must be an integer of"),
     ("Hierarchical(inner=StartAfter(inner=MACHINES, steps=3), size=2)", "inner must not hold another Hierarchical"),
     (
         "ErrorFeedback(inner=StartAfter(inner=MACHINES, steps=3))",
@@ -278,9 +242,6 @@ REFUSED: list[tuple[str, str]] = [
         "schedule((0, AllReduceMean()), (5, AllReduceMean()), (3, AllReduceMean()))",
         "must begin at steps that ascend from 0",
     ),
-    ("Match(min_elements='3')", "min_elements must be"),
-    ("Match(max_elements=-1)", "max_elements must be"),
-    ("Match(dtype='float16')", "dtype must be"),
     ("make_compressor('topk')", "known are adaptive-rank, .* Did you mean 'top-k'?"),
     ("make_compressor('top-k(ratoi=1)')", "has no setting 'ratoi'; .* Did you mean 'ratio'?"),
     ("make_compressor(\"TopK(ratio='a')\")", "'TopK': ratio must be of type float .got 'a' of type str"),

@@ -40,24 +40,17 @@ from commhooks.scheduling.lockstep import lockstep_lines
 from commhooks.wrappers.hierarchical import Hierarchical
 from tests.commhooks.shards import BucketOfShards, Sharded, shard_of, whole_means
 from tests.commhooks.workers import Workers, normal, zeros
+from tests.tiers import A_ROW, covering, rows, thorough
 from tests.world import on_ranks
 
 SHAPES = ((9, 16), (5,), (2, 3), (64, 33), (1,), (0, 4), ())
 
 CODECS: list[Codec] = [
     Half(block=16, dtype=torch.bfloat16),  # the first: nothing is left out of a gradient in bf16
-    Int8(block=16),
-    Int4(block=32),
-    FP8(block=16),
-    MXFP4(),
-    E3M0(block=32),
-    Codebook(block=32),
-    Sign(block=32),
-    QSGD(block=16, levels=15),
-    TernGrad(block=16),
-    Natural(block=16),
+    Int8(block=16), Int4(block=32), FP8(block=16), MXFP4(), E3M0(block=32), Codebook(block=32), Sign(block=32),
+    QSGD(block=16, levels=15), TernGrad(block=16), Natural(block=16),
     Half(block=16, dtype=torch.bfloat16, stochastic=True),
-]
+]  # fmt: skip
 
 
 @on_ranks("ranks")
@@ -79,7 +72,7 @@ def test_over_a_process_group_the_same_comes_out(rank: int, ranks: int, policy: 
 
 
 @on_ranks("ranks")
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *thorough([4])])
 def test_over_a_process_group_an_inf_commits_nothing_on_any_rank(rank: int, ranks: int) -> None:
     """The last rank has it in what another keeps."""
     compressor = make_compressor("ErrorFeedback(inner=TwoHop(codec=Int4(block=16), server_feedback=False))")
@@ -132,7 +125,10 @@ def test_a_cast_of_8_ranks_rounds_at_most_half_as_much_as_a_sum_in_its_dtype() -
 
 @pytest.mark.parametrize(
     ("codec", "dtype"),
-    [*((codec, torch.float32) for codec in CODECS), *((codec, torch.bfloat16) for codec in CODECS[1:])],
+    [
+        *rows([(codec, torch.float32) for codec in CODECS], unless=lambda one: isinstance(one[0], (Half, Int8))),
+        *rows([(codec, torch.bfloat16) for codec in CODECS[1:]], unless=lambda one: isinstance(one[0], Int4)),
+    ],
     ids=lambda one: type(one).__name__ if isinstance(one, Codec) else str(one),
 )
 def test_what_a_code_leaves_out_of_any_shard_is_kept_by_the_rank_that_sent_it(codec: Codec, dtype: torch.dtype) -> None:
@@ -164,20 +160,15 @@ def keeps_what_is_not_sent(compressor: Compressor, dtype: torch.dtype, ranks: in
 
 
 SPARSE = [
-    TopK(ratio=0.1),
-    TopK(ratio=0.03, indices="block-12"),
-    TopK(ratio=0.03, indices="int32"),
-    TopK(ratio=0.5, indices="bitmap"),
-    TopK(ratio=1.0),
-    Threshold(threshold=1.0, capacity=0.2),
-    RandomK(ratio=0.1),
+    TopK(ratio=0.1), TopK(ratio=0.03, indices="block-12"), TopK(ratio=0.03, indices="int32"),
+    TopK(ratio=0.5, indices="bitmap"), TopK(ratio=1.0), Threshold(threshold=1.0, capacity=0.2), RandomK(ratio=0.1),
     RandomBlock(ratio=0.3),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("compressor", SPARSE, ids=str)
+@pytest.mark.parametrize(
+    ("compressor", "dtype", "ranks"), covering(SPARSE, [torch.float32, torch.bfloat16], [1, 2, 3], fast=6), ids=str
+)
 def test_elements_that_are_not_sent_of_any_shard_are_kept_by_the_rank_that_chose(
     compressor: Compressor, dtype: torch.dtype, ranks: int
 ) -> None:
@@ -199,6 +190,7 @@ def test_the_largest_of_each_shard_are_added_up_in_rank_order(indices: Any) -> N
             assert torch.equal(mean, expected), (rank, number)
 
 
+@A_ROW
 def test_indices_that_all_ranks_know_are_not_sent_and_means_are_right_on_average() -> None:
     parameters = zeros((40, 5))
     gradients = normal(parameters, 2, seed=6)
@@ -216,21 +208,21 @@ def test_indices_that_all_ranks_know_are_not_sent_and_means_are_right_on_average
     assert workers.engines[0].statistics().moved_bytes == steps * (10 * 4 + 4)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
+KEEPING = [
+    ErrorFeedback(inner=TwoHop(codec=Int4(block=16), server_feedback=False)),
+    ErrorFeedback(inner=TwoHop(codec=Sign(block=16), server_feedback=False)),
+    ErrorFeedback(inner=Cast(dtype=torch.bfloat16)),
+    PerParameter(rules=(("layer0", AllReduceMean()),), otherwise=ErrorFeedback(inner=TwoHop(codec=Int8(block=16)))),
+    ErrorFeedback(inner=TopK(ratio=0.1)),
+    ErrorFeedback(inner=RandomBlock(ratio=0.1)),
+]
+
+
 @pytest.mark.parametrize(
-    "compressor",
-    [
-        ErrorFeedback(inner=TwoHop(codec=Int4(block=16), server_feedback=False)),
-        ErrorFeedback(inner=TwoHop(codec=Sign(block=16), server_feedback=False)),
-        ErrorFeedback(inner=Cast(dtype=torch.bfloat16)),
-        PerParameter(rules=(("layer0", AllReduceMean()),), otherwise=ErrorFeedback(inner=TwoHop(codec=Int8(block=16)))),
-        ErrorFeedback(inner=TopK(ratio=0.1)),
-        ErrorFeedback(inner=RandomBlock(ratio=0.1)),
-    ],
-    ids=["int4", "sign", "cast", "all-reduce beside int8", "top-k", "random-block"],
+    ("compressor", "bad", "policy", "ranks"),
+    covering(KEEPING, [math.inf, math.nan], ["fifo", "fused"], [2, 4], fast=4),
+    ids=str,
 )
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")], ids=str)
 def test_what_is_not_finite_on_one_rank_commits_nothing_on_any(
     compressor: Compressor, bad: float, policy: str, ranks: int
 ) -> None:

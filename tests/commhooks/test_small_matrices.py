@@ -15,6 +15,7 @@ from commhooks.compressors.powersgd import low_rank
 from commhooks.language.memory import commit_all
 from tests import bounds
 from tests.commhooks.workers import Workers, normal, relative, zeros
+from tests.tiers import covering
 
 pytestmark = pytest.mark.kernels
 
@@ -30,7 +31,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 MIXED = [(20, 30), (30,), (20, 30), (8, 4, 3, 3), (20, 30), (8, 4, 3, 3), (90, 80), (5,), (30, 20), (90, 80)]
 
 
-@pytest.fixture(params=["all together", "two at a time", "none", "launched"])
+STACKS = ["all together", "two at a time", "none", "launched"]
+
+
+@pytest.fixture
 def stacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stacks have as many matrices as fit, or two, or be none; or let the code for a GPU run."""
     if request.param == "launched":
@@ -46,9 +50,16 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(low_rank, "runs_later", lambda tensor: True)
 
 
-@pytest.mark.parametrize("storage", ["fp32", "bf16"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("settings", [*SETTINGS.values(), {"rank": 2, "matrices": "whole-bucket"}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "dtype", "storage"),
+    covering(
+        [*SETTINGS.values(), {"rank": 2, "matrices": "whole-bucket"}],
+        [torch.float64, torch.bfloat16, torch.float16],
+        ["fp32", "bf16"],
+        fast=6,
+    ),
+    ids=str,
+)
 def test_the_code_for_a_gpu_gives_the_same_numbers(
     settings: dict[str, Any], dtype: torch.dtype, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,8 +93,12 @@ def test_the_code_for_a_gpu_keeps_a_basis_where_a_row_is_zero(monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("stacks")
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
+@pytest.mark.parametrize(
+    ("settings", "stacks", "policy"),
+    covering(list(SETTINGS.values()), STACKS, ["fifo", "fused"], fast=8),
+    indirect=["stacks"],
+    ids=str,
+)
 def test_each_matrix_gives_what_it_gives_alone(settings: dict[str, Any], policy: str) -> None:
     parameters = _channels_last(zeros(*MIXED, dtype=torch.float64), at=5)
     compressor = commhooks.make_compressor("powersgd", **settings)
@@ -119,6 +134,7 @@ def test_narrow_gradients_and_residuals_are_stacked_too(
 
 
 @pytest.mark.usefixtures("stacks")
+@pytest.mark.parametrize("stacks", STACKS, indirect=True)
 def test_an_inf_in_one_small_matrix_changes_no_residual_and_no_basis() -> None:
     workers = Workers(commhooks.make_compressor("powersgd", rank=2), 2, zeros(*[(16, 24), (24,)] * 6))
     workers.step(normal(workers.parameters, 2, seed=1))

@@ -20,9 +20,8 @@ from commhooks.language.requests import Asked, Judge
 from commhooks.planning.payloads import rounds_of
 from commhooks.wrappers.wrapper import Wrapper
 from tests import bounds
-from tests.cases import CASES, NEEDED
-from tests.commhooks.test_laws_of_state import exchangers, gradients_of
-from tests.commhooks.workers import Workers, largest, normal, zeros
+from tests.cases import CASES, FORMS, NEEDED
+from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, normal, zeros
 from tests.tiers import in_turn
 
 COMPRESSING: dict[str, Callable[[], Compressor]] = {
@@ -46,7 +45,7 @@ class PartsCounted(Wrapper):
         return (yield asked)
 
 
-@pytest.mark.parametrize(("name", "world_size"), in_turn(list(COMPRESSING), [2, 8, 64]))
+@pytest.mark.parametrize(("name", "world_size"), in_turn(list(COMPRESSING), [2, 8, 64], fast=FORMS.__contains__))
 def test_no_bucket_sends_more_than_its_gradients_and_8_bytes_a_part(name: str, world_size: int) -> None:
     """Of parameters with fewer blocks than ranks, and with more; alone, and many in a bucket."""
     for shapes in ((1,),), ((33,),), ((128,),), ((1024,),), ((64, 64),), ((10,),) * 30, ((40,),) * 30:

@@ -22,6 +22,7 @@ from tests.bounds import assert_equal_in_float64
 from tests.commhooks.alone import bucket_of, run_alone
 from tests.commhooks.workers import Workers
 from tests.formulas_sparse import SHAPES_OF_INDICES, sent_of
+from tests.tiers import A_ROW
 
 every_coding = pytest.mark.parametrize("indices", get_args(Indices))
 
@@ -125,6 +126,7 @@ def test_auto_takes_the_coding_with_the_fewest_bytes(elements: int, ratio: float
     assert coding_of("auto", elements, ratio) == coding_of(smallest, elements, ratio)
 
 
+@A_ROW
 @pytest.mark.parametrize("name", ["random-k", "random-block"])
 def test_an_unbiased_mean_is_right_on_average(name: str) -> None:
     """Of 4,000 draws of n/k·x or 0, the mean is off by more than this for any of n elements once in 10⁶ (Hoeffding)."""
@@ -163,17 +165,8 @@ def means_of(compressor: Compressor, scale: float = 1.0) -> Tensor:
 def test_dgc_is_the_papers_algorithm() -> None:
     """In float64, on 20 random inputs: clip by clip/√N, u = m·u + g, v = v + u, send, and mask both."""
     momentum, clip = 0.9, 9.0
-    counts = [
-        75,
-        75,
-        34,
-        34,
-        15,
-        15,
-        7,
-        7,
-        *[3] * 12,
-    ]  # of 300: a quarter, and each fourth of 8 steps 0.04 ** 0.25 of it
+    # Of 300: a quarter, and each fourth of 8 steps 0.04 ** 0.25 of it.
+    counts = [75, 75, 34, 34, 15, 15, 7, 7, *[3] * 12]
     means = means_of(DGC(ratio=0.01, clip=clip, warm_up=8))
     u, v = np.zeros((2, RANKS, ELEMENTS))
     for mean, of_ranks, k in zip(means, GRADIENTS.numpy(), counts, strict=True):

@@ -16,6 +16,7 @@ from commhooks.communicators.collective import KINDS
 from commhooks.communicators.links import Link, Transfer
 from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 from experiments.links.link import LinkSettings
+from tests.tiers import A_ROW
 
 MB = 1_000_000
 PLAIN = Link(rate=100e6, algorithm="ring")  # an all-reduce of 1 MB between two ranks takes 80 ms
@@ -181,6 +182,7 @@ def compression_of(step: Step) -> float:
     return sum(bucket.after + sum(stage.seconds for stage in bucket.stages) for bucket in step.buckets)
 
 
+@A_ROW
 @given(STEPS, LINKS, st.sampled_from([2, 8]), st.floats(1, 100))
 def test_a_faster_link_is_never_slower_and_without_a_limit_nothing_waits(
     step: Step, link: Link, ranks: int, factor: float

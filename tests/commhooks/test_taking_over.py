@@ -20,7 +20,8 @@ from commhooks.wrappers.phases import phases_of
 from commhooks.wrappers.start_after import schedule
 from tests import bounds
 from tests.commhooks.resuming import roundtrip
-from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
+from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, mean_of, normal, zeros
+from tests.tiers import covering
 
 SHAPES = ((9, 10), (5, 7), (6,), (40,))
 """Of 8 elements 11 blocks and a rest of 2; 4 and 3; a rest alone; 5 blocks. Of 16: 5 and 10; 2 and 3; 6; 2 and 8."""
@@ -59,7 +60,8 @@ PHASES: dict[str, Phases] = {
 }
 """Each of them for 4 ranks; the last compressor keeps a residual for whatever has a block."""
 
-every_way = pytest.mark.parametrize("how", ["schedule", "replace"])
+WAYS = ["schedule", "replace"]
+every_way = pytest.mark.parametrize("how", WAYS)
 every_way_and_policy = pytest.mark.parametrize(
     ("how", "policy"),
     [
@@ -70,7 +72,6 @@ every_way_and_policy = pytest.mark.parametrize(
     ],
 )
 """Each way and each policy occurs; the long runs have all pairs."""
-every_pair = pytest.mark.parametrize("phases", PHASES.values(), ids=PHASES)
 
 
 class Run:
@@ -83,19 +84,20 @@ class Run:
         settings = {"may_join": False} | settings  # zeros are gradients like others
         self.workers = Workers(compressor, world_size, zeros(*SHAPES, dtype=dtype), buckets=2, **settings)
         self.short = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
-        self.summed = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
         self.largest = 0.0
         """The largest number so far among gradients, means, residuals, and shares times the ranks."""
 
     def step(self, times: float = 1.0) -> list[Tensor]:
-        workers, step = self.workers, self.workers.step_number
+        workers = self.workers
+        return self.average(normal(workers.parameters, workers.world_size, seed=workers.step_number, scale=times))
+
+    def average(self, gradients: list[list[Tensor]]) -> list[Tensor]:
+        workers = self.workers
         self.replace()
-        gradients = normal(workers.parameters, workers.world_size, seed=step, scale=times)
         means = workers.step(gradients)
         for own in means[1:]:
             assert all(torch.equal(ours, first) for ours, first in zip(own, means[0], strict=True))
         for index, mean in enumerate(means[0]):
-            self.summed[index] += mean_of(gradients, index)
             self.short[index] += mean_of(gradients, index) - mean.double()
         kept = [t for table in workers.states for state in table.states() for t in state.tensors.values()]
         kept += [gradient for own in gradients for gradient in own] + means[0]
@@ -142,9 +144,22 @@ class Run:
         loss = steps * (self.workers.world_size + 7) * bounds.unit_roundoff(dtype)
         return self.largest * (loss + (2 * steps * bounds.unit_roundoff(stored) if stored else 0.0))
 
+    def assert_nothing_is_lost(self, dtype: torch.dtype = torch.float64, stored: torch.dtype | None = None) -> None:
+        for index, missing in enumerate(self.short):
+            assert largest(missing - self.owed(index)) <= self.loss(dtype, stored)
 
-@every_pair
-@every_way_and_policy
+
+def before_the_switch(how: str, **settings: Any) -> Run:
+    """Return a run whose next step is the first with larger blocks."""
+    run = Run(PHASES["larger blocks"], how, **settings)
+    for _ in range(4):
+        run.step()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("phases", "how", "policy"), covering(list(PHASES.values()), WAYS, ["fifo", "fused"], fast=5), ids=str
+)
 def test_what_is_owed_is_handed_over_and_nothing_is_lost(phases: Phases, how: str, policy: str) -> None:
     """Whatever is not sent yet is in an entry that the compressor of the step uses."""
     run = Run(phases, how, policy=policy)
@@ -152,8 +167,7 @@ def test_what_is_owed_is_handed_over_and_nothing_is_lost(phases: Phases, how: st
         warnings.simplefilter("error")
         for _ in range(STEPS):
             run.step()
-            for index, missing in enumerate(run.short):
-                assert largest(missing - run.owed(index)) <= run.loss(torch.float64)
+            run.assert_nothing_is_lost()
 
 
 def test_a_share_goes_into_a_residual_that_did_not_exist_before() -> None:
@@ -168,9 +182,7 @@ def test_a_share_goes_into_a_residual_that_did_not_exist_before() -> None:
 @every_way
 def test_what_servers_owe_at_a_switch_is_sent_after_it(how: str) -> None:
     """Zeros follow the switch. int8 leaves 1/254 of a block's largest element at most, on either hop, step for step."""
-    run = Run(PHASES["larger blocks"], how)
-    for _ in range(4):
-        run.step()
+    run = before_the_switch(how)
     owed = max(map(largest, run.short))
     for _ in range(6):
         run.step(times=0.0)
@@ -183,55 +195,40 @@ def test_state_is_handed_over_wherever_it_is_stored(how: str, storage: str) -> N
     run = Run(PHASES["larger blocks"], how, storage=storage, dtype=torch.float32)
     for _ in range(STEPS):
         run.step()
-        for index, missing in enumerate(run.short):
-            allowed = run.loss(torch.float32, torch.bfloat16 if storage == "bf16" else None)
-            assert largest(missing - run.owed(index)) <= allowed
+        run.assert_nothing_is_lost(torch.float32, torch.bfloat16 if storage == "bf16" else None)
 
 
 @every_way_and_policy
 def test_an_inf_in_the_first_step_after_a_switch_undoes_none_of_it(how: str, policy: str) -> None:
-    run = Run(PHASES["larger blocks"], how, policy=policy, atomic=True)
-    for _ in range(4):
-        run.step()
+    run = before_the_switch(how, policy=policy, atomic=True)
     run.replace()
     spoiled = normal(run.workers.parameters, 4, seed=50)
     spoiled[2][0].view(-1)[3] = float("inf")
     run.workers.step(spoiled)
     for _ in range(2):
-        for index, missing in enumerate(run.short):
-            assert largest(missing - run.owed(index)) <= run.loss(torch.float64)
+        run.assert_nothing_is_lost()
         run.step()
 
 
 @every_way
 def test_what_no_rank_uses_in_the_first_step_after_a_switch_is_owed_still(how: str) -> None:
-    run = Run(PHASES["larger blocks"], how, may_be_unused=True)
-    for _ in range(4):
-        run.step()
-    run.replace()
+    run = before_the_switch(how, may_be_unused=True)
     gradients = normal(run.workers.parameters, 4, seed=50)
     for own in gradients:
         own[0].zero_()
-    means = run.workers.step(gradients)[0]
-    for index, mean in enumerate(means):
-        run.short[index] += mean_of(gradients, index) - mean
-        assert largest(run.short[index] - run.owed(index)) <= run.loss(torch.float64)
+    means = run.average(gradients)
+    run.assert_nothing_is_lost()
     assert not means[0].any() and largest(run.owed(0)) > 0.1
 
 
 @every_way
 def test_a_rank_that_has_joined_at_a_switch_keeps_what_it_served_until_it_has_inputs(how: str) -> None:
     """Zeros outside of a backward pass are those of a rank that has run out of inputs; it sends no residual."""
-    run = Run(PHASES["larger blocks"], how, may_join=True)
-    for _ in range(4):
-        run.step()
-    run.replace()
+    run = before_the_switch(how, may_join=True)
     gradients = normal(run.workers.parameters, 4, seed=50)
     gradients[0] = zeros(*SHAPES, dtype=torch.float64)
-    means = run.workers.step(gradients)[0]
-    for index, mean in enumerate(means):
-        run.short[index] += mean_of(gradients, index) - mean
-        assert largest(run.short[index] - run.owed(index)) <= run.loss(torch.float64)
+    run.average(gradients)
+    run.assert_nothing_is_lost()
 
 
 @every_way
@@ -246,13 +243,15 @@ def test_what_is_handed_over_follows_the_loss_scale(how: str) -> None:
             assert torch.equal(ours, theirs * times)
 
 
-@every_way_and_policy
-@pytest.mark.parametrize("name", ["larger blocks", "machines, then ranks", "by parameter"])
+@pytest.mark.parametrize(
+    ("name", "how", "policy"),
+    covering(["larger blocks", "machines, then ranks", "by parameter"], WAYS, ["fifo", "fused"], fast=1),
+)
 def test_a_run_saved_around_a_switch_is_resumed_bit_for_bit(name: str, how: str, policy: str) -> None:
     """Saved before the switch, at it, and after it, before the next step; a scale of 3 makes every product round."""
     phases, tensors = PHASES[name], {f"layer{number}": tensor for number, tensor in enumerate(zeros(*SHAPES))}
     first, then = (phases[0][1], phases[1][1]) if how == "replace" else (schedule(*phases),) * 2
-    ran, saved = exchangers(tensors, first, policy), []
+    ran, saved = exchangers(tensors, first, 4, policy), []
     for step in range(STEPS):
         if step in (3, 4, 5):
             saved.append((step, first if step < 5 else then, [roundtrip(one.state_dict()) for one in ran]))
@@ -261,7 +260,7 @@ def test_a_run_saved_around_a_switch_is_resumed_bit_for_bit(name: str, how: str,
             saved.append((step, then, [roundtrip(one.state_dict()) for one in ran]))
         average(ran, tensors, step)
     for begun, compressor, states in saved:
-        resumed = exchangers(tensors, compressor, policy)
+        resumed = exchangers(tensors, compressor, 4, policy)
         for one, state in zip(resumed, states, strict=True):
             one.load_state_dict(state)
         for step in range(begun, STEPS):
@@ -277,16 +276,10 @@ def replace(ran: Sequence[commhooks.Exchanger], compressor: Compressor) -> None:
             one._made_engine().replace(compressor, CPU)
 
 
-def exchangers(tensors: dict[str, Tensor], compressor: Compressor, policy: Any) -> list[commhooks.Exchanger]:
-    lines = commhooks.lockstep_lines(4, policy)
-    return [commhooks.Exchanger(tensors, compressor, line=line) for line in lines]
-
-
 def average(ran: Sequence[commhooks.Exchanger], tensors: dict[str, Tensor], step: int) -> None:
     for one in ran:
         one.set_grad_scale(3.0**step)
-    drawn = normal(list(tensors.values()), 4, seed=step, scale=3.0**step)
-    commhooks.average_in_lockstep(ran, [dict(zip(tensors, own, strict=True)) for own in drawn])
+    commhooks.average_in_lockstep(ran, gradients_of(tensors, step, 4, scale=3.0**step))
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
@@ -326,13 +319,13 @@ def test_state_saved_after_something_could_not_be_taken_loads_into_a_new_run(how
     tensors = {f"layer{number}": tensor for number, tensor in enumerate(zeros(*SHAPES))}
     first, then = sign(), AllReduceMean()
     both = schedule((0, first), (2, then))
-    ran = exchangers(tensors, first if how == "replace" else both, "fused")
+    ran = exchangers(tensors, first if how == "replace" else both, 4)
     with warnings.catch_warnings(record=True):
         for step in range(3):
             if how == "replace" and step == 2:
                 replace(ran, then)
             average(ran, tensors, step)
-    for one, other in zip(exchangers(tensors, then if how == "replace" else both, "fused"), ran, strict=True):
+    for one, other in zip(exchangers(tensors, then if how == "replace" else both, 4), ran, strict=True):
         one.load_state_dict(roundtrip(other.state_dict()))
 
 
@@ -344,8 +337,7 @@ def test_what_waits_for_a_compressor_that_was_announced_is_not_warned_of() -> No
         warnings.simplefilter("error")
         for _ in range(6):
             run.step()
-    for index, missing in enumerate(run.short):
-        assert largest(missing - run.owed(index)) <= run.loss(torch.float64)
+    run.assert_nothing_is_lost()
 
 
 def test_phases_rest_and_take_over_inside_every_wrapper() -> None:

@@ -7,28 +7,17 @@ import torch
 
 from tests.cases import BY_NAME
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
+from tests.tiers import rows
 
 WORLD_SIZE = 1_000
 KINDS = [
-    "all-reduce",
-    "fp16",
-    "powersgd-2",
-    "adaptive-rank",
-    "random-k",
-    "top-k",
-    "sparse-loco",
-    "two-hop-int8",
-    "signum",
-]
-"""Sums, casts, factors, factors that are chosen, drawn places, places that travel, codes in two hops, votes."""
+    "all-reduce", "fp16", "powersgd-2", "adaptive-rank", "random-k", "top-k", "sparse-loco", "signum",
+]  # fmt: skip
+"""Sums, casts, factors, factors that are chosen, drawn places, places that travel, votes; each run has codes."""
+LONG = [pytest.param(name, marks=pytest.mark.soak) for name in KINDS]
 
 
-QUICK = ("powersgd-2", "two-hop-int8")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in KINDS]
-)
+@pytest.mark.parametrize("name", [*rows(["two-hop-int8"]), *LONG])
 def test_a_thousand_workers_end_with_the_same_mean(name: str) -> None:
     workers = Workers(BY_NAME[name].make(), WORLD_SIZE, zeros((24, 40), (40,)))
     gradients = normal(workers.parameters, WORLD_SIZE, seed=0)

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from commhooks import Compressor, Exchanger, lockstep_lines
 from commhooks.compressors.powersgd.matrices import form_of
 from commhooks.laws.workers import GivenBucket, Workers, flat, largest, mean_of, normal, zeros
 
-__all__ = ["GivenBucket", "Workers", "flat", "largest", "low_rank", "mean_of", "normal", "relative", "zeros"]
+__all__ = [
+    "GivenBucket", "Workers", "exchangers", "flat", "gradients_of", "largest", "low_rank", "mean_of", "normal",
+    "relative", "zeros",
+]  # fmt: skip
+
+
+def exchangers(
+    tensors: dict[str, Tensor], compressor: Compressor | str, world_size: int = 2, policy: Any = "fused"
+) -> list[Exchanger]:
+    """Return the exchangers of so many ranks of this process."""
+    return [Exchanger(tensors, compressor, line=line) for line in lockstep_lines(world_size, policy)]
+
+
+def gradients_of(
+    tensors: dict[str, Tensor], seed: int, world_size: int = 2, scale: float = 1.0
+) -> list[dict[str, Tensor]]:
+    """Return every rank's gradient of each tensor, by name."""
+    drawn = normal(list(tensors.values()), world_size, seed=seed, scale=scale)
+    return [dict(zip(tensors, own, strict=True)) for own in drawn]
 
 
 def low_rank(
