@@ -87,6 +87,7 @@ def is_listed(name: str, listed: set[str]) -> bool:
     return any(name in one.split(".") for one in listed)
 
 
+@pytest.mark.a_row
 @pytest.mark.parametrize("package", ["commhooks", "ddp_core"])
 def test_every_private_name_of_pytorch_that_is_used_is_listed(package: str) -> None:
     tables = {file: names for file, names in private_names().items() if file.startswith(f"{package}/")}

@@ -27,6 +27,8 @@ from commhooks.scheduling.worker import Worker
 from tests.waiting import until
 from tests.world import run_world
 
+pytestmark = pytest.mark.a_row  # they take seconds
+
 TRUE_ANSWER_SECONDS = noticeboard.ANSWER_SECONDS
 ANSWER_SECONDS = 0.3
 

@@ -26,7 +26,7 @@ from tests.experiments.on_two_ranks import PATIENCE, train_on_two_ranks
 from tests.tiers import THOROUGH
 from tests.waiting import has_ended, until
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.timeout(500), pytest.mark.processes]  # the command starts ranks
 
 STEPS = 12
 HOOKS = ("all-reduce", "fp16", "powersgd:rank=1,start_after=2")

@@ -24,6 +24,8 @@ from experiments.sweeps.lock import claimed
 from tests.experiments.standing_samples import rows, runs
 from tests.experiments.test_report import Links
 
+pytestmark = pytest.mark.a_row  # they take seconds
+
 ONLY = ["--hook", "fp16", "--task", "digits", "--seeds", "2", "--steps", "3", "--workers", "2", "--processes", "2"]
 REFUSED = [LeftOut("terngrad + EF", "its residual would <grow>")]
 

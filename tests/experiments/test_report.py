@@ -39,6 +39,8 @@ from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from tests.experiments.synthetic import diverged, result, results, stepwise
 
+pytestmark = pytest.mark.a_row  # a page with all its pictures takes seconds
+
 ROOT = Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
 FAILED = RunSettings(task=Spec("gpt"), hook=Spec("torch.powersgd"), steps=40)

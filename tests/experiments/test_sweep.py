@@ -115,6 +115,7 @@ def test_a_mistake_in_a_file_is_named_with_its_place(text: str, words: str, writ
         read_sweep(written)
 
 
+@pytest.mark.a_row
 def test_presets_are_runs_that_differ_and_the_help_says_which_need_root() -> None:
     for name in PRESETS:
         runs = preset(name)

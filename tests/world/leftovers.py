@@ -7,7 +7,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ DEFAULTS: Mapping[str, Callable[[], Any]] = {
     "threads of mathematics": torch.get_num_threads,
     "autocast": lambda: torch.is_autocast_enabled("cpu"),
     "saved tensors": lambda: torch._C._autograd._top_saved_tensors_default_hooks(True),
-    "folder": Path.cwd,
     "hooks": lambda: sorted(_hooks()),
 }
 
