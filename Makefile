@@ -15,9 +15,9 @@ MUTANTS ?=
 export NO_MKDOCS_2_WARNING := 1
 # Tests start hundreds of processes: none compiles again what another one has, also where no bytecode is to be kept.
 export PYTHONDONTWRITEBYTECODE :=
-# As many tests at a time as there are cores, from two, as many tests wait more than they compute, to eight. Each worker
-# begins with a run of files, and takes half of what another has left once it has none: few files are divided.
-WORKERS := $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
+# One test more at a time than there are cores, as many tests wait for others, and at most eight. Each worker begins with
+# a run of files, and takes half of what another has left once it has none: few files are divided.
+WORKERS := $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
 
 .PHONY: help demo leaderboard test test-fast test-all test-eager test-frameworks test-processors test-torch test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard mutants gpu gpu-cost many-ranks clean
@@ -84,7 +84,7 @@ leaderboard: $(STAMP)
 		--accuracy commhooks/planning/accuracy.json
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest --fast $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest --fast -n $$(($(WORKERS) - 1)) --dist worksteal # none of them waits
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
