@@ -1,12 +1,13 @@
 """Digests of what every compressor computes, to prove that a change of structure changes no bit.
 
-    python /path/to/new/tests/golden.py record before.json     # from the folder of the old commit
-    python tests/golden.py record after.json                   # from the folder of the new one, on the same machine
+    python tests/golden.py record before.json [WAY ...]     # in a copy of the old commit; of some ways in, or all
+    python tests/golden.py record after.json [WAY ...]      # in the new one, on the same machine
     python tests/golden.py compare before.json after.json
 
-Recorded for every row of the table of cases, on 1, 2 and 4 ranks, under both policies, for 40 steps: the means, the
-state and the bytes of every rank. The code that runs is that of the current folder; this script uses only what users
-use. No digest is kept in the repository: another processor has others.
+Recorded for every way in and its rows, in several worlds and under its policies, for 40 steps: the means or parameters
+after each step, the saved state entry by entry, and the bytes of every rank. What runs is the code of the current
+folder; how it is called, `golden_ways.py` says, next to this script. No digest is kept in the repository: another
+processor has others.
 """
 
 from __future__ import annotations
@@ -16,68 +17,47 @@ import importlib
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-SHAPES = [(64, 48), (48,), (40, 3, 3, 3), (5,), (0, 4), (), (30, 40), (7, 1), (1, 90), (33, 65)]
-STEPS = 40
-WORLD_SIZES = (1, 2, 4)
-POLICIES = ("fifo", "fused")
 Digests = dict[str, dict[str, Any]]
+SHOWN = 3
+"""The first differences are named, and the others counted."""
 
 
-def record() -> Digests:
-    """Return the digests of every case, by case, number of ranks and policy."""
+def record(only: Sequence[str] = ()) -> Digests:
+    """Return the digests by way, row, policy and rank; of some ways, or all."""
     sys.path.insert(0, str(Path.cwd()))
     run_world = importlib.import_module("tests.world").run_world
-    here = importlib.import_module(Path(__file__).stem)  # as ranks can import it, from this script's folder
+    ways, here = importlib.import_module("golden_ways"), importlib.import_module(Path(__file__).stem)
     found: Digests = {}
-    for world_size, policy in itertools.product(WORLD_SIZES, POLICIES):
-        for rank, of_rank in enumerate(run_world(here.digests_of_rank, world_size, policy, timeout=1800.0)):
-            for name, digests in of_rank.items():
-                found[f"{name}, {policy}, rank {rank} of {world_size}"] = digests
+    for name, way in ways.WAYS.items():
+        if only and name not in only:
+            continue
+        for ranks, policy in itertools.product(way.worlds, way.policies):
+            of_ranks = run_world(here.digests_of_rank, ranks, name, policy, timeout=1800.0, check_exit=False)
+            for rank, of_rank in enumerate(of_ranks):
+                found |= {f"{name}, {row}, {policy}, rank {rank} of {ranks}": one for row, one in of_rank.items()}
+        print(f"{name}: {sum(key.startswith(f'{name}, ') for key in found)} digests", flush=True)
     return found
 
 
-def digests_of_rank(rank: int, policy: str) -> dict[str, dict[str, Any]]:
-    """Train with every case on this rank; return the digests by case."""
-    cases = importlib.import_module("tests.cases").CASES
-    return {case.name: _train(rank, case.make(), policy) for case in cases}
-
-
-def _train(rank: int, compressor: Any, policy: Any) -> dict[str, Any]:
-    import commhooks
-    from tests.commhooks.models import Given, wrap
-
-    module = Given(*SHAPES)
-    model = wrap("core", module, bucket_cap_mb=0.02)
-    handle = commhooks.attach(model, compressor, policy=policy)
-    means = []
-    for step in range(STEPS):
-        model.zero_grad()
-        generator = torch.Generator().manual_seed(1000 * rank + step)
-        model(*(torch.randn(shape, generator=generator) for shape in SHAPES)).backward()
-        means.append(digest_of(p.grad for p in module.parameters() if p.grad is not None))
-    counted = handle.statistics()
-    state = sorted(digest_of([tensor]) for tensor in tensors_in(handle.state_dict()))
-    handle.detach()
-    traffic = [counted.collectives, counted.payload_elements, counted.payload_bytes, counted.moved_bytes]
-    return {"means": means, "state": state, "traffic": traffic}
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from tensors_in(one)
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors_in(one)
+def digests_of_rank(rank: int, name: str, policy: str) -> dict[str, dict[str, Any]]:
+    """Train with every row of a way on this rank; return the digests by row."""
+    way = importlib.import_module("golden_ways").WAYS[name]
+    found = {}
+    for row, made_with in way.rows().items():
+        run = way.train(rank, made_with, policy)
+        found[row] = {
+            "means": [digest_of(means) for means in run.means],
+            "state": {entry: digest_of([tensor]) for entry, tensor in sorted(run.state.items())},
+            "traffic": run.traffic,
+        }
+    return found
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
@@ -92,16 +72,26 @@ def compare(before: Digests, after: Digests) -> list[str]:
     differences = [f"{key}: not there any more" for key in before.keys() - after.keys()]
     for key in sorted(before.keys() & after.keys()):
         one, other = before[key], after[key]
-        changed = [what for what in one if one[what] != other.get(what)]
+        changed = [place for place, value in _places(one).items() if value != _places(other).get(place)]
         if changed:
-            differences.append(f"{key}: {', '.join(changed)}")
+            more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+            differences.append(f"{key}: {', '.join(changed[:SHOWN])}{more}")
     return differences
+
+
+def _places(digests: dict[str, Any]) -> dict[str, Any]:
+    """Return each digest by what it is of: a step, an entry of the state, a number of the traffic."""
+    found: dict[str, Any] = {}
+    for what, values in digests.items():
+        named = values.items() if isinstance(values, dict) else enumerate(values)
+        found |= {f"{what} {name}": value for name, value in named}
+    return found
 
 
 def main(arguments: list[str]) -> int:
     """Record or compare; return 0 if nothing differs."""
-    if len(arguments) == 2 and arguments[0] == "record":
-        digests = record()
+    if len(arguments) > 1 and arguments[0] == "record":
+        digests = record(arguments[2:])
         Path(arguments[1]).write_text(json.dumps(digests, indent=1))
         print(f"{len(digests)} digests of {importlib.import_module('commhooks').__file__}")
         return 0
