@@ -16,7 +16,6 @@ from torch.nn.modules import module
 from torch.optim import optimizer
 
 PATIENCE_SECONDS = 2.0  # a thread that was told to end may still be ending
-OF_LINES = ("commhooks", "commhooks store")  # these end with a line, or with the process, which tests of exits check
 KEPT = ("ddp_core.watch", "ddp_core.guard")  # whose hooks of all optimizers are made once in a process, by design
 DEFAULTS: Mapping[str, Callable[[], Any]] = {
     "default dtype": torch.get_default_dtype,
@@ -63,7 +62,8 @@ def _hooks() -> Iterator[str]:
 
 def _threads() -> list[str]:
     others = (one.name for one in threading.enumerate() if one is not threading.main_thread())
-    return [f"thread {name}" for name in others if name not in OF_LINES]
+    # the library's own end with a line, or with the process, which tests of exits check
+    return [f"thread {name}" for name in others if not name.startswith("commhooks")]
 
 
 def _groups() -> list[str]:
