@@ -17,6 +17,7 @@ export NO_MKDOCS_2_WARNING := 1
 export PYTHONDONTWRITEBYTECODE :=
 # One test more at a time than there are cores, as many tests wait for others, and at most eight. Each worker begins with
 # a run of files, and takes half of what another has left once it has none: few files are divided.
+CORES := $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 WORKERS := $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
 
@@ -84,7 +85,7 @@ leaderboard: $(STAMP)
 		--accuracy commhooks/planning/accuracy.json
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest --fast -n $$(($(WORKERS) - 1)) --dist worksteal # none of them waits
+	$(BIN)/python -m pytest --fast -n $(CORES) --dist worksteal # none of them waits
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)

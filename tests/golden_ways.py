@@ -62,6 +62,11 @@ def entries_of(saved: Any) -> dict[str, Tensor]:
     return found
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a saved state, in order."""
+    return (tensor for _, tensor in _entries(value, ()))
+
+
 def _entries(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
     if isinstance(value, Tensor):
         yield place, value

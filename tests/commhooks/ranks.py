@@ -34,12 +34,12 @@ def exit_code_of_a_fork(run: Callable[[], object] = bool) -> int:
 
 
 def ask_briefly() -> None:
-    """Give the peer of this rank of two less time to answer a roll call: the one that it asks is away on purpose."""
+    """Give the peers of this rank less time to answer a roll call: the one that it asks is away on purpose."""
     noticeboard.ANSWER_SECONDS = 0.4
 
 
 def be_impatient() -> None:
-    """Wait less for the peer of this rank of two, also for what it leaves unfinished: its exit must not count."""
+    """Wait less for the peers of this rank, also for what they leave unfinished: its exit must not count."""
     ask_briefly()
     worker.PATIENCE_SECONDS = 0.3
 

@@ -21,6 +21,7 @@ from tests.commhooks.mirrored import TINY_BUCKETS
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
 from tests.ddp_core.facts import BOTH_DDPS, Facts
+from tests.tiers import thorough
 from tests.world import on_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
@@ -60,6 +61,7 @@ def scaled(kind: str, *, growth_interval: int = 4, init_scale: float = 1024.0) -
     [
         ("core", "fifo", True, 4),
         ("torch", "fused", False, 4),
+        *thorough([("torch", "fifo", True, 4), ("core", "fused", False, 4)]),
         *(
             pytest.param(kind, policy, atomic, 20, marks=pytest.mark.soak)
             for kind in BOTH_DDPS

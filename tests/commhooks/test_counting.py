@@ -17,7 +17,7 @@ from tests.cases import LowRankBytes
 from tests.commhooks.mirrored import backward
 from tests.commhooks.models import MODELS, Given, Shape, wrap
 from tests.commhooks.workers import normal, zeros
-from tests.tiers import in_turn
+from tests.tiers import in_turn, thorough
 from tests.world import on_ranks
 
 # Parameters of 40×60, 9, 30×20 and 1: 3010 elements. At rank 2 the first message holds P of 40×2 and of 30×2, and the
@@ -79,8 +79,8 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
 @on_ranks(2, check_exit=True)
 @pytest.mark.parametrize(
     ("kind", "runs"),
-    [("torch", ["rank 4", "alternating"]), pytest.param("core", list(RUNS), marks=pytest.mark.soak)],
-    ids=["some", "all"],
+    [("torch", ["rank 4", "alternating"]), *thorough([("torch", list(RUNS)), ("core", list(RUNS))])],
+    ids=["torch-some", "torch-all", "core-all"],
 )
 def test_powersgd_makes_one_collective_of_a_round_fused_and_one_of_a_round_and_bucket_in_fifo(
     rank: int, kind: str, runs: list[str]

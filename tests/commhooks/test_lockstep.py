@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commhooks.state.table import StateTable
 from tests import bounds
-from tests.cases import BY_NAME, FORMS
+from tests.cases import BY_NAME, EACH_FORM_ONCE
 from tests.commhooks.mirrored import Mirrored, backward, largest_error
 from tests.commhooks.models import digest_of
 from tests.commhooks.ranks import of_every_rank
@@ -22,19 +22,9 @@ from tests.world import on_ranks
 
 pytestmark = pytest.mark.kernels
 
-EVERY_ROW = [
-    pytest.param(kind, policy, list(BY_NAME), marks=pytest.mark.soak)
-    for kind in ("core", "torch")
-    for policy in ("fifo", "fused")
-]
-
 
 @on_ranks(4, check_exit=True)
-@pytest.mark.parametrize(
-    ("kind", "policy", "names"),
-    [("core", "fifo", FORMS[::2]), ("torch", "fused", FORMS[1::2]), *EVERY_ROW],
-    ids=lambda one: "every row" if one == list(BY_NAME) else "forms" if isinstance(one, list) else one,
-)
+@EACH_FORM_ONCE
 def test_on_four_ranks_every_step_of_every_case_is_lockstep_but_for_the_order_of_summation(
     rank: int, kind: str, policy: str, names: list[str]
 ) -> None:

@@ -91,8 +91,7 @@ def lose_rank_1(rank: int, how: str, kind: str) -> dict[str, Told]:
 
 @pytest.mark.parametrize(("how", "kind"), in_turn(list(SAYS), BOTH_DDPS))
 def test_a_rank_that_is_killed_or_late_is_named_by_whatever_is_called_next(how: str, kind: str) -> None:
-    ranks = 3 if how == "killed" else 2
-    first, lost, *others = run_world_outcomes(lose_rank_1, ranks, how, kind, check_exit=False)
+    first, lost, *others = run_world_outcomes(lose_rank_1, 3, how, kind, check_exit=False)
     assert lost.exit_code == (-signal.SIGKILL if how == "killed" else 0)
     for outcome in (first, *others):
         assert survived(outcome), outcome.describe()

@@ -17,7 +17,7 @@ from tests.cases import BY_NAME, FORMS, Case
 from tests.commhooks.models import wrap
 from tests.commhooks.ranks import of_every_rank
 from tests.commhooks.workers import largest
-from tests.tiers import in_turn
+from tests.tiers import in_turn, thorough
 from tests.world import on_ranks
 
 ORDINARY = [
@@ -25,7 +25,8 @@ ORDINARY = [
     ("core", "fused", torch.float16, FORMS[1::3]),
     ("torch", "fused", torch.float32, FORMS[2::3]),
 ]
-"""Each DDP, policy, dtype and form occurs; the long runs have all rows with each of these."""
+"""Each DDP, policy, dtype and form occurs; `make test-all` has every form with each, and soaks have all rows."""
+EACH = thorough((kind, policy, dtype, FORMS) for kind, policy, dtype, _ in ORDINARY)
 EVERY = itertools.product(
     ("core", "torch"), ("fifo", "fused"), (torch.float32, torch.float16, torch.bfloat16), [list(BY_NAME)]
 )
@@ -60,12 +61,17 @@ class Odd(nn.Module):
         return scores
 
 
+def _in_words(one: object) -> str:
+    named = {len(BY_NAME): "every row", len(FORMS): "every form"}
+    return named.get(len(one), "forms") if isinstance(one, list) else str(one)
+
+
 @on_ranks(2)
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("kind", "policy", "dtype", "names"),
-    [*ORDINARY, *REST],
-    ids=lambda one: "every row" if one == list(BY_NAME) else "forms" if isinstance(one, list) else str(one),
+    [*ORDINARY, *EACH, *REST],
+    ids=_in_words,
 )
 def test_a_model_of_odd_parameters_trains_with_every_case(
     rank: int, kind: str, policy: str, dtype: torch.dtype, names: list[str]

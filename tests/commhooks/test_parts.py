@@ -433,6 +433,22 @@ def test_a_collective_that_fails_is_thrown_into_the_compressor() -> None:
 # --- wrappers -------------------------------------------------------------------------------------------------------
 
 
+def test_start_after_runs_the_other_compressor_first() -> None:
+    workers = Workers(commhooks.make_compressor("powersgd", rank=1, start_after=2), 2, zeros((30, 40)))
+    payloads = []
+    for step in range(4):
+        before = workers.traffic.payload_bytes
+        workers.step(normal(workers.parameters, 2, seed=step))
+        payloads.append(workers.traffic.payload_bytes - before)
+    assert payloads == [4800, 4800, 280, 280]
+
+
+def test_without_error_feedback_no_server_keeps_an_error_either() -> None:
+    sign = commhooks.TwoHop(codec=commhooks.codecs.Sign())
+    assert commhooks.make_compressor("sign") == commhooks.ErrorFeedback(inner=sign)
+    assert commhooks.make_compressor("sign", error_feedback=False) == dataclasses.replace(sign, server_feedback=False)
+
+
 @pytest.mark.parametrize("matrices", ["first-dimension", "whole-bucket"])
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
 def test_what_comes_first_has_its_own_state_and_hands_over_the_residual(matrices: str, policy: str) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from tests.tiers import THOROUGH
 from tests.world import WorldError, run_world
+from tests.world.leftovers import defaults
 
 Fact = Callable[..., None]
 Call = tuple[Fact, tuple[Any, ...]]
@@ -36,6 +37,7 @@ class Facts:
     def __init__(
         self, world_size: int = 2, *, kinds: Sequence[str] = (), turns: Sequence[Any] = (), **options: Any
     ) -> None:
+        assert not (kinds and turns), "a world is of a kind, or of a turn"
         self.world_size = world_size
         self.kinds = kinds
         self.turns = turns
@@ -70,7 +72,7 @@ class Facts:
     def failure(self, world: int) -> tuple[int, str] | None:
         """Run all facts of a world, once; return the position of the first that failed, and why."""
         if world not in self._failures:
-            self._failures[world] = None
+            found = None
             own = self.kinds[world : world + 1]  # by which the launcher knows a world with PyTorch's class
             try:
                 with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +80,9 @@ class Facts:
             except WorldError as error:
                 failed = [outcome.output for outcome in error.outcomes if not outcome.ok]
                 reached = [output.count(MARK) - 1 for output in failed]
-                self._failures[world] = max(0, min(reached)), str(error)
+                at = max(0, min(reached))
+                found = at if at < len(self.calls(world)) else 0, str(error)  # what shows at the end is no one fact's
+            self._failures[world] = found
         return self._failures[world]
 
     def tests(self) -> Callable[..., None]:
@@ -114,9 +118,12 @@ def run_in_turn(rank: int, calls: Sequence[Call], folder: str, *_kind: str) -> N
         print(f"{MARK}{name_of(call)}", flush=True)
         torch.manual_seed(0)
         fact, arguments = call
+        before = defaults()
         wanted = inspect.signature(fact).parameters
         if "folder" in wanted:
             own = Path(folder, fact.__name__)
             own.mkdir(exist_ok=True)
             arguments = (*arguments, own)
         fact(rank, *arguments)
+        assert defaults() == before, "it changes what the facts after it run with"
+    print(f"{MARK}none is left", flush=True)

@@ -279,7 +279,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.soak  # the installed command does it in tests/frameworks/test_wheel.py, which CI runs
+@THOROUGH  # the installed command does it, too, in tests/frameworks/test_wheel.py
 def test_a_torchrun_world_is_joined_and_goes_on(tmp_path: Path, results: dict[str, RunResult]) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "experiments"]
     words = [*COMPARE[3:], *LINK, "--steps", str(STEPS), "--out", str(tmp_path / "out"), "--hook", "all-reduce"]

@@ -31,7 +31,7 @@ def assert_equal_histories(world_size: int, chosen: list[Variant], timeout: floa
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("world_size", "part"), thorough([(3, 1), (2, 0), (2, 2), (3, 3)], unless=(3, 1).__eq__))
+@pytest.mark.parametrize(("world_size", "part"), [(3, 1), (2, 0), *thorough([(2, 2), (3, 3)])])
 def test_every_step_has_the_bits_of_pytorchs_ddp(world_size: int, part: int) -> None:
     """A quarter of the table, with each model; the whole of it, 50 steps, with 2, 3 and 4 ranks below."""
     chosen = [v for number, v in enumerate(TABLE) if (number + list(CASES).index(v.case)) % 4 == part]

@@ -20,6 +20,7 @@ from torch import nn
 import commhooks
 import ddp_core
 from commhooks import CheckpointError, DiLoCo, ModelAverager
+from commhooks.communicators import noticeboard
 from tests.commhooks.ranks import of_every_rank
 from tests.commhooks.resuming import distance, roundtrip
 from tests.commhooks.told import Told, told_by
@@ -363,13 +364,13 @@ def test_a_rank_that_dies_is_named_with_the_round_and_the_fragment() -> None:
     assert "rank 0, round 2, fragment 0 of 2" in alive.value.text and "No answer from rank 1" in alive.value.text
 
 
-def is_stopped_for_half_a_second(rank: int) -> dict[str, Any]:
+def is_silent_for_longer_than_an_answer_takes(rank: int) -> dict[str, Any]:
     worker = Worker(rank, every=4, compressor="int4", fragments=2, delay=1, hook_timeout=30.0)
     worker.train(0, 9)
     if rank == 1:  # a child wakes it up again
         pid = os.getpid()
         if os.fork() == 0:
-            time.sleep(0.5)
+            time.sleep(1.2 * noticeboard.ANSWER_SECONDS)
             os.kill(pid, signal.SIGCONT)
             os._exit(0)
         os.kill(pid, signal.SIGSTOP)
@@ -379,10 +380,12 @@ def is_stopped_for_half_a_second(rank: int) -> dict[str, Any]:
     return result
 
 
-def test_a_rank_that_is_silent_for_half_a_second_changes_nothing() -> None:
+def test_a_rank_that_is_silent_for_longer_than_an_answer_takes_changes_nothing() -> None:
     team = workers(2, every=4, compressor="int4", fragments=2, delay=1)
     train_in_lockstep(team, 0, 20)
-    for worker, found in zip(team, run_world(is_stopped_for_half_a_second, 2, check_exit=False), strict=True):
+    for worker, found in zip(
+        team, run_world(is_silent_for_longer_than_an_answer_takes, 2, check_exit=False), strict=True
+    ):
         assert distance(found, result_of(worker)) == 0
 
 

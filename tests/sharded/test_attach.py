@@ -501,6 +501,23 @@ def an_optimizer_that_steps_on_gradients_of_which_a_module_sent_none_is_stopped(
     attachment.detach()
 
 
+@facts
+def an_inf_on_one_rank_commits_nothing_on_any(rank: int) -> None:
+    model = sharded()
+    optimizer = sgd(model)
+    attachment = attach_sharded(model, "int4")
+    train(model, optimizer, rank, 0, 2)
+    before = copy.deepcopy(attachment.state_dict()["groups"])
+    model(torch.full((2, 20), float("inf") if rank else 1.0)).sum().backward()
+    after = attachment.state_dict()["groups"]
+    for label in MODULES:
+        assert distance(before[label]["local"], after[label]["local"]) == 0
+    optimizer.zero_grad()
+    train(model, optimizer, rank, 2, 3)
+    assert all(shard.isfinite().all() for shard in shards(model).values())
+    attachment.detach()
+
+
 def without_a_peer(rank: int, how: str) -> Told | None:
     """Train on while rank 1 was killed, or does not come."""
     model = sharded(reshard_after_forward=False)  # else FSDP2 gathers in the backward pass, and waits there
