@@ -6,7 +6,7 @@ import functools
 import hashlib
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,14 +34,23 @@ class Kernels(NamedTuple):
 def kernels_of(device: torch.device | None) -> bytes:
     """Return a digest of what a device's kernels compute, of `KERNELS_BYTES` bytes; None: the CPU.
 
-    On the CPU that is a small fixed computation, which takes about a millisecond, once in a process. On a GPU, where it
-    would load libraries, it is the model's name.
+    On the CPU that is a small fixed computation, which takes about a millisecond, once in a process for each precision
+    that the user asks of products. On a GPU, where it would load libraries, it is the model's name.
     """
-    return _of_cpu() if device is None or device.type == "cpu" else _digest(model_of(device).encode())
+    if device is None or device.type == "cpu":
+        return _of_cpu(_precision_of_products())
+    return _digest(model_of(device).encode())
+
+
+def _precision_of_products() -> str:
+    matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
+    if hasattr(matmul, "fp32_precision"):
+        return str(matmul.fp32_precision)
+    return torch.get_float32_matmul_precision()  # before PyTorch 2.9
 
 
 @functools.cache
-def _of_cpu() -> bytes:
+def _of_cpu(_precision: str) -> bytes:
     with torch.autocast("cpu", enabled=False), torch.no_grad():
         generator = torch.Generator("cpu").manual_seed(0)
         drawn = torch.randn(_N, _N, generator=generator, dtype=torch.float32, device="cpu")

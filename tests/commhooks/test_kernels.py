@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +74,19 @@ def test_kernels_of_any_accelerator_are_its_model_or_kind(monkeypatch: pytest.Mo
     assert len({*found, kernels.kernels_of(None)}) == 5
 
 
+@pytest.mark.parametrize("asked", ["bf16", "tf32", "ieee"])
+def test_what_is_compared_is_what_products_are_now(asked: str) -> None:
+    """A precision that was asked of products in between counts, where a processor heeds it."""
+    kernels.kernels_of(None)
+    matmul: Any = getattr(torch.backends.mkldnn, "matmul", SimpleNamespace(fp32_precision=""))  # from PyTorch 2.9 on
+    before = matmul.fp32_precision
+    matmul.fp32_precision = asked
+    try:
+        assert kernels.kernels_of(None) == kernels._of_cpu.__wrapped__("")
+    finally:
+        matmul.fp32_precision = before
+
+
 def test_comparing_kernels_takes_no_time_and_disturbs_nothing() -> None:
     compute = kernels._of_cpu.__wrapped__
     own, drawn, seconds = kernels.kernels_of(None), torch.get_rng_state(), []
@@ -83,7 +97,7 @@ def test_comparing_kernels_takes_no_time_and_disturbs_nothing() -> None:
         with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
             for _ in range(5):
                 begun = time.thread_time()
-                assert compute() == own
+                assert compute("") == own
                 seconds.append(time.thread_time() - begun)
     finally:
         torch.set_default_dtype(torch.float32)
