@@ -135,6 +135,8 @@ def registered(ddp: str) -> Callable[[int, Any, str], Run]:
 
         model, module = given(ddp)
         state = commhooks.PowerSGDState(None, **settings)
+        if ddp == "torch":  # it gives a hook no names
+            state.bind(model)
         model.register_comm_hook(state, commhooks.powerSGD_hook)
         run = with_gradients(rank, model, module)
         run.traffic, run.state = counted(state.statistics()), entries_of(state.state_dict())
