@@ -82,7 +82,7 @@ demo: $(STAMP)
 
 leaderboard: $(STAMP)
 	$(BIN)/commhooks leaderboard --out runs/leaderboard --overwrite --docs docs/guide/leaderboard \
-		--accuracy commhooks/planning/accuracy.json
+		--accuracy experiments/predicting/accuracy.json
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest --fast -n $(CORES) --dist worksteal # none of them waits

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from commhooks import compressors as compressors
     from commhooks import control as control
     from commhooks import language as language
-    from commhooks import planning as planning
     from commhooks.checkpoints.distributed import load_distributed
     from commhooks.checkpoints.files import Checkpoint, load_checkpoint, save_checkpoint
     from commhooks.compressors import (
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
         CompressorError,
         GradientError,
         HookTypeError,
-        ProbeError,
-        ProfileError,
         SettingsError,
     )
     from commhooks.hooks.attach import Attachment, attach
@@ -66,10 +63,6 @@ if TYPE_CHECKING:
     from commhooks.language.compressor import Compressor
     from commhooks.making import make_compressor
     from commhooks.native.library import Compiled, compiled
-    from commhooks.planning.estimate import estimate
-    from commhooks.planning.plan import plan
-    from commhooks.planning.probing import probe
-    from commhooks.planning.profiling import profile
     from commhooks.scheduling.ledger import ParameterTraffic, Statistics
     from commhooks.scheduling.line import ProcessGroupLine
     from commhooks.scheduling.lockstep import lockstep_lines
@@ -125,9 +118,7 @@ __all__ = [
     "PerParameter",
     "PowerSGD",
     "PowerSGDState",
-    "ProbeError",
     "ProcessGroupLine",
-    "ProfileError",
     "RandomBlock",
     "RandomK",
     "ReplicasAttachment",
@@ -153,7 +144,6 @@ __all__ = [
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "compiled",
-    "estimate",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "hook_statistics",
@@ -163,10 +153,7 @@ __all__ = [
     "make_compressor",
     "merge_state_dicts",
     "noop_hook",
-    "plan",
     "powerSGD_hook",
-    "probe",
-    "profile",
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
     "register_ddp_comm_hook",

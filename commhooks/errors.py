@@ -36,11 +36,3 @@ class CompressorError(CommHooksError, RuntimeError):
 
 class CollectiveError(CommHooksError, RuntimeError):
     """A collective that failed, on this rank or because another rank failed first."""
-
-
-class ProfileError(CommHooksError, RuntimeError):
-    """A profile that could not be measured, because a step failed on some rank, or that could not be read."""
-
-
-class ProbeError(CommHooksError, RuntimeError):
-    """A network that could not be measured, or whose measurements contradict one another."""

@@ -19,7 +19,7 @@ _PLACES = {
     "control.adaptive": "Adaptive",
     "errors": (
         "AttachError CheckpointError CollectiveError CommHooksError CompressorError GradientError HookTypeError "
-        " ProbeError ProfileError SettingsError"
+        "SettingsError"
     ),
     "hooks.attach": "Attachment attach",
     "hooks.by_name": "DDPCommHookType register_ddp_comm_hook",
@@ -35,10 +35,6 @@ _PLACES = {
     "language.compressor": "Compressor",
     "making": "make_compressor",
     "native.library": "Compiled compiled",
-    "planning.estimate": "estimate",
-    "planning.plan": "plan",
-    "planning.probing": "probe",
-    "planning.profiling": "profile",
     "scheduling.ledger": "ParameterTraffic Statistics",
     "scheduling.line": "ProcessGroupLine",
     "scheduling.lockstep": "lockstep_lines",
@@ -64,7 +60,6 @@ _MOVED = {
         "AllGather AllReduce AllToAll BucketView Context Entry Exchange Group Judge Layout Loss Part Place "
         "ReduceScatter Request Sends Slot Tile setting"
     ),
-    "planning": "Candidate Choice Estimate HookEstimate Plan Probe Profile",
 }
 """The names that `commhooks` itself offered before, by their new module; for one release they resolve with a
 warning."""

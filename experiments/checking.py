@@ -9,10 +9,10 @@ from pathlib import Path
 
 import commhooks
 from commhooks.language.compressor import Compressor
-from commhooks.laws import Finding, as_used
 from commhooks.making import kind_of, make_compressor
-from commhooks.planning.stored import write_text
+from commhooks.testing import Finding, as_used
 
+from .predicting.stored import write_text
 from .tasks.importing import failures_in_words, import_module
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import commhooks
-from commhooks.planning.stored import write_text
 from commhooks.units import bytes_in_words, counted
 
 from .commit import commit_of_code
+from .predicting.stored import write_text
 
 FORMAT = 1
 """The format of the JSON text; increased when its readers must change."""
@@ -96,7 +96,8 @@ def _of_torch() -> dict[str, Any]:
     except (ImportError, OSError) as error:
         return {"error": f"import torch: {_without_folders(str(error))}"}
     from commhooks import compiled, versions
-    from commhooks.planning.place import processor_name, usable_processors
+
+    from .predicting.place import processor_name, usable_processors
 
     dist = torch.distributed
     cuda = torch.cuda.is_available()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from commhooks.planning.place import processor_name, usable_processors
+from .predicting.place import processor_name, usable_processors
 
 
 def versions() -> dict[str, str]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from commhooks.language.spelling import Spelling, parse
-from commhooks.planning.seldom import Rounds
 from commhooks.units import unknown
 
+from .predicting.seldom import Rounds
 from .specs import DILOCO, Spec, is_seldom
 
 _UNCOMPRESSED = Spec("all-reduce")

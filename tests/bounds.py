@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commhooks.laws.bounds import IN_FLOAT64, of_conservation, of_mean, unit_roundoff
+from commhooks.testing.bounds import IN_FLOAT64, of_conservation, of_mean, unit_roundoff
 
 __all__ = [
     "IN_FLOAT64", "assert_equal_in_float64", "of_conservation", "of_mean", "of_orthonormal_rows", "unit_roundoff",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from commhooks import Compressor, Hierarchical, PerParameter, make_compressor
 from commhooks.language.entries import blocks_served
-from commhooks.laws import Claims
+from commhooks.testing import Claims
 from tests.formulas_low_rank import AccordionBytes, AdaptiveRankBytes, GatheredFactorsBytes, SketchBytes
 from tests.formulas_sparse import GatheredBytes, SummedBytes
 from tests.formulas_tiles import DeMoBytes, SparseLoCoBytes

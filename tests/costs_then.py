@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from commhooks.planning.costs import Costs
+from experiments.predicting.costs import Costs
 
 FILE = Path(__file__).with_name("costs.json")
 AS_THEN = Costs.read(FILE)

@@ -14,7 +14,7 @@ TOP = ("commhooks", "ddp_core", "experiments")
 GUARD = "ddp_core.guard"  # it knows wrappers and process groups, no compression: the one file that both use
 MAY_IMPORT = {
     "ddp_core": {"torch"},
-    "commhooks": {"torch", "numpy", "scipy"},
+    "commhooks": {"torch", "numpy"},
 }
 # An integration may import the framework that it is named after; ddp_core, which some offer inside it, too.
 FRAMEWORKS = {
@@ -69,15 +69,21 @@ def test_nothing_imports_what_is_above_it(package: str, other: str) -> None:
 def test_only_the_public_names_are_above_the_top_rooms(room: str) -> None:
     """Hooks may import every other room but those that stand above; what is below must work without them."""
     public = {"commhooks", "commhooks.default_hooks", "commhooks.powersgd_hook"}
-    public.add("commhooks.planning.payloads")  # it runs a whole exchange, for the estimate, which users call
     importers = {
         source.module
         for source in inside("commhooks")
         for module in source.imported
         if is_within(module, f"commhooks.{room}") and not is_within(source.module, f"commhooks.{room}")
     }
-    above = ("commhooks.integrations", "commhooks.planning", "commhooks.seldom", "commhooks.sharded")
+    above = ("commhooks.integrations", "commhooks.seldom", "commhooks.sharded")
     assert {name for name in importers if not any(is_within(name, one) for one in above)} <= public
+
+
+def test_the_runtime_imports_no_law() -> None:
+    importers = [
+        source.module for source in FILES if any(is_within(name, "commhooks.testing") for name in source.imported)
+    ]
+    assert not [one for one in importers if is_within(one, "commhooks") and not is_within(one, "commhooks.testing")]
 
 
 def test_compiled_passes_need_torch_and_the_errors_alone() -> None:

@@ -20,30 +20,6 @@ from commhooks import PowerSGDState, names, powerSGD_hook
 
 ROOT = Path(__file__).parent.parent
 MOVED = {name: room for room, moved in names._MOVED.items() for name in moved.split()}
-FORMER = """
-Adaptive AdaptiveRank AdaptiveRule Affine AllGather AllReduce AllReduceMean AllToAll AttachError Attachment Averaging
-BucketView COMPRESSORS Candidate Cast Checkpoint CheckpointError Choice Codec Collective CollectiveError
-CommHooksError Communicator Compressor CompressorError Context DDPCommHookType DGC DeMo Entry ErrorFeedback Estimate
-Exchange Exchanger FP8 GradientError Group Half Hierarchical HookEstimate HookTypeError Int4 Int8
-Judge Layout LoadRules LockstepCommunicator LockstepGroup Loss MXFP4 MXFP8 Match MemoryReport Natural NoOp
-ParameterTraffic Part Pending PerParameter Place Plan PowerSGD PowerSGDState Probe ProbeError ProcessGroupCommunicator
-ProcessGroupLine Profile ProfileError QSGD RandomBlock RandomK RecordingCommunicator ReduceScatter Registered Request
-SVD Sends SettingsError Sign Signum Slot Snapshot SparseLoCo StartAfter Statistics TernGrad Threshold Tile TopK TwoHop
-UnbiasedPowerSGD Vote WireDtype allreduce_hook attach average_in_lockstep batched_powerSGD_hook bf16_compress_hook
-bf16_compress_wrapper estimate fp16_compress_hook fp16_compress_wrapper hook_statistics load_checkpoint
-load_distributed lockstep_lines make_compressor merge_state_dicts noop_hook plan powerSGD_hook probe profile
-quantization_perchannel_hook quantization_pertensor_hook register_ddp_comm_hook save_checkpoint schedule setting
-"""
-"""What `commhooks` offered before names moved to rooms."""
-
-
-NEW = {"Compiled", "DiLoCo", "DiLoCoStatistics", "Exchangers", "ModelAverager", "compiled", "step_in_lockstep"}
-NEW |= {"NotAveragedError", "NotAveragedWarning", "set_guard", "steps_locally"}
-NEW |= {"ReplicasAttachment", "ShardedAttachment", "attach_replicas", "attach_sharded"}
-
-
-def test_every_former_name_is_offered_or_has_moved() -> None:
-    assert sorted({*commhooks.__all__, *MOVED} - NEW) == FORMER.split()
 
 
 def test_a_name_that_has_moved_resolves_with_a_warning_where_it_is_used() -> None:
@@ -122,7 +98,7 @@ def test_a_new_process_loads_a_saved_hook_and_imports_no_room_that_it_does_not_u
     ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     loaded, modules = ran.stdout.splitlines()
     assert loaded == "3 powerSGD_hook"
-    unused = ("checkpoints", "control", "integrations", "planning")
+    unused = ("checkpoints", "control", "integrations", "testing")
     assert not {f"commhooks.{room}" for room in unused} & set(modules.split())
     assert not set(HEAVY) & set(modules.split())
 

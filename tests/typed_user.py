@@ -13,7 +13,8 @@ from commhooks import Attachment, Checkpoint, PowerSGDState, make_compressor, po
 from commhooks.codecs import Int8
 from commhooks.control import AdaptiveRule
 from commhooks.language import Compressor
-from commhooks.planning import Plan, Probe, Profile
+from experiments import predicting
+from experiments.predicting import Plan, Probe, Profile
 
 
 def names_have_types(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
@@ -21,7 +22,7 @@ def names_have_types(model: DistributedDataParallel, optimizer: torch.optim.Opti
     assert_type(attachment, Attachment)
     assert_type(make_compressor("fp16"), Compressor)
     assert_type(commhooks.Adaptive(attachment, ["fp16", "int8"], rule=AdaptiveRule(look=4)), commhooks.Adaptive)
-    assert_type(commhooks.plan(Profile.read(Path("profile.json")), Probe.read(Path("probe.json"))), Plan)
+    assert_type(predicting.plan(Profile.read(Path("profile.json")), Probe.read(Path("probe.json"))), Plan)
     commhooks.Exchanger({}, commhooks.TwoHop(codec=Int8()), policy="fifo")
     model.register_comm_hook(PowerSGDState(None), powerSGD_hook)
     loaded = commhooks.load_checkpoint("checkpoints", model=model, optimizer=optimizer, hooks=attachment)

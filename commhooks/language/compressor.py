@@ -157,7 +157,7 @@ class Compressor(ABC):
 
     @property
     def exempt(self) -> Mapping[str, str]:
-        """The laws of `commhooks.laws` that do not hold for this compressor by design: their keys, and the reason."""
+        """Return the laws of `commhooks.testing` that do not hold here by design: their keys, and the reason."""
         return {}
 
     @property

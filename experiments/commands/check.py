@@ -11,7 +11,7 @@ from .options import complete_hook, json_option
 from .terminal import errors_in_words, write_json
 
 if TYPE_CHECKING:
-    from commhooks.laws import Finding
+    from commhooks.testing import Finding
 
 COLOURS = {"kept": "green", "broken": "red", "crashed": "red", "does not apply": "bright_black"}
 
@@ -33,7 +33,7 @@ def check(
 ) -> None:
     """Try every law on a compressor."""
     with errors_in_words(json) as console:
-        from commhooks.laws import findings
+        from commhooks.testing import findings
 
         from ..checking import compressor_named, write_findings
 

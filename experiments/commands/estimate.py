@@ -61,12 +61,11 @@ def estimate(
 ) -> None:
     """Estimate whether compression pays, without a process or a link."""
     with errors_in_words(json) as console:
-        from commhooks.planning.stored import write_text
-
         from ..estimate.costs import measure_costs as measure
         from ..estimate.request import Request, estimated
         from ..estimate.showing import as_json, show
         from ..planning.worlds import check_place
+        from ..predicting.stored import write_text
         from ..tasks.importing import import_named
 
         if measure_costs is not None:

@@ -154,9 +154,9 @@ its transfers. Afterwards the model is as before. The guide (profile.md) explain
 
     commhooks profile --task my_task.py:task
 
-[bold]Everything[/bold], with a picture, and a trace for ui.perfetto.dev.
+[bold]Everything[/bold], with a picture.
 
-    commhooks profile --task gpt:size=small --json profile.json --trace trace.json --picture profile.png
+    commhooks profile --task gpt:size=small --json profile.json --picture profile.png
 
 [bold]On your cluster[/bold], with two hooks on PyTorch's DistributedDataParallel.
 

@@ -1,10 +1,10 @@
-"""The packages that commands need beyond torch, numpy and scipy, and how to install them."""
+"""The packages that commands need beyond torch and numpy, and how to install them."""
 
 from __future__ import annotations
 
 import importlib.util
 
-_CLI = {"typer": "typer", "rich": "rich"}
+_CLI = {"typer": "typer", "rich": "rich", "scipy": "scipy"}
 _DRAWING = {
     "matplotlib": "matplotlib",
     "sklearn": "scikit-learn",

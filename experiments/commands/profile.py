@@ -14,7 +14,7 @@ from .terminal import announce, check_unused, errors_in_words, write_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from commhooks.planning import Profile
+    from ..predicting import Profile
 
 
 def profile(
@@ -35,7 +35,6 @@ def profile(
         typer.Option("--overlap", help="Instead, measure how much of the communication overlaps the backward pass."),
     ] = False,
     json: Annotated[Path | None, json_option("the profile, for 'plan --profile',")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace into this file, which Perfetto opens.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw a timeline into this PNG file.")] = None,
 ) -> None:
     """Measure where the time of a step goes."""
@@ -47,9 +46,7 @@ def profile(
 
         number, settings = check_world(ranks, link)
         if overlap:
-            check_unused(
-                context, ("hook", "seconds", "json", "trace", "picture"), "with --overlap, which is no profile"
-            )
+            check_unused(context, ("hook", "seconds", "json", "picture"), "with --overlap, which is no profile")
             asked_overlap = OverlapSettings(
                 task=Spec.parse(task, "task"),
                 ranks=number,
@@ -65,7 +62,7 @@ def profile(
             if (measured := measure_overlap(asked_overlap)) is not None:
                 console.print(overlap_table(measured))
             return
-        check_place(json, trace, picture)
+        check_place(json, picture)
         if picture is not None and missing("experiments"):
             raise ValueError(f"--picture needs {not_installed('experiments')}")
         asked = Asked(
@@ -82,27 +79,21 @@ def profile(
         announce(console, f"measuring {asked.task.label} on {number} ranks {how_long}")
         found = measure_profile(asked, number)
         if found is not None:
-            _show(found, json, trace, picture, console)
+            _show(found, json, picture, console)
 
 
-def _show(found: Profile, json: Path | None, trace: Path | None, picture: Path | None, console: Console) -> None:
+def _show(found: Profile, json: Path | None, picture: Path | None, console: Console) -> None:
     """Print a profile, and write the files that are asked for."""
-    from commhooks.planning.stored import write_bytes
-    from commhooks.planning.trace import write_trace
-
     from ..planning.profiling import profile_table, sentences
+    from ..predicting.stored import write_bytes
 
     console.print(profile_table(found))
     for sentence in sentences(found):
         console.print(sentence, highlight=False, markup=False)
     if json is not None:
         write_json(found.write, "profile", json, console)
-    if trace is not None:
-        write_trace(found, trace)
     if picture is not None:
         from ..planning.timeline import timeline
 
         write_bytes(picture, timeline(found))
-    for name, file in (("trace", trace), ("picture", picture)):
-        if file is not None:
-            console.print(f"{name}  {file}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"picture  {picture}", highlight=False, soft_wrap=True, markup=False)

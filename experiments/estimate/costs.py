@@ -1,4 +1,4 @@
-"""The measurement of the costs of `commhooks.planning.costs`: `commhooks estimate --measure-costs FILE`.
+"""The measurement of the costs of `experiments.predicting.costs`: `commhooks estimate --measure-costs FILE`.
 
 Two ranks take steps of made-up models whose parameters all have the same shape, in turns with and without a hook.
 Collectives are answered at once, so the hook's cost is the time that it adds to a step, on a core that it shares with
@@ -24,14 +24,14 @@ from torch import Tensor, nn
 import commhooks
 import ddp_core
 from commhooks import Cast, Compressor
-from commhooks.planning.costs import Costs, HookCosts, Sample, copy_seconds, passes_in_words
-from commhooks.planning.pretending import Pretend
-from commhooks.planning.profile import Sends
-from commhooks.planning.segments import BucketRecord, Segments, Watched
 
 from ..hooks import make_hook
 from ..launch import Send, run_world
 from ..machine import machine, versions
+from ..predicting.costs import Costs, HookCosts, Sample, copy_seconds, passes_in_words
+from ..predicting.pretending import Pretend
+from ..predicting.profiles import Sends
+from ..predicting.segments import BucketRecord, Segments, Watched
 from ..specs import Spec
 
 HOOKS = (

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from commhooks.planning.costs import Costs
-from commhooks.planning.estimate import Estimate, estimate
-
 from ..links.link import parse_latency, parse_rate
+from ..predicting.costs import Costs
+from ..predicting.estimates import Estimate, estimate
 from ..runs import Compute, check_ddp
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task

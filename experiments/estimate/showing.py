@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from commhooks.native.library import compiled
-from commhooks.planning.costs import passes_in_words
-from commhooks.planning.estimate import FASTER, Estimate, HookEstimate
-from commhooks.planning.paying import Rates
 from commhooks.units import bytes_in_words, counted, seconds_in_words, three_digits
 
 from ..links.link import format_rate
+from ..predicting.costs import passes_in_words
+from ..predicting.estimates import FASTER, Estimate, HookEstimate
+from ..predicting.paying import Rates
 from ..report.table import plain_table
 from ..report.words import NEVER, percent, times
 from ..runs import strict

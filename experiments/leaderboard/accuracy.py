@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from commhooks.planning.accuracy import Accuracy, Difference, TaskAccuracy
-
 from ..machine import machine, versions
+from ..predicting.accuracy import Accuracy, Difference, TaskAccuracy
 from ..training.lockstep import SCORES
 from .contenders import DENSE
 from .standings import Standing

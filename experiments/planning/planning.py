@@ -11,16 +11,16 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-import commhooks
 from commhooks.errors import CommHooksError
-from commhooks.planning import Profile, stored
-from commhooks.planning.candidates import NOOP, default_candidates, with_the_two
-from commhooks.planning.plan import Choice, Plan
-from commhooks.planning.probe import MOST_DISAGREEMENT, Probe
 from commhooks.units import three_digits
 
+from .. import predicting
 from ..launch import Send, WorldError
 from ..links.link import LinkSettings, format_rate
+from ..predicting import Profile, stored
+from ..predicting.candidates import NOOP, default_candidates, with_the_two
+from ..predicting.plans import Choice, Plan
+from ..predicting.probes import MOST_DISAGREEMENT, Probe
 from ..report.table import plain_table
 from ..report.words import percent, range_of_seconds, seconds_in_words
 from ..results.summary import Spread
@@ -95,7 +95,7 @@ def make_plan(asked: Asked, ranks: int) -> Planned | None:
 
     """
     if asked.probe is not None and asked.profiled is not None and asked.validate_seconds is None:
-        plan = commhooks.plan(asked.profiled, asked.probe, backend=asked.backend, sharded=asked.sharded)
+        plan = predicting.plan(asked.profiled, asked.probe, backend=asked.backend, sharded=asked.sharded)
         return Planned(plan, asked.probe, asked.profiled)
     check_asked(asked.profile)
     found: list[Planned] = []
@@ -136,7 +136,7 @@ def plan_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
             probe = asked.probe or probe_link(
                 ProbeAsked(asked.link, asked.probe_seconds, unsteady=asked.unsteady, profile=profile)
             )
-            plan = commhooks.plan(profile, probe, model=step.ddp, backend=asked.backend, sharded=asked.sharded)
+            plan = predicting.plan(profile, probe, model=step.ddp, backend=asked.backend, sharded=asked.sharded)
             measured: Mapping[str, Sequence[float]] = {}
             if asked.validate_seconds is not None:
                 best = {choice.label for choice in hooks_to_validate(plan)}

@@ -9,15 +9,15 @@ from rich.table import Table
 
 from commhooks.communicators.collective import ring_bytes
 from commhooks.communicators.links import plain_kind
-from commhooks.errors import ProbeError
-from commhooks.planning import Profile
-from commhooks.planning.ladder import LEAST_SECONDS, MOST_SECONDS
-from commhooks.planning.probe import MOST_DISAGREEMENT, Cost, Probe
-from commhooks.planning.probing import probe
 from commhooks.units import counted
 
 from ..launch import Send, WorldError
 from ..links.link import LinkSettings, format_rate
+from ..predicting import Profile
+from ..predicting.errors import ProbeError
+from ..predicting.ladder import LEAST_SECONDS, MOST_SECONDS
+from ..predicting.probes import MOST_DISAGREEMENT, Cost, Probe
+from ..predicting.probing import probe
 from ..report.table import plain_table
 from ..report.words import percent
 from .worlds import around, run_over

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from rich.markup import escape
 from rich.table import Table
 
-import commhooks
 from commhooks.errors import CommHooksError
-from commhooks.planning import Candidate, Profile
-from commhooks.planning.candidates import ALL_REDUCE, label_in_profile
-from commhooks.planning.profile import StepParts
-from commhooks.planning.turns import LEAST_STEPS
 from commhooks.units import bytes_in_words, counted
 
+from .. import predicting
 from ..hooks import make_hook, policy_of
 from ..launch import Send, WorldError
 from ..links.link import LinkSettings, Wire
 from ..links.linked_group import LinkedGroup
+from ..predicting import Candidate, Profile
+from ..predicting.candidates import ALL_REDUCE, label_in_profile
+from ..predicting.profiles import StepParts
+from ..predicting.turns import LEAST_STEPS
 from ..report.table import plain_table
 from ..report.words import percent
 from ..runs import check_ddp
@@ -116,7 +116,7 @@ def profile_step(
     step: Stepper, asked: Asked, *, as_ranks: int | None = None, group: dist.ProcessGroup | None = None
 ) -> Profile:
     """Return the profile of a task's steps, as one of `as_ranks` or of the group's ranks; all ranks must call it."""
-    return commhooks.profile(
+    return predicting.profile(
         step.ddp,
         step,
         hooks=candidates_of(asked),

@@ -7,10 +7,9 @@ import shlex
 from rich.markup import escape
 from rich.table import Table
 
-from commhooks.planning import Plan, Profile
-from commhooks.planning.candidates import DENSE
-from commhooks.planning.every import MOST_STEPS, SeldomChoice
-
+from ..predicting import Plan, Profile
+from ..predicting.candidates import DENSE
+from ..predicting.every import MOST_STEPS, SeldomChoice
 from ..report.table import plain_table
 from ..report.words import percent
 from ..specs import DILOCO, Spec

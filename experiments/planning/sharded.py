@@ -5,9 +5,8 @@ from __future__ import annotations
 from rich.markup import escape
 from rich.table import Table
 
-from commhooks.planning import Plan
-from commhooks.planning.sharded import PLAIN
-
+from ..predicting import Plan
+from ..predicting.sharded import PLAIN
 from ..report.table import plain_table
 from ..report.words import times
 

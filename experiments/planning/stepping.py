@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks.communicators.connection import WrapCommunicator
-from commhooks.planning.candidates import Candidate
 from commhooks.scheduling.policy import POLICIES, PolicyName
 
+from ..predicting.candidates import Candidate
 from ..training.stepper import Stepper
 from ..turns import on_slowest
 

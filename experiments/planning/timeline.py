@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import matplotlib
 
-from commhooks.planning import Profile
-from commhooks.planning.profile import StepParts
-
+from ..predicting import Profile
+from ..predicting.profiles import StepParts
 from ..report.plots import LIGHT, Theme, canvas, png, style
 
 

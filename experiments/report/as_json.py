@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import commhooks
-from commhooks.planning import stored
 
 from ..launch import reason_of
+from ..predicting import stored
 from ..results.intervals import Estimate
 from ..results.outcomes import Outcome, Setting, Versus, settings_of
 from ..results.verdicts import Difference, judgements, losses_of

@@ -15,12 +15,6 @@ from torch import Tensor, nn
 
 from commhooks.communicators.links import Link
 from commhooks.errors import CommHooksError
-from commhooks.planning import stored
-from commhooks.planning.candidates import label_in_profile
-from commhooks.planning.payloads import rounds_of
-from commhooks.planning.predicting import predict
-from commhooks.planning.profile import Profile
-from commhooks.planning.series import Counted, Payloads, Series, is_constant
 
 from ..hooks import make_hook, policy_of
 from ..launch import Send, run_world
@@ -28,6 +22,12 @@ from ..links.link import LinkSettings
 from ..machine import versions
 from ..planning.profiling import Asked as ProfileAsked
 from ..planning.profiling import check_asked, profile_step, stepper
+from ..predicting import stored
+from ..predicting.candidates import label_in_profile
+from ..predicting.payloads import rounds_of
+from ..predicting.predicting import predict
+from ..predicting.profiles import Profile
+from ..predicting.series import Counted, Payloads, Series, is_constant
 from ..specs import Spec
 from ..tasks import load_task
 from ..training.lockstep import own_gradients
@@ -120,7 +120,7 @@ def _measure_all(rank: int, ranks: int, asked: Asked, send: Send) -> None:
         for number in _that_fit(asked.as_ranks, step.ddp):
             send(f"measuring {step.task.name} as one of {number} ranks")
             profile = profile_step(step, asked.profile, as_ranks=number)
-            profiles.append(dataclasses.replace(profile, events={}, versions=versions()))
+            profiles.append(dataclasses.replace(profile, versions=versions()))
         _, (gradients,) = own_gradients(load_task(asked.task, asked.seed), 0, 1)
     counted = [one for spec in asked.hooks for one in _counted(spec, profiles, gradients, asked)]
     send(Series(tuple(profiles), tuple(counted)))

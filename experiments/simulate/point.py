@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commhooks.communicators.links import Link
-from commhooks.planning.step_time import StepTime
+
+from ..predicting.step_time import StepTime
 
 
 @dataclass(frozen=True)

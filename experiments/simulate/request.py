@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from commhooks.communicators.links import Link
-from commhooks.planning.costs import check_backend
-from commhooks.planning.step_time import Step
 
 from ..hooks import make_hook
 from ..links.link import format_rate
+from ..predicting.costs import check_backend
+from ..predicting.step_time import Step
 from ..report.words import listed
 from ..runs import Compute
 from ..seldom import Seldom, exchanged

@@ -14,24 +14,24 @@ from functools import partial
 from rich.console import Console
 
 from commhooks.communicators.links import Link
-from commhooks.planning import stored
-from commhooks.planning.candidates import DENSE, NOOP, label_in_profile
-from commhooks.planning.costs import Backend, Costs, HookCosts, copy_seconds
-from commhooks.planning.estimate import MATRIX
-from commhooks.planning.predicting import Unlinked
-from commhooks.planning.profile import Profile
-from commhooks.planning.seldom import round_time
-from commhooks.planning.series import Series
-from commhooks.planning.sharded import PLAIN
-from commhooks.planning.sharded_profile import sharded_step_of
-from commhooks.planning.sizes import BUCKET_BYTES, FIRST_BUCKET_BYTES, FORWARD_SHARE, square_matrices
-from commhooks.planning.step_time import StepTime
-from commhooks.planning.tables import Stated
 from commhooks.units import bytes_in_words, counted, seconds_in_words, three_digits
 
 from ..launch import torchrun_world
 from ..links.link import format_rate
 from ..machine import machine, versions
+from ..predicting import stored
+from ..predicting.candidates import DENSE, NOOP, label_in_profile
+from ..predicting.costs import Backend, Costs, HookCosts, copy_seconds
+from ..predicting.estimates import MATRIX
+from ..predicting.predicting import Unlinked
+from ..predicting.profiles import Profile
+from ..predicting.seldom import round_time
+from ..predicting.series import Series
+from ..predicting.sharded import PLAIN
+from ..predicting.sharded_profile import sharded_step_of
+from ..predicting.sizes import BUCKET_BYTES, FIRST_BUCKET_BYTES, FORWARD_SHARE, square_matrices
+from ..predicting.step_time import StepTime
+from ..predicting.tables import Stated
 from ..report.plots import LIGHT
 from ..report.table import plain_table
 from ..report.words import listed, percent

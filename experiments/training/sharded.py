@@ -18,14 +18,14 @@ import commhooks
 from commhooks import SettingsError
 from commhooks.communicators.gloo import course_of, moved_bytes
 from commhooks.compressors import COMPRESSORS
-from commhooks.planning.predicting import NoLink
-from commhooks.planning.sharded import blocks_of, modules_of, sharded_step
-from commhooks.planning.step_time import step_time
 from commhooks.tensors import tensor_bytes
 
 from ..hooks import gather_of, make_hook, reduction_of
 from ..links.link import Wire
 from ..links.waits import WaitClock
+from ..predicting.predicting import NoLink
+from ..predicting.sharded import blocks_of, modules_of, sharded_step
+from ..predicting.step_time import step_time
 from ..runs import RunSettings
 from ..specs import Spec, is_seldom
 from .measure import ExchangeClock, Held

@@ -11,10 +11,10 @@ from torch import Tensor
 import commhooks
 from commhooks.compressors.codecs import Codec
 from commhooks.engine.engine import Engine
-from commhooks.planning.payloads import bucket_of_shards, rows_of
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 
 from ..hooks import gather_of, make_hook, reduction_of
+from ..predicting.payloads import bucket_of_shards, rows_of
 from ..specs import Spec
 from ..tasks import LoadedTask
 from .lockstep import Gradients, Trained, own_gradients

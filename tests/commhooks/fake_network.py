@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from commhooks.communicators import Collective
-from commhooks.planning.meter import Clocks
+from experiments.predicting.meter import Clocks
 
 
 class FakeNetwork:

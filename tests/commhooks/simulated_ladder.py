@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from commhooks.communicators.links import Link
 from commhooks.control.deciding import Decider, Move, Seen, link_of
 from commhooks.control.rule import FullRule
-from commhooks.planning.step_time import Bucket, Stage, Step, step_time
+from experiments.predicting.step_time import Bucket, Stage, Step, step_time
 
 RANKS = 2
 FAST, SLOW = Link(rate=1e10, latency=1e-4), Link(rate=1e8, latency=1e-4)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import commhooks
-from commhooks.planning.accuracy import FILE, Accuracy, Difference, TaskAccuracy
-from commhooks.planning.costs import Costs
+from experiments import predicting
+from experiments.predicting.accuracy import FILE, Accuracy, Difference, TaskAccuracy
+from experiments.predicting.costs import Costs
 
 
 def task(
@@ -82,4 +83,4 @@ def test_it_survives_its_file_and_a_damaged_one_is_refused(tmp_path: Path) -> No
         path.write_text(text)
         with pytest.raises(ValueError, match=r"accuracy.json: expected a file of format 1 that 'commhooks leaderboard"):
             Accuracy.read(path)
-    assert FILE.parent == Path(commhooks.__file__).parent / "planning"
+    assert FILE.parent == Path(predicting.__file__).parent

@@ -1,4 +1,4 @@
-"""What `commhooks.laws.check` says of compressors that obey the laws, and of those that do not."""
+"""What `commhooks.testing.check` says of compressors that obey the laws, and of those that do not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from commhooks import Compressor, ErrorFeedback, SettingsError, TwoHop, make_compressor
 from commhooks.codecs import QSGD, Codec, Int4, Int8
 from commhooks.language import AllReduce, BucketView, Context, Exchange, Judge, Loss, Slot
-from commhooks.laws import LAWS, Finding, as_used, check
+from commhooks.testing import LAWS, Finding, as_used, check
 from tests.commhooks.test_own_compressors import example
 from tests.test_docs import ROOT, blocks_of
 from tests.tiers import A_ROW, rows, thorough

@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import math
-import pickle
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +19,7 @@ from commhooks.communicators.links import Link
 from commhooks.control import AdaptiveRule
 from commhooks.control.deciding import Decider, link_of
 from commhooks.control.rule import FullRule
-from commhooks.planning.step_time import Step, step_time
+from experiments.predicting.step_time import Step, step_time
 from tests.commhooks.simulated_ladder import COMPUTE, FAST, RANKS, SLOW, Run, ladder, rung
 from tests.tiers import rows
 
@@ -292,11 +291,3 @@ def test_a_setting_that_rules_no_longer_have_is_refused_in_words(name: str) -> N
 @pytest.mark.parametrize(("margin", "tie"), [(0.05, 0.02), (0.3, 0.02), (0.01, 0.004)])
 def test_ties_are_narrower_than_any_margin(margin: float, tie: float) -> None:
     assert FullRule.of(AdaptiveRule(margin=margin)) == FullRule(margin=margin, tie=tie)
-
-
-def test_a_rule_that_was_pickled_with_all_its_settings_keeps_them() -> None:
-    """Pickles name the module in which a class was, and hold its fields."""
-    rule = FullRule(visit=5, tie=0.0, margin=0.1)
-    pickled = pickle.dumps(rule, protocol=0)
-    read = pickle.loads(pickled.replace(b"commhooks.control.rule\nFullRule", b"commhooks.planning.rule\nAdaptiveRule"))
-    assert type(read) is AdaptiveRule and FullRule.of(read) == rule

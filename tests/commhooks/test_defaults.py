@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from commhooks import make_compressor
-from commhooks.laws import check
+from commhooks.testing import check
 from tests.cases import BY_NAME, FORMS
 from tests.commhooks.defaults import DEFAULTS, digests_of_ranks
 from tests.tiers import THOROUGH

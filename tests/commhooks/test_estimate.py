@@ -15,14 +15,15 @@ from torch import nn
 import commhooks
 from commhooks.communicators.links import Link, Transfer
 from commhooks.errors import SettingsError
-from commhooks.planning.candidates import DENSE
-from commhooks.planning.costs import FILE, Costs, HookCosts, Sample, copy_seconds
-from commhooks.planning.estimate import FASTER
-from commhooks.planning.paying import Case, paying_rates
-from commhooks.planning.payloads import rounds_of
-from commhooks.planning.predicting import Unlinked
-from commhooks.planning.sizes import FORWARD_SHARE, in_buckets, ready_moments, square_matrices
-from commhooks.planning.step_time import Bucket, Stage, Step, step_time
+from experiments import predicting
+from experiments.predicting.candidates import DENSE
+from experiments.predicting.costs import FILE, Costs, HookCosts, Sample, copy_seconds
+from experiments.predicting.estimates import FASTER
+from experiments.predicting.paying import Case, paying_rates
+from experiments.predicting.payloads import rounds_of
+from experiments.predicting.predicting import Unlinked
+from experiments.predicting.sizes import FORWARD_SHARE, in_buckets, ready_moments, square_matrices
+from experiments.predicting.step_time import Bucket, Stage, Step, step_time
 from tests.costs_then import AS_THEN
 from tests.tiers import A_ROW
 
@@ -56,8 +57,8 @@ MADE_UP = Costs(
 )
 
 
-def made_up(rate: float = 1e9, **settings: float | str) -> commhooks.planning.Estimate:
-    return commhooks.estimate(1e6, **{"compute": 0.3, "ranks": 2, **settings}, rate=rate, copy_rate=4e9, costs=MADE_UP)  # type: ignore[arg-type]  # 'incompatible type "**dict[str, float | str]"'
+def made_up(rate: float = 1e9, **settings: float | str) -> predicting.Estimate:
+    return predicting.estimate(1e6, **{"compute": 0.3, "ranks": 2, **settings}, rate=rate, copy_rate=4e9, costs=MADE_UP)  # type: ignore[arg-type]  # 'incompatible type "**dict[str, float | str]"'
 
 
 def test_a_dense_step_is_compute_then_what_is_left_of_the_link() -> None:
@@ -77,7 +78,7 @@ def test_a_compressed_step_adds_copies_and_sends_fewer_bytes() -> None:
 
 
 def test_a_model_known_by_its_size_has_as_many_parameters_as_stated() -> None:
-    assert commhooks.estimate(25e6, compute=0.2, ranks=2, rate=1e9, hooks=[], copy_rate=1e10).parameters == 25_000_000
+    assert predicting.estimate(25e6, compute=0.2, ranks=2, rate=1e9, hooks=[], copy_rate=1e10).parameters == 25_000_000
 
 
 def test_a_step_of_a_thousand_buckets_asks_the_link_once_for_each_size() -> None:
@@ -161,7 +162,7 @@ def test_two_limits_are_both_said() -> None:
 
 @pytest.mark.parametrize("rate", [1e7, math.inf])
 def test_what_is_said_of_this_rate_agrees_with_the_ranges(rate: float) -> None:
-    found = commhooks.estimate(
+    found = predicting.estimate(
         1e6, compute=0.05, ranks=16, rate=rate, latency=0.05, hooks=["top-k:ratio=0.1"], copy_rate=14e9, costs=AS_THEN
     )
     for one in found.hooks:
@@ -177,19 +178,19 @@ def test_a_number_of_parameters_is_padded_once_a_bucket_as_a_model_is(hook: str)
     """64 ranks and matrices of 1,024 elements: each matrix alone would be padded to a block for each rank."""
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(100)))
     usual: dict[str, Any] = {"compute": 0.1, "ranks": 64, "rate": 1e8, "hooks": [hook], "copy_rate": 14e9}
-    counted = commhooks.estimate(102_400, matrix=1024, **usual).of(hook).time.bytes_sent
-    of_model = commhooks.estimate(model, **usual).of(hook).time.bytes_sent
+    counted = predicting.estimate(102_400, matrix=1024, **usual).of(hook).time.bytes_sent
+    of_model = predicting.estimate(model, **usual).of(hook).time.bytes_sent
     assert counted == pytest.approx(of_model, rel=0.1)  # which rank serves a block depends on the names of parameters
     assert counted < 102_400 * 4 * 2
 
 
 def test_a_step_that_is_slower_on_a_faster_link_is_known_to_be() -> None:
-    found = commhooks.estimate(
+    found = predicting.estimate(
         25e6, compute=0.2, ranks=16, rate=1e9, hooks=["top-k:ratio=0.1"], copy_rate=14e9, costs=AS_THEN
     )
     slower = found.of("top-k:ratio=0.1")
     assert slower.on_faster_link > 1.03 * slower.time.seconds
-    there = commhooks.estimate(
+    there = predicting.estimate(
         25e6, compute=0.2, ranks=16, rate=FASTER * 1e9, hooks=["top-k:ratio=0.1"], copy_rate=14e9, costs=AS_THEN
     )
     assert there.of("top-k:ratio=0.1").time.seconds == pytest.approx(slower.on_faster_link)
@@ -203,17 +204,17 @@ def test_without_a_backend_neither_bytes_nor_messages_nor_rounds_take_processor_
         hooks={DENSE: dataclasses.replace(MADE_UP.hooks[DENSE], copies_per_byte=10.0)},
     )
     usual: dict[str, Any] = {"compute": 0.3, "ranks": 2, "rate": math.inf, "latency": 0.0, "copy_rate": 4e9}
-    without = commhooks.estimate(1e6, **usual, costs=gloo, backend="none").of(DENSE).time
+    without = predicting.estimate(1e6, **usual, costs=gloo, backend="none").of(DENSE).time
     assert without.seconds == pytest.approx(0.3)
     # 4 MB at 10 copies of a byte of 0.25 ns, two messages that wait, and a round
-    counted = commhooks.estimate(1e6, **usual, costs=gloo).of(DENSE).time
+    counted = predicting.estimate(1e6, **usual, costs=gloo).of(DENSE).time
     assert counted.seconds == pytest.approx(0.3 + 4e6 * 10 * 0.25e-9 + 2 * 0.001 + 0.002)
     with pytest.raises(SettingsError, match="backend 'nccl' is not known: expected one of gloo, none"):
-        commhooks.estimate(1e6, **usual, costs=gloo, backend="nccl")
+        predicting.estimate(1e6, **usual, costs=gloo, backend="nccl")
 
 
 def test_the_safest_gain_is_the_fastest_that_pays_and_lost_nothing_on_any_task() -> None:
-    found = commhooks.estimate(
+    found = predicting.estimate(
         25e6,
         compute=0.2,
         ranks=4,
@@ -229,7 +230,7 @@ def test_the_safest_gain_is_the_fastest_that_pays_and_lost_nothing_on_any_task()
     safest = found.safest
     assert safest is not None and safest.hook == "fp16" and safest.pays
     assert {task for task, _ in found.tasks} == losses.keys() == {"digits", "gpt"}
-    nothing = commhooks.estimate(25e6, compute=0.2, ranks=4, rate=1e9, hooks=["top-k:ratio=0.01"], copy_rate=14e9)
+    nothing = predicting.estimate(25e6, compute=0.2, ranks=4, rate=1e9, hooks=["top-k:ratio=0.01"], copy_rate=14e9)
     assert nothing.best.pays and nothing.safest is None
 
 
@@ -307,11 +308,11 @@ def test_buckets_are_ready_in_proportion_during_the_backward_pass() -> None:
 def test_a_models_shapes_are_used_and_frozen_parameters_are_not() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
     model[1].requires_grad_(False)
-    found = commhooks.estimate(model, compute=0.1, ranks=2, rate=1e9, copy_rate=4e9, costs=MADE_UP)
+    found = predicting.estimate(model, compute=0.1, ranks=2, rate=1e9, copy_rate=4e9, costs=MADE_UP)
     assert (found.parameters, found.buckets) == (36, 1)
     model.requires_grad_(False)
     with pytest.raises(SettingsError, match="no parameter that requires a gradient"):
-        commhooks.estimate(model, compute=0.1, ranks=2, rate=1e9, copy_rate=4e9, costs=MADE_UP)
+        predicting.estimate(model, compute=0.1, ranks=2, rate=1e9, copy_rate=4e9, costs=MADE_UP)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +330,7 @@ def test_a_models_shapes_are_used_and_frozen_parameters_are_not() -> None:
 def test_what_cannot_work_is_refused(settings: dict[str, object], message: str) -> None:
     usual = {"parameters": 1e6, "compute": 0.1, "ranks": 2, "rate": 1e9, "copy_rate": 4e9, "costs": MADE_UP}
     with pytest.raises(SettingsError, match=message):
-        commhooks.estimate(**{**usual, **settings})  # type: ignore[arg-type]  # 'incompatible type "**dict[str, object]"'
+        predicting.estimate(**{**usual, **settings})  # type: ignore[arg-type]  # 'incompatible type "**dict[str, object]"'
 
 
 def test_the_costs_of_the_package_are_of_compressors_that_can_be_made() -> None:
@@ -357,4 +358,4 @@ def test_costs_survive_their_file_and_a_damaged_one_is_refused(tmp_path: Path) -
 
 def test_a_copy_takes_time_and_the_file_lies_in_the_package() -> None:
     assert 0 < copy_seconds() < 1e-6  # even 4 MB/s would be faster
-    assert FILE.parent == Path(commhooks.__file__).parent / "planning"
+    assert FILE.parent == Path(predicting.__file__).parent

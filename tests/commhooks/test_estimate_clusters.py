@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-import commhooks
-from commhooks.planning.candidates import DENSE
-from commhooks.planning.costs import Costs, HookCosts
+from experiments import predicting
+from experiments.predicting.candidates import DENSE
+from experiments.predicting.costs import Costs, HookCosts
 from tests.tiers import rows
 
 COMPUTE, OPTIMIZER, HOP, ROUND = 0.02, 0.003, 1e-4, 2e-4
@@ -93,7 +93,7 @@ def by_hand(cluster: Cluster, hook: str, rate: float) -> float:
 @pytest.mark.parametrize("cluster", [*CLUSTERS[:3], *rows([(cluster,) for cluster in CLUSTERS[3:]])], ids=str)
 def test_an_estimate_is_what_arithmetic_says_at_every_rate(cluster: Cluster) -> None:
     n, ranks, rate, latency, backend = cluster
-    found = commhooks.estimate(
+    found = predicting.estimate(
         n,
         compute=COMPUTE,
         optimizer=OPTIMIZER,

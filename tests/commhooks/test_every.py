@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from commhooks import plan
-from commhooks.planning.every import SeldomChoice
-from commhooks.planning.profile import HookProfile
+from experiments.predicting import plan
+from experiments.predicting.every import SeldomChoice
+from experiments.predicting.profiles import HookProfile
 from tests.commhooks.test_plan import a_probe, a_profile, hook
 
 SLOW = 1e-6  # seconds a byte: 4 MB take 4 s, and a step without communication 0.11

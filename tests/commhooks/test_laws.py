@@ -1,6 +1,6 @@
 """What every compressor must obey, crossed with the table in tests/cases.py. N workers, one process.
 
-The laws that need nothing but a compressor are those of `commhooks.laws`; here are those that need the table besides.
+The laws that need nothing but a compressor are in `commhooks.testing`; here are those that need the table besides.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from commhooks import make_compressor
 from commhooks.compressors import COMPRESSORS
-from commhooks.laws import LAWS, Law
-from commhooks.laws.claims import every_one_in
+from commhooks.testing import LAWS, Law
+from commhooks.testing.claims import every_one_in
 from tests import bounds
 from tests.cases import BY_NAME, CASES, NEEDED, Case, is_form, is_whole, rows_of
 from tests.commhooks.workers import Workers, largest, low_rank, mean_of, normal, zeros

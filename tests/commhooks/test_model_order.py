@@ -17,9 +17,9 @@ from commhooks.communicators.links import Link
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange
 from commhooks.language.requests import AllReduce, Part
-from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 from commhooks.scheduling.policy import POLICIES
 from commhooks.scheduling.task import BucketTask
+from experiments.predicting.step_time import Bucket, Stage, Step, step_time
 from tests.tiers import A_ROW
 
 RANKS = 4

@@ -14,15 +14,15 @@ from torch._C._distributed_c10d import HashStore
 
 import commhooks
 import ddp_core
-from commhooks import plan
 from commhooks.communicators.links import HALF_SUM
-from commhooks.errors import ProbeError, SettingsError
-from commhooks.planning import Plan, Probe, Profile
-from commhooks.planning.plan import BUCKET_CAPS_MB, code_for
-from commhooks.planning.predicting import link_like, predict, rate_for, recut
-from commhooks.planning.probe import MEASURED, Cost, Timing
-from commhooks.planning.probing import probe_over
-from commhooks.planning.profile import (
+from commhooks.errors import SettingsError
+from experiments.predicting import Plan, Probe, Profile, plan
+from experiments.predicting.errors import ProbeError
+from experiments.predicting.plans import BUCKET_CAPS_MB, code_for
+from experiments.predicting.predicting import link_like, predict, rate_for, recut
+from experiments.predicting.probes import MEASURED, Cost, Timing
+from experiments.predicting.probing import probe_over
+from experiments.predicting.profiles import (
     BucketProfile,
     GradientProfile,
     HookProfile,

@@ -16,11 +16,12 @@ from torch._C._distributed_c10d import HashStore
 from commhooks.communicators import Collective
 from commhooks.communicators.collective import KINDS, ring_bytes
 from commhooks.communicators.links import HALF_SUM, Link, Transfer
-from commhooks.errors import ProbeError, SettingsError
-from commhooks.planning.ladder import SIZES, ladders_of
-from commhooks.planning.probe import MEASURED, Cost, Probe, Timing
-from commhooks.planning.probing import probe, probe_over
-from commhooks.planning.profile import RoundProfile, Seconds
+from commhooks.errors import SettingsError
+from experiments.predicting.errors import ProbeError
+from experiments.predicting.ladder import SIZES, ladders_of
+from experiments.predicting.probes import MEASURED, Cost, Probe, Timing
+from experiments.predicting.probing import probe, probe_over
+from experiments.predicting.profiles import RoundProfile, Seconds
 from tests.commhooks.fake_network import FakeNetwork
 from tests.commhooks.test_plan import a_profile, bucket, hook
 

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from commhooks.communicators.links import Link
-from commhooks.planning.seldom import Rounds, part_of, round_time
-from commhooks.planning.step_time import Bucket, Stage, Step, step_time
+from experiments.predicting.seldom import Rounds, part_of, round_time
+from experiments.predicting.step_time import Bucket, Stage, Step, step_time
 
 A_STEP = 0.1
 

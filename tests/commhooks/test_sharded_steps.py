@@ -11,13 +11,14 @@ from torch import nn
 import commhooks
 from commhooks.communicators.links import OF_PYTORCH, Link
 from commhooks.errors import SettingsError
-from commhooks.planning.costs import HookCosts, Sample
-from commhooks.planning.payloads import rounds_of_shards
-from commhooks.planning.predicting import NoLink, probed_link
-from commhooks.planning.profile import GradientProfile, HookProfile, Profile, RoundProfile
-from commhooks.planning.sharded import PLAIN, ShardedModule, modules_of, sharded_step
-from commhooks.planning.sharded_profile import modules_in, sharded_step_of
-from commhooks.planning.step_time import Step, step_time
+from experiments import predicting
+from experiments.predicting.costs import HookCosts, Sample
+from experiments.predicting.payloads import rounds_of_shards
+from experiments.predicting.predicting import NoLink, probed_link
+from experiments.predicting.profiles import GradientProfile, HookProfile, Profile, RoundProfile
+from experiments.predicting.sharded import PLAIN, ShardedModule, modules_of, sharded_step
+from experiments.predicting.sharded_profile import modules_in, sharded_step_of
+from experiments.predicting.step_time import Step, step_time
 from tests.commhooks.shards import Sharded
 from tests.commhooks.test_plan import a_probe, a_profile, bucket, hook, parts
 from tests.commhooks.workers import normal, zeros
@@ -112,7 +113,7 @@ def test_a_collective_of_pytorch_takes_what_gloo_sends_for_it() -> None:
 
 def test_an_estimate_of_a_sharded_model_compares_with_plain_fsdp2() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    found = commhooks.estimate(model, compute=0.01, ranks=2, rate=1e7, sharded=True, copy_rate=1e10)
+    found = predicting.estimate(model, compute=0.01, ranks=2, rate=1e7, sharded=True, copy_rate=1e10)
     assert found.baseline == PLAIN and found.buckets == len(modules_of(model)) == 2
     assert found.of(PLAIN).speed_up == 1 and math.isnan(found.of(PLAIN).break_even)
     assert found.of("int4").time.bytes_sent < found.of("int8").time.bytes_sent < found.of("bf16").time.bytes_sent
@@ -121,16 +122,18 @@ def test_an_estimate_of_a_sharded_model_compares_with_plain_fsdp2() -> None:
 
 
 def test_an_estimate_of_a_number_takes_modules_as_large_as_buckets() -> None:
-    found = commhooks.estimate(2e7, compute=0.1, ranks=2, rate=1e9, sharded=True, hooks=["bf16"], copy_rate=1e10)
+    found = predicting.estimate(2e7, compute=0.1, ranks=2, rate=1e9, sharded=True, hooks=["bf16"], copy_rate=1e10)
     assert found.buckets == 4  # of 4, 28, 28 and 20 MB: matrices of a million, in 1 and 25 MiB
     assert found.of(PLAIN).time.bytes_sent == 3 * 4 * found.parameters // 2
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
     with pytest.raises(SettingsError, match="averages whole gradients"):
-        commhooks.estimate(1e6, compute=0.1, ranks=2, rate=1e9, sharded=True, hooks=["powersgd:rank=4"], copy_rate=1e10)
+        predicting.estimate(
+            1e6, compute=0.1, ranks=2, rate=1e9, sharded=True, hooks=["powersgd:rank=4"], copy_rate=1e10
+        )
     with pytest.raises(SettingsError, match="FSDP2 exchanges modules"):
-        commhooks.estimate(1e6, compute=0.1, ranks=2, rate=1e9, sharded=True, bucket_cap_mb=4, copy_rate=1e10)
+        predicting.estimate(1e6, compute=0.1, ranks=2, rate=1e9, sharded=True, bucket_cap_mb=4, copy_rate=1e10)
 
 
 def profiled() -> Profile:
@@ -167,7 +170,7 @@ def test_a_plan_of_a_sharded_model_has_the_compressors_that_return_shards_on_the
     profile, probe = profiled(), a_probe(per_byte=1e-6)
     link = probed_link(probe)
     assert link.transfer("all-reduce", 10**6, 2).seconds == pytest.approx(1.0, rel=0.1)  # and headers of packets
-    found = {one.compressor: one for one in commhooks.plan(profile, probe, sharded=True).sharded}
+    found = {one.compressor: one for one in predicting.plan(profile, probe, sharded=True).sharded}
     assert found.keys() == {PLAIN, "all-reduce", "int8"}
     for name, own in ((PLAIN, None), ("int8", profile.hooks["int8"])):
         time = step_time(sharded_step_of(profile, own), link, 2)
@@ -175,4 +178,4 @@ def test_a_plan_of_a_sharded_model_has_the_compressors_that_return_shards_on_the
         assert found[name].speed_up == found[PLAIN].seconds / time.seconds
     assert [one.seconds for one in found.values()] == sorted(one.seconds for one in found.values())
     assert (found[PLAIN].code, found["int8"].code) == ("", 'commhooks.attach_sharded(model, "int8")')
-    assert commhooks.plan(profile, probe).sharded == ()
+    assert predicting.plan(profile, probe).sharded == ()

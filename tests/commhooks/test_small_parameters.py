@@ -17,8 +17,8 @@ from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.language import BucketView, Compressor, Context, Exchange
 from commhooks.language.compressor import map_requests
 from commhooks.language.requests import Asked, Judge
-from commhooks.planning.payloads import rounds_of
 from commhooks.wrappers.wrapper import Wrapper
+from experiments.predicting.payloads import rounds_of
 from tests import bounds
 from tests.cases import CASES, FORMS, NEEDED
 from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, normal, zeros

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from commhooks.communicators import Collective
 from commhooks.communicators.collective import KINDS
 from commhooks.communicators.links import Link, Transfer
-from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 from experiments.links.link import LinkSettings
+from experiments.predicting.step_time import Bucket, Stage, Step, step_time
 from tests.tiers import A_ROW
 
 MB = 1_000_000

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commhooks import Compressor, Exchanger, lockstep_lines
 from commhooks.compressors.powersgd.matrices import form_of
-from commhooks.laws.workers import GivenBucket, Workers, flat, largest, mean_of, normal, zeros
+from commhooks.testing.workers import GivenBucket, Workers, flat, largest, mean_of, normal, zeros
 
 __all__ = [
     "GivenBucket", "Workers", "exchangers", "flat", "gradients_of", "largest", "low_rank", "mean_of", "normal",

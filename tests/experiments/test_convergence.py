@@ -57,7 +57,7 @@ def short_runs(text: str, feedback: bool = False) -> list[Run]:
     ]
 
 
-@THOROUGH  # what is sent and what is owed add up, for every compressor: commhooks.laws
+@THOROUGH  # what is sent and what is owed add up, for every compressor: commhooks.testing
 @pytest.mark.parametrize("text", ["powersgd:rank=2", pytest.param("top-k:ratio=0.05", marks=pytest.mark.soak)])
 def test_with_error_feedback_a_few_percent_of_the_bytes_lose_less_than_the_margin(text: str) -> None:
     fed, dense = short_runs(text, True), short_runs(DENSE)

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import commhooks
 from commhooks import make_compressor
 from commhooks.compressors import COMPRESSORS
 from commhooks.native.library import VARIABLE
-from commhooks.planning import stored
-from commhooks.planning.costs import Costs, Sample
+from experiments import predicting
 from experiments.commands.cli import app
 from experiments.estimate.costs import HOOKS, LEFT_OUT, Model, Plan, measure, median_of
 from experiments.estimate.request import count_in
 from experiments.hooks import make_hook
+from experiments.predicting import stored
+from experiments.predicting.costs import Costs, Sample
 from experiments.specs import Spec
 from experiments.studies.predictions import estimates as study
 from experiments.studies.predictions.estimates import (
@@ -43,7 +43,7 @@ AS_THEN = ("--costs", str(FILE))
 
 def of_gpt(compressor: str) -> float:
     """Return what a compressor costs on the task 'gpt', by the package's file."""
-    found = commhooks.estimate(1e6, compute=1.0, ranks=2, rate=1e9, hooks=[compressor], copy_rate=1e10)
+    found = predicting.estimate(1e6, compute=1.0, ranks=2, rate=1e9, hooks=[compressor], copy_rate=1e10)
     (loss,) = (loss for loss in found.of(compressor).losses if loss.task == "gpt")
     assert loss.difference.mean is not None
     return loss.difference.mean

@@ -16,17 +16,18 @@ from typer.testing import CliRunner
 import commhooks
 from commhooks import Adaptive, SettingsError, load_checkpoint, save_checkpoint
 from commhooks.checkpoints.contents import read_contents
-from commhooks.errors import CommHooksError, ProfileError
+from commhooks.errors import CommHooksError
 from commhooks.making import compressor_in_file
-from commhooks.planning.accuracy import Accuracy
-from commhooks.planning.costs import Costs
-from commhooks.planning.estimate import estimate
-from commhooks.planning.layers import per_layer
-from commhooks.planning.probe import Probe
-from commhooks.planning.profile import GradientProfile, Profile
 from commhooks.state.snapshot import LoadRules
+from experiments import predicting
 from experiments.commands.cli import app
 from experiments.planning import planning
+from experiments.predicting.accuracy import Accuracy
+from experiments.predicting.costs import Costs
+from experiments.predicting.errors import ProfileError
+from experiments.predicting.estimates import estimate
+from experiments.predicting.probes import Probe
+from experiments.predicting.profiles import GradientProfile, Profile
 from experiments.runs import RunResult, RunSettings
 from experiments.sweeps.lock import LOCK, OWNER, claimed
 from experiments.sweeps.store import HEAD as FAILED
@@ -89,11 +90,7 @@ def written(name: str, folder: Path) -> tuple[Profile, Probe]:
 
 
 def plan_of(name: str, folder: Path) -> object:
-    return commhooks.plan(*written(name, folder), sharded=True)
-
-
-def choice_for_each_parameter(name: str, folder: Path) -> object:
-    return per_layer(*written(name, folder), 0.5)
+    return predicting.plan(*written(name, folder), sharded=True)
 
 
 def costs_of(name: str, folder: Path) -> object:
@@ -104,7 +101,7 @@ def costs_of(name: str, folder: Path) -> object:
     return estimate(10**6, compute=0.1, ranks=2, rate=1e9, copy_rate=1e10, costs=read, hooks=["fp16"])
 
 
-USES: list[Callable[[str, Path], object]] = [plan_of, choice_for_each_parameter, costs_of]
+USES: list[Callable[[str, Path], object]] = [plan_of, costs_of]
 
 
 @pytest.mark.parametrize("name", [*NAMES, f"{MODULE}:Made"])
@@ -117,15 +114,14 @@ def test_a_class_that_a_file_names_is_not_imported(
     assert not (planted / "imported").exists()
 
 
-@pytest.mark.parametrize("use", USES[:2])
 def test_a_class_that_the_program_has_imported_is_taken_and_only_a_compressor_is_made(
-    use: Callable[[str, Path], object], planted: Path
+    planted: Path,
 ) -> None:
     __import__(MODULE)
     for name in NAMES:
-        use(name, planted)
+        plan_of(name, planted)
     with pytest.raises(SettingsError, match=f"'{MODULE}:Made'.*is no compressor"):
-        use(f"{MODULE}:Made", planted)
+        plan_of(f"{MODULE}:Made", planted)
     assert not (planted / "made").exists()
 
 
@@ -160,7 +156,7 @@ def test_a_probe_is_read_without_an_import(planted: Path) -> None:
     probe = a_probe()
     costs = {**probe.costs, NAMES[0]: probe.costs["all-reduce"]}
     dataclasses.replace(probe, costs=costs, link=NAMES[0]).write(planted / "probe.json")
-    commhooks.plan(a_profile(hook("fp16", 0.12, 1)), Probe.read(planted / "probe.json"))
+    predicting.plan(a_profile(hook("fp16", 0.12, 1)), Probe.read(planted / "probe.json"))
     assert not (planted / "imported").exists()
 
 
@@ -244,7 +240,7 @@ def test_a_profile_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     slow = dataclasses.replace(hook("fp16", 0.12, 1), step=parts(-1.0))
     a_profile(slow).write(tmp_path / "profile.json")
     with pytest.raises(ProfileError, match="the profile contradicts itself: a step would take -.* s"):
-        commhooks.plan(Profile.read(tmp_path / "profile.json"), a_probe())
+        predicting.plan(Profile.read(tmp_path / "profile.json"), a_probe())
 
 
 def test_a_file_of_costs_without_the_hook_that_others_are_compared_with_is_refused() -> None:

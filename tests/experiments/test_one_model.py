@@ -10,16 +10,16 @@ from typing import NamedTuple
 import pytest
 from torch import nn
 
-import commhooks
 from commhooks.communicators.links import Link
-from commhooks.planning import Profile
-from commhooks.planning.candidates import DENSE, label_in_profile
-from commhooks.planning.costs import Backend, Costs
-from commhooks.planning.predicting import Unlinked
-from commhooks.planning.series import Counted, Series
-from commhooks.planning.sizes import square_matrices
-from commhooks.planning.step_time import Bucket, Stage, Step, step_time
-from commhooks.planning.tables import Stated
+from experiments import predicting
+from experiments.predicting import Profile
+from experiments.predicting.candidates import DENSE, label_in_profile
+from experiments.predicting.costs import Backend, Costs
+from experiments.predicting.predicting import Unlinked
+from experiments.predicting.series import Counted, Series
+from experiments.predicting.sizes import square_matrices
+from experiments.predicting.step_time import Bucket, Stage, Step, step_time
+from experiments.predicting.tables import Stated
 from experiments.simulate.request import Request
 from experiments.simulate.simulating import simulate_measured
 from experiments.specs import Spec
@@ -97,7 +97,7 @@ def measured() -> Series:
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
 def test_estimate_and_simulation_agree(cluster: Cluster) -> None:
     """The simulation interpolates and extrapolates compression, which the estimate takes from tables for any ranks."""
-    estimated = commhooks.estimate(
+    estimated = predicting.estimate(
         a_model(),
         compute=COMPUTE,
         optimizer=OPTIMIZER,

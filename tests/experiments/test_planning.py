@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-import commhooks
-from commhooks.planning import Probe
+from experiments import predicting
 from experiments.commands.cli import app
 from experiments.planning.planning import Planned, hooks_to_validate, sentences, validation_table
 from experiments.planning.seldom import compare_command
 from experiments.planning.sharded import sharded_sentences
 from experiments.planning.worlds import check_world
+from experiments.predicting import Probe
 from experiments.seldom import Seldom
 from experiments.specs import Spec
 from experiments.studies.predictions.plans import Case, summary
@@ -76,7 +76,7 @@ def test_the_command_that_compares_the_loss_has_the_shortest_rounds_of_each_comp
         hook(name, 0.113, size) for name, size in (("powersgd:rank=4", 0.5), ("int4", 0.4), ("fp16", 2), ("int8", 1))
     ]
     profile = a_profile(*hooks, model="gpt:size=small", link="hosts:10Mbit/s")
-    plan = commhooks.plan(profile, a_probe(per_byte=4e-6))
+    plan = predicting.plan(profile, a_probe(per_byte=4e-6))
     words = shlex.split(compare_command(plan, profile))
     assert " ".join(words[:8]) == "commhooks compare --task gpt:size=small --link hosts:10Mbit/s --ranks 2"
     assert words[8:10] == ["--hook", "all-reduce"]
@@ -98,7 +98,7 @@ def test_a_plan_says_what_fsdp2_would_take(files: list[str], tmp_path: Path) -> 
     text = said([*files, "--sharded"])
     assert "FSDP2: predicted steps" in text and "torch.none" in text
     assert "With FSDP2, int8 makes steps" in text and 'commhooks.attach_sharded(model, "int8")' in text
-    plan = commhooks.plan(profiled(), a_probe(), sharded=True)
+    plan = predicting.plan(profiled(), a_probe(), sharded=True)
     plain = tuple(one for one in plan.sharded if not one.code)
     (none, _) = sharded_sentences(dataclasses.replace(plan, sharded=plain))
     assert none == "With FSDP2 none of these compressors makes steps faster."
@@ -152,7 +152,7 @@ def test_files_that_hold_something_else_are_named(files: list[str], tmp_path: Pa
 def test_what_is_validated_is_the_best_three_and_the_all_reduce() -> None:
     hooks = [hook(name, seconds, 0.1) for name, seconds in (("a", 0.11125), ("b", 0.112), ("c", 0.113), ("d", 0.114))]
     profile, probe = a_profile(*hooks), a_probe()
-    plan = commhooks.plan(profile, probe)
+    plan = predicting.plan(profile, probe)
     assert [choice.label for choice in hooks_to_validate(plan)] == ["a", "b", "c", "allreduce"]
     console = Console(record=True, width=100)
     console.print(validation_table(Planned(plan, probe, profile, {"a": [0.100, 0.1, 0.12]})))

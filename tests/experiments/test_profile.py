@@ -14,18 +14,18 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from commhooks import ProfileError, SettingsError
+from commhooks import SettingsError
 from commhooks.communicators import Collective
 from commhooks.language.requests import Group
-from commhooks.planning import Profile, stored
-from commhooks.planning.keeping import Kept
-from commhooks.planning.phases import PhaseWatch
-from commhooks.planning.place import Place, free_cores, ranks_per_host
-from commhooks.planning.pretending import PretendingCommunicator
-from commhooks.planning.trace import trace_of, write_trace
 from commhooks.tensors import local
 from experiments.planning.profiling import profile_table, sentences
 from experiments.planning.timeline import timeline
+from experiments.predicting import Profile, stored
+from experiments.predicting.errors import ProfileError
+from experiments.predicting.keeping import Kept
+from experiments.predicting.phases import PhaseWatch
+from experiments.predicting.place import Place, free_cores, ranks_per_host
+from experiments.predicting.pretending import PretendingCommunicator
 from tests.experiments import profiling_in_ranks
 from tests.experiments.standing_ranks import RANKS, StandingRanks
 from tests.quantised import OnCodes
@@ -213,24 +213,6 @@ def test_a_profile_survives_json_and_what_is_none_is_refused(core: Said, tmp_pat
             Profile.read(path)
     with pytest.raises(ProfileError, match="FileNotFoundError"):
         Profile.read(tmp_path / "nothing.json")
-
-
-def test_the_trace_is_in_the_trace_event_format(core: Said, tmp_path: Path) -> None:
-    found = core[0][1]
-    write_trace(found, tmp_path / "trace.json")
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    assert trace == trace_of(found)
-    events = [event for event in trace["traceEvents"] if event["ph"] != "M"]
-    assert {event["ph"] for event in events} == {"X", "i"}
-    assert {event["pid"] for event in events} == {0, 1}
-    assert {event["cat"] for event in events} == {"plain", *found.hooks}
-    for event in events:
-        assert event["ts"] >= 0
-        assert event["ph"] == "i" or event["dur"] >= 0
-    names = {event["name"] for event in events if event["cat"] == "powersgd:rank=1"}
-    assert names >= {"forward", "backward", "exposed", "optimizer", "bucket 0 ready", "bucket 0, round 1"}
-    lengths = [event["dur"] / 1e6 for event in events if event["name"] == "noop"]
-    assert max(lengths) == pytest.approx(found.noop.seconds.median)
 
 
 def test_table_sentences_and_picture_are_made_of_a_profile(core: Said) -> None:

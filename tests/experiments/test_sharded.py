@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 from commhooks.communicators.gloo import course_of
-from commhooks.planning.sharded import ShardedModule, blocks_of, modules_of
 from experiments.links.link import LinkSettings
+from experiments.predicting.sharded import ShardedModule, blocks_of, modules_of
 from experiments.report.writing import write
 from experiments.results.outcomes import settings_of
 from experiments.runs import SHARDED, RunResult, RunSettings

@@ -13,15 +13,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import commhooks
-from commhooks import ProfileError
 from commhooks.communicators.links import Link
-from commhooks.planning import Profile
-from commhooks.planning.candidates import ALL_REDUCE, DENSE, NOOP
-from commhooks.planning.costs import BACKENDS, Costs, HookCosts
-from commhooks.planning.estimate import MATRIX
-from commhooks.planning.predicting import predict
-from commhooks.planning.profile import (
+from experiments import predicting
+from experiments.commands.cli import app
+from experiments.commands.simulate import numbers_in
+from experiments.machine import versions
+from experiments.predicting import Profile
+from experiments.predicting.candidates import ALL_REDUCE, DENSE, NOOP
+from experiments.predicting.costs import BACKENDS, Costs, HookCosts
+from experiments.predicting.errors import ProfileError
+from experiments.predicting.estimates import MATRIX
+from experiments.predicting.predicting import predict
+from experiments.predicting.profiles import (
     BucketProfile,
     GradientProfile,
     HookProfile,
@@ -30,12 +33,9 @@ from commhooks.planning.profile import (
     Sends,
     StepParts,
 )
-from commhooks.planning.series import Counted, Series
-from commhooks.planning.sizes import square_matrices
-from commhooks.planning.tables import Stated
-from experiments.commands.cli import app
-from experiments.commands.simulate import numbers_in
-from experiments.machine import versions
+from experiments.predicting.series import Counted, Series
+from experiments.predicting.sizes import square_matrices
+from experiments.predicting.tables import Stated
 from experiments.simulate.measuring import Asked, measure, read_series, write_series
 from experiments.simulate.request import DATA, PICTURE, TABLE
 from experiments.simulate.request import Request as SimulationRequest
@@ -296,7 +296,7 @@ def test_estimate_and_simulate_agree_about_a_cluster_with_the_same_backend(backe
             copy_rate=None if backend == "none" else 14e9,
         )
     )
-    estimated = commhooks.estimate(
+    estimated = predicting.estimate(
         parameters,
         compute=0.1,
         ranks=4,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks.laws.workers import Workers
+from commhooks.testing.workers import Workers
 from ddp_core import DistributedDataParallel
 from tests.soak.counted_store import Relay, open_counted
 from tests.world import run_world

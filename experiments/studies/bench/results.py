@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commhooks.planning import stored
 from experiments.machine import machine, versions
 
+from ...predicting import stored
 from .rows import Row
 
 FORMAT = 1  # of the file; increased when readers must change

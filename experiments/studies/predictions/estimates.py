@@ -18,11 +18,6 @@ import numpy as np
 import typer
 
 from commhooks.checkpoints.disk import read_json
-from commhooks.planning import stored
-from commhooks.planning.candidates import DENSE
-from commhooks.planning.costs import copy_seconds
-from commhooks.planning.estimate import estimate
-from commhooks.planning.paying import Rates
 from commhooks.units import three_digits
 from experiments.commands.terminal import errors_in_words
 from experiments.estimate.showing import rates_in_words
@@ -36,6 +31,11 @@ from experiments.runs import RunSettings
 from experiments.specs import Spec
 from experiments.tasks import load_task
 
+from ...predicting import stored
+from ...predicting.candidates import DENSE
+from ...predicting.costs import copy_seconds
+from ...predicting.estimates import estimate
+from ...predicting.paying import Rates
 from .steps import Steps, measure_steps
 
 

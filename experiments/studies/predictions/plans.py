@@ -23,10 +23,6 @@ import numpy as np
 import typer
 
 from commhooks.errors import CommHooksError
-from commhooks.planning import stored
-from commhooks.planning.candidates import ALL_REDUCE, NOOP, default_candidates, with_the_two
-from commhooks.planning.plan import plan
-from commhooks.planning.probe import MOST_DISAGREEMENT
 from experiments.commands.terminal import errors_in_words
 from experiments.launch import Send
 from experiments.links.link import LinkSettings
@@ -37,6 +33,11 @@ from experiments.planning.profiling import check_asked, profile_step, stepper
 from experiments.planning.stepping import measure_steps
 from experiments.planning.worlds import around, check_place, check_world, run_over
 from experiments.specs import Spec
+
+from ...predicting import stored
+from ...predicting.candidates import ALL_REDUCE, NOOP, default_candidates, with_the_two
+from ...predicting.plans import plan
+from ...predicting.probes import MOST_DISAGREEMENT
 
 TASKS = ("gpt:size=medium", "lstm:size=medium", "digits:size=medium", "digits:size=tiny,channels=512", "gpt:size=base")
 HOOKS = ("fp16", "int8", "powersgd:rank=4", "top-k:ratio=0.01", "powersgd:policy=fused,rank=1")

@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from commhooks.planning import stored
 from experiments.report.blocks import Block, circumstances, print_blocks
 from experiments.runs import NOT_FINITE, strict
 
+from ...predicting import stored
 from .reproduction import Reproduction
 
 RESULTS, MEASURED = "results.json", "measured.md"

@@ -15,9 +15,6 @@ from typing import Any
 
 from commhooks.communicators.gloo import ACKNOWLEDGEMENT, FRAMING
 from commhooks.communicators.links import OF_PYTORCH, Link
-from commhooks.planning.predicting import NoLink
-from commhooks.planning.sharded import PLAIN, modules_of, sharded_step
-from commhooks.planning.step_time import Step, step_time
 from commhooks.units import counted, three_digits
 from experiments.cluster import hosts_on
 from experiments.hooks import gather_of, make_hook, reduction_of
@@ -29,6 +26,9 @@ from experiments.results.summary import Spread
 from experiments.specs import Spec
 from experiments.tasks import load_task
 
+from ...predicting.predicting import NoLink
+from ...predicting.sharded import PLAIN, modules_of, sharded_step
+from ...predicting.step_time import Step, step_time
 from ..bench.memory import KEEPS_FREED, is_countable
 from .control_ranks import NewRate
 from .notes import Notes

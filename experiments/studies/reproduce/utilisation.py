@@ -17,10 +17,6 @@ from scipy.optimize import brentq
 
 from commhooks.communicators.gloo import ACKNOWLEDGEMENT, FRAMING
 from commhooks.communicators.links import Link
-from commhooks.planning.candidates import label_in_profile
-from commhooks.planning.predicting import predict, step_of
-from commhooks.planning.seldom import Rounds, round_time
-from commhooks.planning.step_time import Bucket, Stage
 from commhooks.units import counted, three_digits
 from experiments.cluster import hosts_on
 from experiments.launch import on_ranks, run_world
@@ -31,6 +27,10 @@ from experiments.results.summary import Spread
 from experiments.seldom import Seldom, exchanged
 from experiments.specs import Spec, is_seldom
 
+from ...predicting.candidates import label_in_profile
+from ...predicting.predicting import predict, step_of
+from ...predicting.seldom import Rounds, round_time
+from ...predicting.step_time import Bucket, Stage
 from .control_ranks import NewRate
 from .notes import Notes
 from .reproduction import Reproduction

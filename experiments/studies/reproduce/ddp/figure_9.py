@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from commhooks.communicators.links import Link
-from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 from commhooks.tensors import tensor_bytes
 from commhooks.units import counted, three_digits
 from ddp_core import GradBucket
@@ -37,6 +36,7 @@ from experiments.results.medians import Ratio, milliseconds
 from experiments.training.stepper import Stepper, same_step
 from experiments.turns import as_given, turns_of
 
+from ....predicting.step_time import Bucket, Stage, Step, step_time
 from ..notes import Notes
 from ..reproduction import Reproduction
 from .turns import MODELS, TINY_MODELS, draw_quartiles, end_groups, label_axes, over, warm_up

@@ -21,10 +21,6 @@ import torch
 import torch.distributed as dist
 
 from commhooks.communicators.links import Link
-from commhooks.planning import Profile, stored
-from commhooks.planning.candidates import label_in_profile
-from commhooks.planning.predicting import Unlinked
-from commhooks.planning.step_time import Step, StepTime
 from commhooks.units import seconds_in_words, three_digits
 from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, format_rate, parse_rate
@@ -40,6 +36,10 @@ from experiments.training.registration import wrap_in_ddp
 from experiments.training.stepper import Stepper
 from experiments.turns import in_turns
 
+from ....predicting import Profile, stored
+from ....predicting.candidates import label_in_profile
+from ....predicting.predicting import Unlinked
+from ....predicting.step_time import Step, StepTime
 from ...predictions.steps import measure_steps
 from ..notes import Notes
 from ..reproduction import Reproduction

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from commhooks.communicators.links import Link
-from commhooks.planning.step_time import Bucket, Stage, Step, step_time
 from commhooks.units import three_digits
 from experiments.report.blocks import Block, Table
 from experiments.report.words import percent
 
+from ....predicting.step_time import Bucket, Stage, Step, step_time
 from ..notes import Notes
 from ..reproduction import Reproduction
 

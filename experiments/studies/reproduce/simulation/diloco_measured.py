@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from commhooks.communicators.links import Link
-from commhooks.planning.seldom import Rounds, round_time
-from commhooks.planning.step_time import Bucket, Stage
 from experiments.links.link import format_rate
 from experiments.report.blocks import Block, Table
 from experiments.report.words import percent
 
+from ....predicting.seldom import Rounds, round_time
+from ....predicting.step_time import Bucket, Stage
 from ..notes import Notes
 from ..reproduction import Reproduction
 

@@ -1,0 +1,194 @@
+"""Measuring a probe: the collectives that compressors use, over a group like the one that carries gradients."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import socket
+
+import torch
+import torch.distributed as dist
+
+from commhooks.communicators import Collective, Communicator, ProcessGroupCommunicator
+from commhooks.communicators.connection import Address, Connection, WrapCommunicator
+from commhooks.communicators.parent_group import backend_of
+from commhooks.devices import ACCELERATOR, runs_on_streams, wait_for_device
+from commhooks.language.requests import Group, ranks_in
+
+from .errors import ProbeError
+from .ladder import ATTEMPTS, LEAST_SECONDS, MOST_SECONDS, ladders_of
+from .meter import Clocks, Meter, sum_of
+from .probes import MOST_DISAGREEMENT, Probe
+from .profiles import Profile
+
+_LATE = 1.25  # times its share that an attempt may have taken for another one to follow
+_NAME_BYTES = 253  # of a host, at most
+_CLOSING_SECONDS = 5.0
+
+
+def probe(
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    seconds: float = 20.0,
+    ranks_per_host: int | None = None,
+    device: torch.device | str | None = None,
+    wrap_communicator: WrapCommunicator | None = None,
+    link: str = "",
+    unsteady: bool = False,
+    profile: Profile | None = None,
+) -> Probe:
+    """Measure the collectives that compressors use between the ranks of a group; all of them must call it.
+
+    The collectives run on a private Gloo group, as an attachment's do, or on the group itself if that is NCCL. If
+    machines have several ranks each, the collectives that `Hierarchical` uses inside and between machines are measured
+    too.
+
+    Args:
+        process_group: The ranks; default: the default group.
+        seconds: The longest time to measure, 1 to 120. Higher: larger messages over a slow link, steadier medians.
+        ranks_per_host: The number of consecutive ranks on each machine; default: torchrun's LOCAL_WORLD_SIZE.
+        device: The gradients' device; default: the GPU if the group uses NCCL, otherwise the CPU.
+        wrap_communicator: As for `attach`.
+        link: The link's name, kept in the result.
+        unsteady: Return a result however much the two halves of the measurement disagree; predictions are then less
+            certain.
+        profile: If given, the same on all ranks. Then only the collectives that its hooks send are measured, up to the
+            sizes that they send, so that the time is spent on what `plan` needs.
+
+    Raises:
+        ProbeError: There is no group or only one rank; the network is too slow for the time given; or two halves of the
+            measurement disagree by more than 30 %. (If they disagree by more than 10 %, it is repeated once, and the
+            better measurement counts.)
+        CollectiveError: A collective failed.
+
+    """
+    if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+        raise ProbeError(f"probe(seconds={seconds!r}): seconds must be from {LEAST_SECONDS:g} to {MOST_SECONDS:g}.")
+    group = dist.group.WORLD if process_group is None and dist.is_initialized() else process_group
+    if group is None:
+        raise ProbeError("probe: there is no process group; call torch.distributed.init_process_group first.")
+    if group.size() == 1:
+        raise ProbeError(
+            "probe: a single rank has no link to measure; start two ranks or more, such as with 'torchrun "
+            "--nproc-per-node 2'."
+        )
+    where = _device_of(group, device)
+    clocks = Clocks(settle=functools.partial(wait_for_device, where))
+    backend = backend_of(group, where)
+    if runs_on_streams(backend):
+        carrier = ProcessGroupCommunicator(group, has_tensor_forms=True)
+        communicator: Communicator = wrap_communicator(carrier) if wrap_communicator else carrier
+        return probe_over(
+            communicator,
+            seconds,
+            1,
+            backend=backend,
+            link=link,
+            device=where,
+            clocks=clocks,
+            unsteady=unsteady,
+            profile=profile,
+        )
+    address = Address.under(group, "probe")
+    try:
+        connection = Connection(address, wrap_communicator)
+        try:
+            assert connection.communicator is not None, "it was just opened"
+            machines = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            return probe_over(
+                connection.communicator,
+                seconds,
+                machines,
+                link=link,
+                device=where,
+                clocks=clocks,
+                unsteady=unsteady,
+                profile=profile,
+            )
+        finally:
+            connection.close(_CLOSING_SECONDS)
+    finally:
+        address.store_thread.close()
+        address.section.release()
+
+
+def probe_over(
+    communicator: Communicator,
+    seconds: float,
+    ranks_per_host: int = 1,
+    *,
+    backend: str = "gloo",
+    link: str = "",
+    device: torch.device | None = None,
+    clocks: Clocks | None = None,
+    unsteady: bool = False,
+    profile: Profile | None = None,
+) -> Probe:
+    """Measure over a communicator; see `probe`. A measurement that contradicts itself is repeated once."""
+    clocks = clocks or Clocks()
+    begun = clocks.wall()
+    ranks = communicator.world_size
+    per_host = _agreed(communicator, ranks_per_host, device)
+    groups: list[Group | None] = [None]
+    if 1 < per_host < ranks and ranks % per_host == 0:
+        groups += [Group("inner", per_host), Group("outer", per_host)]
+
+    hosts = _hosts(communicator, device)
+    share = seconds / ATTEMPTS / len(groups)
+
+    def measure_all() -> Probe:
+        levels = []
+        for group in groups:
+            started = clocks.wall()
+            ladders = ladders_of(profile, ranks_in(group, ranks))
+            costs = Meter(communicator, group, device, clocks, ladders).measure(share)
+            took = clocks.wall() - started
+            levels.append(Probe(ranks=ranks_in(group, ranks), costs=costs, took=took, backend=backend))
+        whole, inner, outer = levels if len(levels) == 3 else (levels[0], None, None)
+        return Probe(
+            ranks=ranks,
+            costs=whole.costs,
+            took=clocks.wall() - begun,
+            backend=backend,
+            ranks_per_host=per_host,
+            inner=inner,
+            outer=outer,
+            link=link,
+            hosts=hosts,
+            machine=f"{platform.system()} {platform.machine()}",
+            versions={"python": platform.python_version(), "torch": torch.__version__},
+        )
+
+    found = measure_all()
+    is_late = sum_of(
+        communicator, float(found.took > _LATE * share * len(groups)), device
+    )  # on any rank: all must agree
+    if found.disagreement > MOST_DISAGREEMENT and not is_late:
+        found = min(found, measure_all(), key=lambda one: one.disagreement)
+    if not unsteady:
+        found.check()
+    return found
+
+
+def _hosts(communicator: Communicator, device: torch.device | None) -> tuple[str, ...]:
+    """Return the network name of each rank's host."""
+    name = socket.gethostname().encode()[:_NAME_BYTES]
+    own = torch.tensor(list(name.ljust(_NAME_BYTES, b"\0")), dtype=torch.uint8, device=device)
+    pending = communicator.start(Collective("all-gather", own))
+    pending.wait()
+    return tuple(bytes(row).rstrip(b"\0").decode(errors="replace") for row in pending.result.tolist())
+
+
+def _agreed(communicator: Communicator, ranks_per_host: int, device: torch.device | None) -> int:
+    """Return how many ranks a machine has, if it is the same on all of them; otherwise 1: no hierarchy."""
+    ranks = communicator.world_size
+    total = sum_of(communicator, ranks_per_host, device)
+    squares = sum_of(communicator, ranks_per_host**2, device)
+    return ranks_per_host if ranks * squares == total**2 else 1
+
+
+def _device_of(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return ACCELERATOR if runs_on_streams(backend_of(group, ACCELERATOR)) else torch.device("cpu")
