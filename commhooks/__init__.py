@@ -43,7 +43,10 @@ if TYPE_CHECKING:
         HookTypeError,
         SettingsError,
     )
-    from commhooks.hooks.attach import Attachment, attach
+    from commhooks.exchange.exchanger import Averaging, Exchanger, average_in_lockstep
+    from commhooks.exchange.handle import Handle
+    from commhooks.exchange.watching import NotAveragedError, NotAveragedWarning, set_guard, steps_locally
+    from commhooks.hooks.attach import attach
     from commhooks.hooks.by_name import DDPCommHookType, register_ddp_comm_hook
     from commhooks.hooks.default import (
         allreduce_hook,
@@ -55,11 +58,8 @@ if TYPE_CHECKING:
         quantization_perchannel_hook,
         quantization_pertensor_hook,
     )
-    from commhooks.hooks.exchanger import Averaging, Exchanger, average_in_lockstep
-    from commhooks.hooks.exchangers import Exchangers
     from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
     from commhooks.hooks.sockets import hook_statistics
-    from commhooks.hooks.watching import NotAveragedError, NotAveragedWarning, set_guard, steps_locally
     from commhooks.language.compressor import Compressor
     from commhooks.making import make_compressor
     from commhooks.native.library import Compiled, compiled
@@ -69,8 +69,8 @@ if TYPE_CHECKING:
     from commhooks.seldom.averaging import ModelAverager
     from commhooks.seldom.counts import DiLoCoStatistics
     from commhooks.seldom.diloco import DiLoCo, step_in_lockstep
-    from commhooks.sharded.attach import ShardedAttachment, attach_sharded
-    from commhooks.sharded.replicas import ReplicasAttachment, attach_replicas
+    from commhooks.sharded.attach import attach_sharded
+    from commhooks.sharded.replicas import attach_replicas
     from commhooks.state.memory import MemoryReport
     from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
     from commhooks.wrappers import ErrorFeedback, Hierarchical, Match, PerParameter, StartAfter, WireDtype, schedule
@@ -86,7 +86,6 @@ __all__ = [
     "Affine",
     "AllReduceMean",
     "AttachError",
-    "Attachment",
     "Averaging",
     "Cast",
     "Checkpoint",
@@ -103,8 +102,8 @@ __all__ = [
     "DiLoCoStatistics",
     "ErrorFeedback",
     "Exchanger",
-    "Exchangers",
     "GradientError",
+    "Handle",
     "Hierarchical",
     "HookTypeError",
     "LoadRules",
@@ -121,10 +120,8 @@ __all__ = [
     "ProcessGroupLine",
     "RandomBlock",
     "RandomK",
-    "ReplicasAttachment",
     "SVD",
     "SettingsError",
-    "ShardedAttachment",
     "Signum",
     "Snapshot",
     "SparseLoCo",

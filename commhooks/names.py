@@ -21,17 +21,17 @@ _PLACES = {
         "AttachError CheckpointError CollectiveError CommHooksError CompressorError GradientError HookTypeError "
         "SettingsError"
     ),
-    "hooks.attach": "Attachment attach",
+    "exchange.handle": "Handle",
+    "hooks.attach": "attach",
     "hooks.by_name": "DDPCommHookType register_ddp_comm_hook",
     "hooks.default": (
         "allreduce_hook bf16_compress_hook bf16_compress_wrapper fp16_compress_hook fp16_compress_wrapper noop_hook "
         "quantization_perchannel_hook quantization_pertensor_hook"
     ),
-    "hooks.exchanger": "Averaging Exchanger average_in_lockstep",
-    "hooks.exchangers": "Exchangers",
+    "exchange.exchanger": "Averaging Exchanger average_in_lockstep",
     "hooks.powersgd": "PowerSGDState batched_powerSGD_hook powerSGD_hook",
     "hooks.sockets": "hook_statistics",
-    "hooks.watching": "NotAveragedError NotAveragedWarning set_guard steps_locally",
+    "exchange.watching": "NotAveragedError NotAveragedWarning set_guard steps_locally",
     "language.compressor": "Compressor",
     "making": "make_compressor",
     "native.library": "Compiled compiled",
@@ -41,8 +41,8 @@ _PLACES = {
     "seldom.averaging": "ModelAverager",
     "seldom.counts": "DiLoCoStatistics",
     "seldom.diloco": "DiLoCo step_in_lockstep",
-    "sharded.attach": "ShardedAttachment attach_sharded",
-    "sharded.replicas": "ReplicasAttachment attach_replicas",
+    "sharded.attach": "attach_sharded",
+    "sharded.replicas": "attach_replicas",
     "state.memory": "MemoryReport",
     "state.snapshot": "LoadRules Snapshot merge_state_dicts",
     "wrappers": "ErrorFeedback Hierarchical Match PerParameter StartAfter WireDtype schedule",

@@ -109,7 +109,7 @@ def attached(ddp: str) -> Callable[[int, Any, str], Run]:
         handle = commhooks.attach(model, case.make(), policy=policy)  # type: ignore[arg-type]
         run = with_gradients(rank, model, module)
         run.traffic, run.state = counted(handle.statistics()), entries_of(handle.state_dict())
-        handle.detach()
+        handle.close()
         return run
 
     return train
@@ -200,7 +200,7 @@ def shared(rank: int, compressor: str, _policy: str) -> Run:
     model = sharded(mesh)
     attachment = attach_sharded(model, compressor)
     run = trained(rank, model, attachment)
-    attachment.detach()
+    attachment.close()
     return run
 
 
@@ -211,9 +211,9 @@ def replicated(rank: int, compressor: str, policy: str) -> Run:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
     model = sharded(mesh["shards"])
     group = mesh["replicas"].get_group()
-    attachment = attach_replicas(model, compressor, group, policy=policy)  # type: ignore[arg-type]
+    attachment = attach_replicas(model, compressor, process_group=group, policy=policy)  # type: ignore[arg-type]
     run = trained(rank, model, attachment)
-    attachment.detach()
+    attachment.close()
     return run
 
 
@@ -281,7 +281,8 @@ def trained(
         optimizer.step()
         after()
         run.means.append(copies(model.parameters()))
-    run.traffic, run.state = counted(handle.statistics()), entries_of(handle.state_dict())
+    run.state = entries_of(handle.state_dict())  # waits for what is under way
+    run.traffic = counted(handle.statistics())
     return run
 
 

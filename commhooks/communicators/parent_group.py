@@ -15,12 +15,24 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
-from commhooks.errors import AttachError
+from commhooks.errors import AttachError, CommHooksError
 
 _REMEDY = (
     "pass attach(..., process_group=) a group of the same ranks that torch.distributed.new_group made (a hook without "
     "attach takes it as its state)"
 )
+
+
+def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the process group, or the default one if None; raise `CommHooksError` if there is none yet."""
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None:
+        raise CommHooksError("there is no process group; call torch.distributed.init_process_group first.")
+    if not isinstance(group, dist.ProcessGroup):
+        raise CommHooksError(
+            f"expected a process group that this rank belongs to, or None for the default one (got {group!r})."
+        )
+    return group
 
 
 def name_and_store(group: dist.ProcessGroup) -> tuple[str, Store]:

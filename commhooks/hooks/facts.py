@@ -1,5 +1,8 @@
 """Facts that a hook needs about its DistributedDataParallel, ddp_core's or PyTorch's."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -22,6 +25,19 @@ def searches_for_unused(model: Module) -> bool:
 def uncut_steps(model: Module | None) -> int:
     """Return the number of steps before a DDP lays out its final buckets: one more for a static graph."""
     return 2 if getattr(model, "static_graph", False) else 1
+
+
+def plan_of(model: Module | None) -> dict[str, Any]:
+    """Return ddp_core's layout of buckets, to be saved; PyTorch's class has none."""
+    plan: Any = getattr(model, "bucket_plan", None)
+    return {"ddp_core": plan()} if plan is not None else {}
+
+
+def load_plan(model: Module | None, plan: Mapping[str, Any]) -> None:
+    """Make ddp_core's DDP lay out its buckets as they were when they were saved."""
+    load: Any = getattr(model, "load_bucket_plan", None)
+    if load is not None and "ddp_core" in plan:
+        load(plan["ddp_core"])
 
 
 def sparse_parameters(model: Module) -> set[Tensor]:

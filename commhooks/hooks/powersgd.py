@@ -14,19 +14,32 @@ from torch._compile import _disable_dynamo
 from torch.nn import Module
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from commhooks.communicators.parent_group import group_or_default
 from commhooks.compressors import PowerSGD
 from commhooks.compressors.powersgd.matrices import MatrixRule
 from commhooks.engine.engine import Engine
 from commhooks.errors import CheckpointError, HookTypeError, SettingsError
+from commhooks.exchange.channel import Channel
+from commhooks.exchange.feed import ONLY, Feed
+from commhooks.exchange.handle import Handle
+from commhooks.exchange.options import Settings, settings_of
 from commhooks.hooks.default import on_wire
-from commhooks.hooks.facts import check_bucket, check_step_has_an_end, searches_for_unused, sparse_parameters
-from commhooks.hooks.handle import Handle, check_run_settings
-from commhooks.hooks.sockets import deliver, group_or_default
+from commhooks.hooks.facts import (
+    check_bucket,
+    check_step_has_an_end,
+    load_plan,
+    plan_of,
+    searches_for_unused,
+    sparse_parameters,
+    uncut_steps,
+)
+from commhooks.hooks.sockets import deliver
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.ledger import Statistics
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.policy import PolicyName
-from commhooks.state.loss_scale import LossScale, Scaler
+from commhooks.state.loss_scale import Scaler
+from commhooks.state.memory import MemoryReport
 from commhooks.state.snapshot import LoadRules, Snapshot
 from commhooks.state.table import ResidualStorage, StateTable
 from commhooks.unwrapping import plain_name, unwrapped
@@ -34,7 +47,54 @@ from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 from ddp_core.guard import hook_ran
 
 
-class PowerSGDState(Handle):
+class StateFeed(Feed):
+    """The buckets of a DDP that calls a hook with its state: the model is known from the first of them."""
+
+    caller = "PowerSGDState"
+    what = "PowerSGDState"
+    may_join = True
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self.label = "PowerSGDState"
+        self.model: Callable[[], Module | None] = lambda: None
+        """A weak reference to the DDP that was bound."""
+        self._group = process_group
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The hook's group, or the default one."""
+        return group_or_default(self._group)
+
+    def like(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return no tensors: a hook learns of its parameters from buckets, and of their names from `bind`."""
+        return {ONLY: {}}
+
+    def plug(self, handle: Handle[Any]) -> None:
+        """Do nothing: the DDP calls the hook."""
+
+    def unplug(self) -> None:
+        """Do nothing: PyTorch's DDP never takes another hook."""
+
+    @property
+    def is_plugged(self) -> bool:
+        """True: buckets come when the DDP calls the hook."""
+        return True
+
+    def bind(self, model: Module) -> None:
+        """Learn how a DDP treats unused parameters and sparse gradients, and whose buckets to save."""
+        self.model = weakref.ref(model)
+        self.sparse, self.uncut_steps = sparse_parameters(model), uncut_steps(model)
+
+    def bucket_plan(self) -> dict[str, Any]:
+        """Return ddp_core's layout of buckets, if the model is bound."""
+        return plan_of(self.model())
+
+    def load_bucket_plan(self, plan: Mapping[str, Any]) -> None:
+        """Make ddp_core's DDP lay out its buckets as they were when they were saved."""
+        load_plan(self.model(), plan)
+
+
+class PowerSGDState(Handle[Channel]):
     """The settings and the state of PowerSGD for one model.
 
     Use it as `model.register_comm_hook(PowerSGDState(process_group, ...), powerSGD_hook)`, or with
@@ -66,6 +126,9 @@ class PowerSGDState(Handle):
     Once it knows the parameters' names it can be pickled, with this rank's residuals; the process group is not saved,
     and an unpickled state uses the default one. `torch.load` accepts it with its default arguments.
     """
+
+    process_group: dist.ProcessGroup | None = None
+    hook_timeout: float | None = None
 
     def __init__(
         self,
@@ -109,26 +172,28 @@ class PowerSGDState(Handle):
         self.hook_timeout = hook_timeout
         self.residuals = residuals
         self.atomic = atomic
-        check_run_settings("PowerSGDState", policy, hook_timeout)
+        self._settings_of_exchange()  # raises for those that cannot work
         self._form = (wire, matrices)
         """The wire dtype and matrix form that the hook in use requires; known from the first bucket on."""
         self._make_compressor()  # raises for settings that cannot work
-        self._model = lambda: None
+        self._watches = []
+        self._made = {}
         self._warm_up: Statistics | None = None
         """The statistics before the first step that compresses; None until then."""
         self._earlier: Any = WeakTensorKeyDictionary()
         """The parameters of models that this state was used with earlier."""
         self._last_pass = -1
         """The backward pass that the last bucket came from; -1 outside a backward pass."""
-        self._to_load: tuple[object, LoadRules] | None = None
-        """Loaded state that is waiting for the engine, or for the parameters' names."""
-        self._engine = None
+        self._engine: Engine | None = None
+        """None until a process group exists."""
         if dist.is_initialized():
             self._made_engine()
+        self._to_load: tuple[object, LoadRules] | None = None
+        """Loaded state that is waiting for the engine, or for the parameters' names."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Settings are fixed from the moment __init__ sets _engine, its last attribute.
-        if hasattr(self, "_engine") and name in vars(self) and not name.startswith("_"):
+        # Settings are fixed from the moment __init__ sets _to_load, its last attribute.
+        if hasattr(self, "_to_load") and name in vars(self) and not name.startswith("_"):
             raise SettingsError(f"PowerSGDState: {name} cannot be changed to {value!r} any more; make a new state.")
         super().__setattr__(name, value)
 
@@ -162,8 +227,8 @@ class PowerSGDState(Handle):
             engine = self._begin_anew(engine)
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         engine.bind(trained, may_be_unused=searches_for_unused(model))
-        self._model = weakref.ref(model)
-        self._sparse = sparse_parameters(model)
+        assert isinstance(self._feed, StateFeed), "it makes no other"
+        self._feed.bind(model)
         if scaler is not None:
             engine.loss_scale.follow(scaler)
         self._load_what_waits()
@@ -192,25 +257,63 @@ class PowerSGDState(Handle):
         PowerSGDState.__init__(self, None, **settings)
         self.load_state_dict(saved["state"])
 
-    def _made_engine(self, loss_scale: LossScale | None = None) -> Engine:
+    def _settings_of_exchange(self) -> Settings:
+        return settings_of(
+            "PowerSGDState",
+            {
+                "policy": self.policy,
+                "hook_timeout": self.hook_timeout,
+                "residuals": self.residuals,
+                "atomic": self.atomic,
+            },
+        )
+
+    def _made_engine(self) -> Engine:
         if self._engine is None:
-            group = group_or_default(self.process_group)
-            line = self._line = ProcessGroupLine(
-                group,
-                label="PowerSGDState",
-                policy=self.policy,
-                hook_timeout=self.hook_timeout,
-            )
-            compressor = self._make_compressor()
-            self._engine = Engine(compressor, line, residuals=self.residuals, atomic=self.atomic, loss_scale=loss_scale)
+            # Nothing is opened: ranks meet at the first bucket.
+            Handle.__init__(self, StateFeed(self.process_group), self._make_compressor(), self._settings_of_exchange())
+            self._engine = self._made[ONLY].engine
         return self._engine
 
-    def _settled_engine(self) -> Engine:
+    def _only(self) -> Channel:
+        self._made_engine()
+        return super()._only()
+
+    def _channels(self) -> Mapping[str, Channel]:
+        if self._engine is None and dist.is_initialized():
+            self._made_engine()
+        return self._made
+
+    def _check_open(self, caller: str) -> None:
+        self._check_is_settled()
+        super()._check_open(caller)
+
+    def _check_is_settled(self) -> None:
         if self._to_load is not None:
             raise CheckpointError(
                 "PowerSGDState: loaded state has not been matched to parameters yet; call bind(model)."
             )
-        return self._made_engine()
+
+    @property
+    def compressor(self) -> Compressor:
+        """The compressor in use."""
+        return self._only().compressor
+
+    @property
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """The rank of this process and the number of ranks, in the hook's process group."""
+        line = self._made_engine().line
+        return line.rank, line.world_size
+
+    def memory(self) -> MemoryReport:
+        """Return the bytes in use on this rank, by purpose."""
+        self._check_is_settled()
+        return self._only().memory()
+
+    def snapshot(self, shared: Mapping[str, Any] | None = None) -> Snapshot:
+        """Return the same as `state_dict`, with the tensors themselves instead of copies."""
+        self._check_is_settled()
+        return self._only().snapshot()
 
     def _load(self, state: object, rules: LoadRules) -> None:
         self._to_load = state, rules
@@ -277,6 +380,7 @@ class PowerSGDState(Handle):
             what = repr(
                 ([plain_name(name) for name in names()], [tuple(parameter.shape) for parameter in bucket.parameters()])
             )
+            assert isinstance(self._line, ProcessGroupLine), "it makes no other"
             self._line.label = f"PowerSGDState {hashlib.blake2b(what.encode(), digest_size=16).hexdigest()}"
         return deliver(engine.run(bucket), bucket)
 
@@ -286,7 +390,9 @@ class PowerSGDState(Handle):
             self._earlier[parameter] = True
         last.stop()
         self._form, self._warm_up, self._engine = (self.wire, self.matrices), None, None
-        return self._made_engine(last.loss_scale)  # the scale belongs to the run, not to the model
+        engine = self._made_engine()
+        engine.loss_scale = last.loss_scale  # the scale belongs to the run, not to the model
+        return engine
 
     def _take_form_of(self, engine: Engine, settings: object) -> None:
         """Before the first step, take over the wire dtype and matrix form of the hook that saved these settings."""

@@ -21,9 +21,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch._compile import _disable_dynamo
 from torch.nn import Module
 
+from commhooks.communicators.parent_group import group_or_default
 from commhooks.compressors import AllReduceMean
 from commhooks.engine.engine import Engine
-from commhooks.errors import AttachError, CommHooksError
+from commhooks.errors import AttachError
 from commhooks.hooks.facts import check_bucket
 from commhooks.hooks.foreign import name_of
 from commhooks.language.compressor import Compressor
@@ -40,18 +41,6 @@ _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Compressor, Engine]]
 These engines keep nothing between steps, so models can share one. The keys are weak: destroying a group drops its
 engines, and a new group gets new ones even if it has the same name.
 """
-
-
-def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the process group, or the default one if None; raise `CommHooksError` if there is none yet."""
-    group = process_group if process_group is not None else dist.group.WORLD
-    if group is None:
-        raise CommHooksError("there is no process group; call torch.distributed.init_process_group first.")
-    if not isinstance(group, dist.ProcessGroup):
-        raise CommHooksError(
-            f"expected a process group that this rank belongs to, or None for the default one (got {group!r})."
-        )
-    return group
 
 
 @_disable_dynamo  # a compiled training step, with its backward pass, would trace the engine
@@ -112,20 +101,20 @@ class Socket:
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
-        self.attachment: object = None
-        """The attachment, kept alive while its engine is plugged in, even if nobody else refers to it."""
+        self.handle: object = None
+        """The handle, kept alive while its engine is plugged in, even if nobody else refers to it."""
         self._group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self._registered = False
         self._removable: Any = None
 
-    def plug_in(self, attachment: object, engine: Engine, model: Module, seconds: float) -> None:
+    def plug_in(self, handle: object, engine: Engine, model: Module, seconds: float) -> None:
         """Run `engine` from now on; register the hook on the model unless it is still registered.
 
         If a DDP limits its wait for a hook, as ddp_core's does, the limit is raised above `seconds`, the scheduler's
         limit of one collective, since the DDP's covers a whole bucket. Only a scheduler that hangs should reach it.
         """
         self._group = weakref.ref(group_or_default(getattr(model, "process_group", None)))
-        self.attachment, self.engine = attachment, engine
+        self.handle, self.engine = handle, engine
         if self._registered:
             return
         register: Any = model.register_comm_hook
@@ -141,7 +130,7 @@ class Socket:
 
     def release(self) -> None:
         """Drop the engine, and remove the hook if the DDP allows it, as ddp_core's does."""
-        self.attachment = self.engine = None
+        self.handle = self.engine = None
         if self._removable is not None and hasattr(self._removable, "remove"):
             # After a backward pass that was cut short, ddp_core's raises: the hook stays registered, and runs an
             # all-reduce.
@@ -187,7 +176,9 @@ def check_is_free(caller: str, ddp: Module) -> None:
     """Raise `AttachError` if a hook is attached to a DDP or registered on it."""
     socket = _sockets.get(caller_of_hook(ddp))
     if socket is not None and socket.engine is not None:
-        raise AttachError(f"{caller}: {socket.engine.compressor!r} is attached to this model already; detach it first.")
+        raise AttachError(
+            f"{caller}: {socket.engine.compressor!r} is attached to this model already; close its handle first."
+        )
     registered = [hook for hook, _ in getattr(ddp, "_comm_hooks", []) if hook is not attachment_hook]
     if registered:
         raise AttachError(

@@ -10,7 +10,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from commhooks.errors import AttachError
-from commhooks.hooks.attach import Attachment
+from commhooks.exchange.channel import Channel
+from commhooks.exchange.handle import Handle
 from commhooks.integrations.common import Compression, CompressionOptions, check_framework_has_no_hook, require
 from commhooks.integrations.rank_files import load_rank_files, save_rank_files
 from commhooks.language.compressor import Compressor
@@ -30,8 +31,8 @@ def compress(
     model: Module,
     compressor: Compressor | str,
     **options: Unpack[CompressionOptions],
-) -> Attachment:
-    """Attach `compressor` to a model that `accelerator` prepared, and return the `Attachment`.
+) -> Handle[Channel]:
+    """Attach `compressor` to a model that `accelerator` prepared, and return the `Handle`.
 
     Call it on every rank, after `prepare` was given the model and its optimizer, and before `load_state`.
 
@@ -97,7 +98,7 @@ class _InFolder:
     this, nor write and read their state. An attachment lives as long as the model that it is attached to.
     """
 
-    def __init__(self, attachment: Attachment, name: str, rules: LoadRules) -> None:
+    def __init__(self, attachment: Handle[Channel], name: str, rules: LoadRules) -> None:
         self._attachment = weakref.ref(attachment)
         self._name = name
         self._rules = rules

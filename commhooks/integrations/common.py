@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterable, Mapping
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Unpack, cast
 
 import torch.distributed as dist
 from torch.nn import Module
 
-from commhooks.communicators.connection import WrapCommunicator
 from commhooks.errors import AttachError, CheckpointError, SettingsError
-from commhooks.hooks.attach import Attachment, attach
-from commhooks.hooks.handle import check_run_settings
+from commhooks.exchange.channel import Channel
+from commhooks.exchange.handle import Handle
+from commhooks.exchange.options import Options, settings_of
+from commhooks.hooks.attach import attach
 from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.making import make_compressor
-from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.snapshot import LoadOptions, LoadRules
-from commhooks.state.table import ResidualStorage
 
 
-class AttachOptions(TypedDict, total=False):
-    """The arguments of `attach` that integrations pass on."""
-
-    policy: PolicyName
-    process_group: dist.ProcessGroup | None
-    wrap_communicator: WrapCommunicator | None
-    hook_timeout: float | None
-    scaler: Scaler | None
-    residuals: ResidualStorage
-    atomic: bool
-
-
-class CompressionOptions(AttachOptions, LoadOptions, total=False):
+class CompressionOptions(Options, LoadOptions, total=False):
     """The arguments of `attach`, and the allowed differences between a checkpoint and this run, as in `LoadRules`."""
 
 
@@ -52,16 +39,18 @@ class Compression:
         self.owner = owner
         self.compressor = make_compressor(compressor) if isinstance(compressor, str) else compressor
         check_compressor(owner, self.compressor)
-        check_run_settings(owner, options.get("policy", "fifo"), options.get("hook_timeout"))
         given: dict[str, Any] = dict(options)
         of_loading: Any = {name: given.pop(name) for name in LoadOptions.__annotations__ if name in given}
         self._allowed: LoadOptions = of_loading
         self.rules = LoadRules(**self._allowed)
-        self.options: AttachOptions = cast(AttachOptions, given)
-        self.attachment: Attachment | None = None
+        self.options: Options = cast(Options, given)
+        settings_of("attach", self.options, owner)
+        self.attachment: Handle[Channel] | None = None
         self._loaded: Mapping[str, Any] | CheckpointError | None = None
 
-    def begin(self, model: object, optimizers: Iterable[object] = (), *, scaler: Scaler | None = None) -> Attachment:
+    def begin(
+        self, model: object, optimizers: Iterable[object] = (), *, scaler: Scaler | None = None
+    ) -> Handle[Channel]:
         """Attach to a model, load the state that waits for it, and watch its optimizers; call it on every rank.
 
         `scaler` is the framework's own, used unless another one was passed at construction.
@@ -71,14 +60,14 @@ class Compression:
         check_not_alone(self.owner)
         if not isinstance(model, Module):
             raise AttachError(f"{self.owner}: expected the model as the framework wrapped it (got {model!r}).")
-        options = self.options if "scaler" in self.options else AttachOptions(**self.options, scaler=scaler)
+        options = self.options if "scaler" in self.options else Options(**self.options, scaler=scaler)
         attachment = attach(model, self.compressor, **options)
         try:
             attachment.watch(*optimizers)
             if self._loaded is not None:
                 self._load_into(attachment, self._loaded)
         except Exception:
-            attachment.detach()
+            attachment.close()
             raise
         self.attachment, self._loaded = attachment, None
         return attachment
@@ -87,7 +76,7 @@ class Compression:
         """Detach, if attached."""
         attachment, self.attachment = self.attachment, None
         if attachment is not None:
-            attachment.detach()
+            attachment.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks on rank 0, which writes the checkpoint, and each other rank's own elsewhere."""
@@ -102,7 +91,7 @@ class Compression:
         else:
             self._load_into(self.attachment, state)
 
-    def _load_into(self, attachment: Attachment, state: Mapping[str, Any] | CheckpointError) -> None:
+    def _load_into(self, attachment: Handle[Channel], state: Mapping[str, Any] | CheckpointError) -> None:
         attachment.load_state_dict(state, **self._allowed)
 
 

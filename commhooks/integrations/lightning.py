@@ -11,7 +11,8 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from commhooks.errors import AttachError, CheckpointError, CommHooksError, SettingsError
-from commhooks.hooks.attach import Attachment
+from commhooks.exchange.channel import Channel
+from commhooks.exchange.handle import Handle
 from commhooks.integrations.common import (
     Compression,
     CompressionOptions,
@@ -41,7 +42,7 @@ class CompressGradients(Callback):
     - `compressor` and `options` are those of `commhooks.attach`; the gradient scaler is the Trainer's own.
     - `world_size`, `settings` and `missing` allow differences between a checkpoint and this run; see `LoadRules`.
       `missing="reset"` also accepts a checkpoint that was saved without this callback.
-    - `log_every`: the number of optimizer steps between two writes of `Attachment.metrics` to the Trainer's loggers.
+    - `log_every`: the number of optimizer steps between two writes of `Handle.metrics` to the Trainer's loggers.
       None: the Trainer's own interval (`log_every_n_steps`); 0: never write. `by_parameter` adds the metrics of every
       parameter.
 
@@ -62,7 +63,7 @@ class CompressGradients(Callback):
         if log_every is not None and log_every < 0:
             raise SettingsError(f"{OWNER}(log_every={log_every}): log_every must be at least 0, or None.")
         self._log_every, self._by_parameter = log_every, by_parameter
-        self._attachment: Attachment | None = None
+        self._attachment: Handle[Channel] | None = None
         self._model: object = None
         self._loaded: dict[str, Any] | None = None
         self._last_logged = 0
@@ -70,7 +71,7 @@ class CompressGradients(Callback):
         self._was_asked = False
 
     @property
-    def attachment(self) -> Attachment:
+    def attachment(self) -> Handle[Channel]:
         """The attachment of the latest `fit`, for its statistics; raises `AttachError` before the first."""
         if self._attachment is None:
             raise AttachError(f"{OWNER}: nothing is attached before trainer.fit().")

@@ -19,13 +19,14 @@ from commhooks.checkpoints.disk import read_tensors, write_tensors
 from commhooks.checkpoints.writer import Writer
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import CheckpointError
-from commhooks.hooks.attach import Attachment
+from commhooks.exchange.channel import Channel
+from commhooks.exchange.handle import Handle
 from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
 
 _MOST_TIMES = 10
 
 
-def save_rank_files(folder: Path, name: str, attachment: Attachment) -> None:
+def save_rank_files(folder: Path, name: str, attachment: Handle[Channel]) -> None:
     """Write this rank's file; call it on every rank, between two steps.
 
     Each file appears complete or not at all, and none before all ranks have written theirs. If another process saves
@@ -43,7 +44,7 @@ def save_rank_files(folder: Path, name: str, attachment: Attachment) -> None:
     )
 
 
-def load_rank_files(folder: Path, name: str, attachment: Attachment, rules: LoadRules) -> None:
+def load_rank_files(folder: Path, name: str, attachment: Handle[Channel], rules: LoadRules) -> None:
     """Resume from the files in a folder; call it on every rank, between two steps.
 
     Raises `CheckpointError` on every rank, and loads nothing, if the folder holds no such files (unless `rules` say
@@ -71,7 +72,7 @@ def load_rank_files(folder: Path, name: str, attachment: Attachment, rules: Load
     attachment.load_state_dict(state, world_size=rules.world_size, settings=rules.settings, missing=rules.missing)
 
 
-def _save(folder: Path, name: str, attachment: Attachment, ranks: Ranks) -> bool:
+def _save(folder: Path, name: str, attachment: Handle[Channel], ranks: Ranks) -> bool:
     """Write all ranks' files; return False on every rank if another process has replaced some of them meanwhile."""
     save = ranks.first("name the save", lambda: uuid.uuid4().hex)
     part = folder / f"{name}-rank{ranks.rank}.{Writer.here().mark(save)}.part"
@@ -85,7 +86,7 @@ def _save(folder: Path, name: str, attachment: Attachment, ranks: Ranks) -> bool
     return len(set(in_place)) == 1  # if all are replaced, that save is newer, and will see to it that it is complete
 
 
-def _write(part: Path, attachment: Attachment, save: str) -> None:
+def _write(part: Path, attachment: Handle[Channel], save: str) -> None:
     part.parent.mkdir(parents=True, exist_ok=True)  # rank 0 may not have created it yet, or may have its own disk
     write_tensors(part, attachment.state_dict() | {"save": save, "writer": str(Writer.here())}, flush=False)
 

@@ -22,7 +22,8 @@ from torch.nn import Module
 
 from commhooks.checkpoints.disk import read_tensors
 from commhooks.errors import CheckpointError, SettingsError
-from commhooks.hooks.attach import Attachment
+from commhooks.exchange.channel import Channel
+from commhooks.exchange.handle import Handle
 from commhooks.integrations.common import Compression, CompressionOptions, require
 from commhooks.language.compressor import Compressor
 
@@ -41,7 +42,7 @@ def compress(
     optimizers: Iterable[object],
     checkpoint: ray.train.Checkpoint | Literal["latest"] | None = "latest",
     **options: Unpack[CompressionOptions],
-) -> Attachment:
+) -> Handle[Channel]:
     """Average the gradients of a model that `ray.train.torch.prepare_model` returned with `compressor`.
 
     Call it inside the training loop, on every worker, and call `detach()` on the result when the training is done.
@@ -64,7 +65,7 @@ def compress(
     return compression.begin(model, optimizers)
 
 
-def save(attachment: Attachment, folder: str | os.PathLike[str]) -> None:
+def save(attachment: Handle[Channel], folder: str | os.PathLike[str]) -> None:
     """Write the state of all workers' hooks into a folder, to become a Ray Train checkpoint; call it on every worker.
 
     The worker of rank 0 writes, and must be the one that passes the folder to `ray.train.report`; the other workers'

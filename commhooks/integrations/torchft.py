@@ -20,7 +20,9 @@ from torch.nn import Module
 
 from commhooks.communicators import Collective, Communicator, Pending
 from commhooks.errors import AttachError, CollectiveError, SettingsError
-from commhooks.hooks.attach import Attachment, attach
+from commhooks.exchange.channel import Channel
+from commhooks.exchange.handle import Handle
+from commhooks.hooks.attach import attach
 from commhooks.hooks.facts import searches_for_unused
 from commhooks.integrations.common import require
 from commhooks.language.compressor import Compressor
@@ -47,7 +49,7 @@ def compress(
     hook_timeout: float | None = None,
     scaler: Scaler | None = None,
     residuals: ResidualStorage = "fp32",
-) -> Attachment:
+) -> Handle[Channel]:
     """Average the gradients of `model` over the replicas of `manager`, with a compressor that only sums.
 
     `model` is a DistributedDataParallel over a process group of one rank, PyTorch's or ddp_core's, made with
@@ -87,7 +89,7 @@ def compress(
     try:
         attachment.watch(*optimizers)
     except AttachError:
-        attachment.detach()
+        attachment.close()
         raise
     manager.register_state_dict_fn(
         STATE_KEY, functools.partial(_load_shared, attachment), functools.partial(_shared_state, attachment)
@@ -95,13 +97,13 @@ def compress(
     return attachment
 
 
-def _shared_state(attachment: Attachment) -> dict[str, Any]:
+def _shared_state(attachment: Handle[Channel]) -> dict[str, Any]:
     """Return the state that all replicas share, without residuals, which stay with their replica."""
     state = attachment.state_dict()
     return state | {"local": {}, "inventory": {}}
 
 
-def _load_shared(attachment: Attachment, state: Mapping[str, Any]) -> None:
+def _load_shared(attachment: Handle[Channel], state: Mapping[str, Any]) -> None:
     attachment.load_state_dict(state, world_size="reset")
 
 

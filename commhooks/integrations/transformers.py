@@ -8,7 +8,8 @@ from typing import Any, Self, Unpack
 
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import AttachError, CheckpointError
-from commhooks.hooks.attach import Attachment
+from commhooks.exchange.channel import Channel
+from commhooks.exchange.handle import Handle
 from commhooks.integrations.common import Compression, CompressionOptions, require
 from commhooks.integrations.rank_files import load_rank_files, save_rank_files
 from commhooks.language.compressor import Compressor
@@ -44,14 +45,14 @@ class CompressGradients(TrainerCallback):
       restores it. `world_size`, `settings` and `missing` allow differences: see `LoadRules`. To resume from a folder
       that is not in `output_dir`, pass it as `resume_from` too.
     - the optimizer is watched: a step on gradients that bypassed the compressor raises `NotAveragedError`.
-    - whenever the Trainer logs a loss, it also logs `Attachment.metrics` (`by_parameter=True`: each parameter's too),
+    - whenever the Trainer logs a loss, it also logs `Handle.metrics` (`by_parameter=True`: each parameter's too),
       unless `log=False`.
 
     `options` are those of `attach`; `scaler` is the Trainer's own by default. With `save_only_model=True`, and in the
     trials of a hyperparameter search, checkpoints hold no state of the hook.
     """
 
-    attachment: Attachment | None = None
+    attachment: Handle[Channel] | None = None
     """The attachment of the latest training; it keeps its statistics afterwards."""
 
     def __init__(

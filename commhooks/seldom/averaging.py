@@ -11,21 +11,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from commhooks.errors import CheckpointError, SettingsError
-from commhooks.hooks.grouped import read_groups
-from commhooks.hooks.handle import is_whole
+from commhooks.exchange.handle import read_state
+from commhooks.exchange.options import Options, is_whole
 from commhooks.language.compressor import Compressor
 from commhooks.seldom.counts import DiLoCoStatistics
 from commhooks.seldom.diloco import DiLoCo
 from commhooks.state.groups import Snapshots
 from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
-from commhooks.state.table import ResidualStorage
 from commhooks.unwrapping import bare
 
 
@@ -54,11 +52,9 @@ class ModelAverager(averagers.ModelAverager):
         warmup_steps: int = 0,
         every: int,
         compressor: Compressor | str = "all-reduce",
-        process_group: dist.ProcessGroup | None = None,
-        hook_timeout: float | None = None,
-        residuals: ResidualStorage = "fp32",
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(process_group)
+        super().__init__(options.get("process_group"))
         if not is_whole(warmup_steps) or warmup_steps < 0:
             raise SettingsError(f"ModelAverager(warmup_steps={warmup_steps!r}): must be an int of at least 0.")
         self.warmup_steps = warmup_steps
@@ -68,9 +64,7 @@ class ModelAverager(averagers.ModelAverager):
             every=every,
             compressor=compressor,
             outer=functools.partial(torch.optim.SGD, lr=1.0),  # from the last average to the next one
-            process_group=process_group,
-            hook_timeout=hook_timeout,
-            residuals=residuals,
+            **options,
         )
 
     @property
@@ -106,7 +100,7 @@ class ModelAverager(averagers.ModelAverager):
         trained = {id(parameter) for group in of_groups for parameter in group if parameter.requires_grad}
         expected = set(map(id, self._diloco.trained_parameters))
         if trained != expected:
-            self._diloco.exchangers.fail(
+            self._diloco.fail(
                 f"average_parameters was given {len(trained)} parameters, which must be the {len(expected)} of the "
                 "model that require a gradient."
             )
@@ -141,7 +135,7 @@ class ModelAverager(averagers.ModelAverager):
 
     def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
         """Restore a `state_dict`; see `DiLoCo.load_state_dict`."""
-        loaded = read_groups(state)
+        loaded = read_state(state, several=True)
         if isinstance(loaded, Snapshots) and (faults := self.differences(loaded, LoadRules(**rules))):
             state = refuse(f"rank {self.rank_and_world_size[0]}: the checkpoint does not fit", faults)
         self._diloco.load_state_dict(state, **rules)

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from commhooks.errors import SettingsError
-from commhooks.hooks.handle import is_whole
+from commhooks.exchange.options import is_whole
 
 Arrangement = Literal["strided", "sequential", "even"]
 """The ways of making fragments: layer i goes to fragment i modulo their number; or layers are cut into runs of about

@@ -10,36 +10,33 @@ import contextlib
 import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from commhooks.communicators.beginning import agree, share_from_rank_0
-from commhooks.communicators.connection import WrapCommunicator
+from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import CheckpointError, CommHooksError, CompressorError, SettingsError
-from commhooks.hooks.exchanger import WEIGHTS, Exchanger, is_weight
-from commhooks.hooks.exchangers import Exchangers
-from commhooks.hooks.grouped import read_groups
-from commhooks.hooks.handle import check_flags
+from commhooks.exchange.exchanger import WEIGHTS, TensorChannel, is_weight
+from commhooks.exchange.handle import Handle, read_state
+from commhooks.exchange.options import Options, Settings, check_flags, settings_of
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.ledger import total
-from commhooks.scheduling.line import Line, ProcessGroupLine
+from commhooks.scheduling.line import Line
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 from commhooks.seldom.counts import DiLoCoStatistics
 from commhooks.seldom.cutting import Arrangement
 from commhooks.seldom.inner import Inner
 from commhooks.seldom.loading import misfits
 from commhooks.seldom.outer import Outer, made_of, nesterov
-from commhooks.seldom.parts import Buffers, Fragment
+from commhooks.seldom.parts import BUFFERS, Buffers, Fragment, PartsFeed
 from commhooks.seldom.shards import shaped_like
 from commhooks.seldom.starting import Beginning, average_over, group_of_ranks, mismatch, trained
 from commhooks.state.groups import Snapshots
 from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
-from commhooks.state.table import ResidualStorage
 from commhooks.tensors import all_finite, cloned, local
 from commhooks.units import counted
 from commhooks.unwrapping import bare, difference_of, everything_kept, kept_buffers, plain_name
@@ -78,8 +75,8 @@ class DiLoCo:
     - `weighted`: ranks count by `weight`, which is 1 until you set it, for example to the tokens that a rank has
       trained on since its last exchange. Weight 0 leaves a rank's progress and floating-point buffers out of the means,
       but not what the compressor still owes of its earlier rounds.
-    - `process_group`, `hook_timeout`, `wrap_communicator` and `residuals`: see `attach`. With a `line` of
-      `lockstep_lines`, workers of one process, whose models must begin equal, exchange in `step_in_lockstep`.
+    - `Options` describes the options, of which all but `scaler` and `guard` apply. With a `line` of `lockstep_lines`,
+      workers of one process, whose models must begin equal, exchange in `step_in_lockstep`.
 
     Memory, in bytes for each fp32 parameter: 4 for the outer copy, 4 for the message, the outer optimizer's state (SGD
     with momentum: 4), and the compressor's state (a residual: 4; the server error of two hops: 4/W). Fragments whose
@@ -105,16 +102,14 @@ class DiLoCo:
         mixing: float = 0.0,
         on_host: bool = False,
         weighted: bool = False,
-        process_group: dist.ProcessGroup | None = None,
-        hook_timeout: float | None = None,
-        wrap_communicator: WrapCommunicator | None = None,
-        residuals: ResidualStorage = "fp32",
         line: Line | None = None,
+        **options: Unpack[Options],
     ) -> None:
         if line is not None and not isinstance(line, LockstepLine):
             raise SettingsError(f"DiLoCo(line={line!r}): line must be one of lockstep_lines; pass a process_group.")
-        group = group_of_ranks(process_group) if line is None else None
+        group = group_of_ranks(options.get("process_group")) if line is None else None
         try:
+            settings = settings_of("DiLoCo", options)
             check_flags("DiLoCo", on_host=on_host, weighted=weighted)
             beginning = Beginning.checked(
                 model,
@@ -126,7 +121,6 @@ class DiLoCo:
                 delay,
                 mixing,
                 weighted,
-                hook_timeout,
                 group,
             )
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
@@ -145,15 +139,11 @@ class DiLoCo:
         share_from_rank_0("DiLoCo", kept, kept_buffers(self._model, saved=False), group)
         self._make_parts(beginning, on_host=on_host)
         self._outer_optimizer = made_of(outer, [held for one in self._fragments for held in one.outer.values()], group)
-        if group is not None:
-            line = ProcessGroupLine(
-                group, label="DiLoCo", policy="fused", hook_timeout=hook_timeout, wrap_communicator=wrap_communicator
-            )
         self._is_weighted = weighted
         self._weight = 1.0
-        self._make_exchangers(beginning.compressor, line, residuals)
+        self._open_exchange(beginning.compressor, settings, line)
         steps_locally(self._outer_optimizer)
-        self._inner = Inner(beginning.optimizer, self.exchangers.fail)
+        self._inner = Inner(beginning.optimizer, self.fail)
         self._held = self._inner.parameters()
         self._rounds = self._dropped = 0
         self._is_closed = self._is_at_outer = False
@@ -187,7 +177,7 @@ class DiLoCo:
     @property
     def rank_and_world_size(self) -> tuple[int, int]:
         """The rank of this process and the number of ranks that average together."""
-        return self.exchangers.line.rank, self.exchangers.line.world_size
+        return self.exchange.line.rank, self.exchange.line.world_size
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -245,7 +235,7 @@ class DiLoCo:
                 "DiLoCo again on every rank, and load the last checkpoint."
             )
         if self._is_at_outer:
-            self.exchangers.fail(f"DiLoCo.step {_INSIDE}.")
+            self.fail(f"DiLoCo.step {_INSIDE}.")
         self._check_parameters()
 
     def _failure(self) -> CommHooksError | None:
@@ -261,7 +251,7 @@ class DiLoCo:
             yield
         except BaseException as error:
             if self._failure() is None:
-                rank, first = self.rank_and_world_size[0], next(iter(self.exchangers.values()))
+                rank, first = self.rank_and_world_size[0], next(iter(self.exchange.values()))
                 first.stop(f"rank {rank}, step {self.steps}: {type(error).__name__}: {error}")
             raise
 
@@ -314,16 +304,16 @@ class DiLoCo:
         now = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         is_same = len(now) == len(self._named) and all(map(operator.is_, now, self._named.values()))
         if not is_same and (change := difference_of(self._named, trained(self._model))):
-            self.exchangers.fail(f"{change}: {_EXCHANGED}")
+            self.fail(f"{change}: {_EXCHANGED}")
         if new := self._all_buffers() - self._names_of_buffers:
             if added := sorted(new & kept_buffers(self._model).keys()):
-                self.exchangers.fail(
+                self.fail(
                     f"buffer {added[0]!r} was added since DiLoCo was made, so that each rank would keep its own: "
                     "register it before, or with persistent=False."
                 )
             self._names_of_buffers |= new
         if self._inner.parameters() != self._held and (wrong := mismatch(self._inner.optimizer, self._named)):
-            self.exchangers.fail(wrong)
+            self.fail(wrong)
 
     def _all_buffers(self) -> set[str]:
         """Return the names of all buffers that are not empty."""
@@ -338,8 +328,8 @@ class DiLoCo:
         return f"{change}: {_EXCHANGED}" if change else ""
 
     def _lockstep_line(self) -> LockstepLine:
-        assert isinstance(self.exchangers.line, LockstepLine), "there is a process group otherwise"
-        return self.exchangers.line
+        assert isinstance(self.exchange.line, LockstepLine), "there is a process group otherwise"
+        return self.exchange.line
 
     # --- construction -------------------------------------------------------------------------------------------------
 
@@ -357,24 +347,26 @@ class DiLoCo:
         )
         self._parts = [*self._fragments, *([self._buffers] if self._buffers is not None else [])]
 
-    def _make_exchangers(self, compressor: Compressor, line: Line | None, residuals: ResidualStorage) -> None:
+    def _open_exchange(self, compressor: Compressor, settings: Settings, line: Line | None) -> None:
         count = len(self._fragments)
-        labels = [f"fragment {number} of {count}" for number in range(count)]
-        self.exchangers = Exchangers(
-            {label: fragment.outer for label, fragment in zip(labels, self._fragments, strict=True)},
-            compressor,
-            line=line,
-            residuals=residuals,
+        labels = [f"fragment {number} of {count}" for number in range(count)] + [BUFFERS] * (self._buffers is not None)
+        parts = dict(zip(labels, self._parts, strict=True))
+        feed = PartsFeed(
+            {label: part.like for label, part in parts.items()},
             weighted=self._is_weighted,
             in_turns=not self.schedule.overlaps,
+            group=self.process_group,
         )
-        """The fragments' exchangers, by "fragment 0 of 3" and so on: statistics, memory, and `replace`."""
-        for fragment, exchanger in zip(self._fragments, self.exchangers.values(), strict=True):
-            fragment.exchanger = exchanger
-        if self._buffers is not None:
-            self._buffers.exchanger = Exchanger(self._buffers.like, "all-reduce", line=line, name="buffers")
-        for part in self._parts:  # ranks learn of a failure from now on, also of one before the first exchange
-            part.exchanger.open()
+        compressors = dict.fromkeys(labels, compressor) | {BUFFERS: AllReduceMean()}
+        self.exchange: Handle[TensorChannel] = Handle(feed, compressors, settings, line)
+        """The exchange of all parts, by "fragment 0 of 3" and so on, and "buffers": statistics, memory, `replace`."""
+        for label, part in parts.items():
+            part.exchanger = self.exchange[label]
+        self.exchange.open()  # ranks learn of a failure from now on, also of one before the first exchange
+
+    def fail(self, what: str) -> NoReturn:
+        """Raise `CompressorError` here, and fail the other ranks' steps with it."""
+        self._parts[0].exchanger.fail(what)
 
     # --- what users ask -----------------------------------------------------------------------------------------------
 
@@ -398,7 +390,7 @@ class DiLoCo:
     def __str__(self) -> str:
         """Return a summary."""
         rank, ranks = self.rank_and_world_size
-        compressor = next(iter(self.exchangers.values())).compressor
+        compressor = next(iter(self.exchange.values())).compressor
         fragments = counted(len(self._fragments), "fragment")
         return (
             f"DiLoCo: {compressor}, {fragments} every {self.schedule.every} steps, rank {rank} of {ranks}\n"
@@ -417,7 +409,7 @@ class DiLoCo:
             yield
             return
         if change := self._replacement():
-            self.exchangers.fail(f"outer_parameters: {change}")
+            self.fail(f"outer_parameters: {change}")
         under_way = sorted((one for one in self._fragments if one.due), key=lambda one: one.due or 0)  # as they end
         for fragment in under_way:
             fragment.means()  # raises what it failed of before anything is changed
@@ -478,7 +470,9 @@ class DiLoCo:
             "outer_optimizer": self._outer_optimizer.state_dict(),
             "outer_optimizer_class": type(self._outer_optimizer).__name__,
         }
-        return self.exchangers.snapshot(shared)
+        saved = self.exchange.snapshot(shared)
+        assert isinstance(saved, Snapshots), "it has several channels"
+        return saved
 
     def model_state(self) -> dict[str, Any]:
         """Return the model's state_dict with outer copies in place of the trained parameters, which all ranks share.
@@ -499,7 +493,7 @@ class DiLoCo:
         if not isinstance(snapshot, Snapshots):
             return ["hooks: it was saved with the state of an attachment, not of DiLoCo"]
         found = misfits(snapshot.shared, self.schedule, self._parts, self._outer_optimizer, rules)
-        return found or self.exchangers.differences(snapshot, rules)
+        return found or self.exchange.differences(snapshot, rules)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -508,12 +502,12 @@ class DiLoCo:
 
         `settings="change"` also allows another `every`, `delay` or `mixing`. See `Attachment.load_state_dict`.
         """
-        allowed, loaded = LoadRules(**rules), read_groups(state)
+        allowed, loaded = LoadRules(**rules), read_state(state, several=True)
         if self._is_at_outer:
             loaded = CheckpointError(f"rank {self.rank_and_world_size[0]}: loading {_INSIDE}.")
         if isinstance(loaded, Snapshots) and (faults := self.differences(loaded, allowed)):
             loaded = refuse(f"rank {self.rank_and_world_size[0]}: the checkpoint does not fit", faults)
-        self.exchangers.restore(loaded, allowed)
+        self.exchange.restore(loaded, allowed)
         assert isinstance(loaded, Snapshots), "an error was raised"
         shared = loaded.shared
         self._inner.count()
@@ -529,9 +523,7 @@ class DiLoCo:
         """End all exchanges, and the thread that carries them; a later step raises `CompressorError`."""
         self._is_closed = True
         self._inner.close()
-        self.exchangers.close()
-        if self._buffers is not None:
-            self._buffers.exchanger.close()
+        self.exchange.close()
 
 
 def step_in_lockstep(workers: Sequence[DiLoCo]) -> None:

@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from commhooks.hooks.exchanger import Averaging, Exchanger
+from commhooks.exchange.buckets import InTurns
+from commhooks.exchange.exchanger import Averaging, TensorChannel, TensorFeed
 from commhooks.tensors import all_finite, bytes_of, cloned, computing_dtype, local
 from commhooks.unwrapping import plain_name
 
+BUFFERS = "buffers"
+"""The channel of the buffers."""
 _WEIGHT = "ranks with finite buffers"
 """The name of a rank's weight, which is 1 unless they are weighted, and 0 where buffers are not finite."""
 
@@ -29,7 +32,7 @@ Before = tuple[dict[str, Tensor], dict[Tensor, Any], list[dict[str, Any]]]
 class Part(ABC):
     """A part that is sent at one turn of each round, and whose means are used `delay` steps later."""
 
-    exchanger: Exchanger
+    exchanger: TensorChannel
     like: Mapping[str, Tensor]
     """Tensors with the names, shapes, dtypes and devices of the tensors that are sent."""
 
@@ -43,7 +46,7 @@ class Part(ABC):
 
     @abstractmethod
     def write(self, room: Mapping[str, Tensor]) -> None:
-        """Write the tensors to send into the exchanger's room."""
+        """Write the tensors to send into the exchanger's buffers."""
 
     def is_turn(self, step: int, every: int) -> bool:
         """Return whether no exchange is under way, and one that begins now would be due at this step."""
@@ -51,7 +54,7 @@ class Part(ABC):
 
     def begin(self, due: int, weight: float | None = None) -> None:
         """Start averaging this part, with a weight if the exchanger is weighted; its means are due at step `due`."""
-        self.write(self.exchanger.room)
+        self.write(self.exchanger.buffers)
         self._averaging, self.due = self.exchanger.begin(weight=weight), due
 
     def means(self) -> Mapping[str, Tensor]:
@@ -78,6 +81,22 @@ class Part(ABC):
         self.due = state.get("at")
         if self.due is not None:
             self._loaded = {name: torch.empty_like(self.like[name]).copy_(mean) for name, mean in state["mean"].items()}
+
+
+class PartsFeed(TensorFeed):
+    """The parts of a DiLoCo: its fragments, which may be weighted and share memory, and the buffers, which do not."""
+
+    caller = "DiLoCo"
+    what = "DiLoCo"
+    label = "DiLoCo"
+
+    def is_weighted(self, channel: str) -> bool:
+        """Return whether each rank has a weight in a channel's mean."""
+        return channel != BUFFERS and super().is_weighted(channel)
+
+    def memory_of(self, channel: str) -> InTurns | None:
+        """Return the memory that a channel shares with others; None if it has its own."""
+        return None if channel == BUFFERS else super().memory_of(channel)
 
 
 class Fragment(Part):
@@ -193,7 +212,7 @@ class Buffers(Part):
 
     def write(self, room: Mapping[str, Tensor]) -> None:
         """Write floating-point buffers if all of them are finite, and on rank 0 the others."""
-        rank, _ = self.exchanger.rank_and_world_size
+        rank = self.exchanger.engine.line.rank
         named = self.now()
         for name, buffer in named.items():
             if _is_averaged(buffer) or rank == 0:
@@ -208,7 +227,7 @@ class Buffers(Part):
 
     def apply(self, means: Mapping[str, Tensor]) -> None:
         """Set the buffers; leave floating-point ones as they are if no rank with a weight has finite ones."""
-        _, ranks = self.exchanger.rank_and_world_size
+        ranks = self.exchanger.engine.line.world_size
         weight = float(means[_WEIGHT])
         if not self._is_weighted:
             weight = round(weight * ranks) / ranks

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from commhooks.communicators.parent_group import name_and_store
+from commhooks.communicators.parent_group import group_or_default, name_and_store
 from commhooks.errors import SettingsError
-from commhooks.hooks.exchanger import check_takes_weights
-from commhooks.hooks.handle import check_run_settings, checked_compressor, is_whole
-from commhooks.hooks.sockets import group_or_default
-from commhooks.hooks.watching import optimizer_of
+from commhooks.exchange.channel import checked_compressor
+from commhooks.exchange.exchanger import check_takes_weights
+from commhooks.exchange.options import is_whole
+from commhooks.exchange.watching import optimizer_of
 from commhooks.language.compressor import Compressor
 from commhooks.seldom.cutting import Arrangement, cut, turns
 from commhooks.seldom.inner import check_is_free
@@ -80,11 +80,9 @@ class Beginning:
         delay: int,
         mixing: float,
         weighted: bool,
-        hook_timeout: float | None,
         group: dist.ProcessGroup | None,
     ) -> Beginning:
         """Return the checked arguments; raise `CommHooksError` if they cannot work on this rank."""
-        check_run_settings("DiLoCo", "fused", hook_timeout)
         if not is_whole(every) or every < 1:
             raise SettingsError(f"DiLoCo(every={every!r}): every must be an int of at least 1.")
         if not is_whole(delay) or not 0 <= delay < every:

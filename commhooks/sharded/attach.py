@@ -1,122 +1,33 @@
-"""Attach a compressor to a model that FSDP2 shards: `attach_sharded`, and the `ShardedAttachment` that it returns."""
+"""Attach a compressor to a model that FSDP2 shards: `attach_sharded`, and the feed of its modules' reduce-scatters."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
 from commhooks.communicators.beginning import agree
-from commhooks.communicators.connection import WrapCommunicator
 from commhooks.compressors.codecs.codec import Codec
-from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, SettingsError
-from commhooks.hooks.handle import Handle, check_run_settings, checked_compressor, refusal_of
+from commhooks.exchange.channel import Channel, checked_compressor
+from commhooks.exchange.feed import Feed
+from commhooks.exchange.handle import Handle, open_exchange
+from commhooks.exchange.options import Options, settings_of
+from commhooks.exchange.watching import ReductionsGuard
 from commhooks.language.compressor import Compressor
 from commhooks.language.lending import Pool
-from commhooks.scheduling.ledger import Statistics, total
+from commhooks.scheduling.ledger import Statistics
 from commhooks.scheduling.line import ProcessGroupLine
-from commhooks.sharded.attachment import ModulesAttachment
 from commhooks.sharded.fsdp import Unit, check_nothing_is_left, group_of, is_default, units_of
-from commhooks.sharded.gathering import Gather, Gathers, code_of
+from commhooks.sharded.gathering import Code, Gather, Gathers, code_of
 from commhooks.sharded.reducing import Memory, ReduceScatter
-from commhooks.state.loss_scale import Scaler
 from commhooks.state.memory import MemoryReport, added
-from commhooks.state.table import ResidualStorage
-
-
-class ShardedUnit(Handle):
-    """The compressor of one FSDP module, as a `ShardedAttachment` holds it: counts, state, and `replace`."""
-
-    def __init__(self, unit: Unit, engine: Engine, memory: Memory) -> None:
-        self._engine: Engine = engine
-        self._unit = unit
-        self._before = unit.reduce_scatter()
-        self._runs = ReduceScatter(unit, engine, memory)
-        self._is_plugged_in = False
-
-    @property
-    def steps(self) -> int:
-        """The number of reduce-scatters begun."""
-        return self._engine.step
-
-    @property
-    def is_attached(self) -> bool:
-        """True while the module's gradients go through this compressor."""
-        return self._unit.is_there and self._unit.reduce_scatter() is self._runs
-
-    def _made_engine(self) -> Engine:
-        return self._engine
-
-    def _candidate(self, compressor: Compressor | str) -> tuple[Compressor, SettingsError | None]:
-        candidate, refusal = super()._candidate(compressor)
-        return candidate, refusal or _cannot_scatter(candidate)
-
-    def plug_in(self) -> None:
-        """Register the compressor as the module's reduce-scatter."""
-        self._unit.module.set_custom_reduce_scatter(self._runs)  # type: ignore[arg-type]  # it has the methods of FSDP2's class
-        self._is_plugged_in = True
-        self._unit.send_unused()  # a step's size must not differ
-
-    def _detach(self) -> None:
-        if self.is_attached:
-            self._unit.module.set_custom_reduce_scatter(self._before)
-        if self._is_plugged_in and self._unit.is_there:
-            self._unit.end_sending_unused()
-        self._is_plugged_in = False
-        self._engine.stop()
-
-
-class ShardedAttachment(ModulesAttachment[ShardedUnit]):
-    """A compressor attached to the FSDP modules of a model, by their names, as returned by `attach_sharded`."""
-
-    _seam = "custom reduce-scatter"
-
-    def __init__(
-        self, units: Mapping[str, ShardedUnit], gathers: Mapping[str, Gather], line: ProcessGroupLine, memory: Memory
-    ) -> None:
-        self._handles = units
-        self.gathers = Gathers(gathers)
-        """The gathers of weights, with `gather=`, by module name; frozen modules have one too."""
-        self._line = line
-        self._memory = memory
-        self._watches = []
-
-    def __str__(self) -> str:
-        """Return a summary of each module, and of the gathers."""
-        return super().__str__() + (f"\n{self.gathers}" if self.gathers else "")
-
-    @property
-    def is_attached(self) -> bool:
-        """True while the model's gradients go through this compressor: until `detach`, or until the model is gone."""
-        return all(unit.is_attached for unit in self.values()) and all(g.is_attached for g in self.gathers.values())
-
-    def statistics(self) -> Statistics:
-        """Return this rank's totals over all modules and `gathers`; its steps are the most of any module."""
-        reduced = super().statistics()
-        return dataclasses.replace(total([reduced, self.gathers.statistics()]), steps=reduced.steps)
-
-    def memory_report(self) -> MemoryReport:
-        """Return the bytes in use, by purpose; `gradients` are the largest module's input and output."""
-        report = added((unit.memory_report() for unit in self.values()), self._memory.bytes())
-        return dataclasses.replace(report, working=report.working + self.gathers.working_bytes())
-
-    def detach(self) -> None:
-        """Restore FSDP2's own reduce-scatter and all-gather in the modules. A second call does nothing.
-
-        Every rank must detach between the same two steps.
-        """
-        self._end_watching()
-        for unit in self.values():
-            unit._detach()
-        for gather in self.gathers.values():
-            gather.detach()
-
-    def _shards(self, label: str) -> dict[Tensor, str]:
-        return {parameter.shard: parameter.name for parameter in self[label]._unit.parameters()}
+from ddp_core.guard import Guard
 
 
 def attach_sharded(
@@ -124,28 +35,26 @@ def attach_sharded(
     compressor: Compressor | str,
     *,
     gather: Codec | torch.dtype | str | None = None,
-    hook_timeout: float | None = None,
-    scaler: Scaler | None = None,
-    residuals: ResidualStorage = "fp32",
-    wrap_communicator: WrapCommunicator | None = None,
-) -> ShardedAttachment:
+    **options: Unpack[Options],
+) -> Handle[Channel]:
     """Average the gradients of a model that FSDP2 shards, with `compressor`; each rank gets its shard of the mean.
 
     `model` is a module to which, or to modules in which, `torch.distributed.fsdp.fully_shard` was applied; each such
-    module with parameters of its own gets the compressor. Call it on every rank, between the same two backward passes,
-    and before or after the first forward pass. A string is passed to `make_compressor`; all-reduce, casts, top-k,
-    random-k and codes of blocks (int8, int4, sign and others) can return a shard of the mean. A cast sends 16 bits and
-    adds them up in the gradients' dtype: with `MixedPrecisionPolicy(reduce_dtype=torch.float32)` in fp32.
+    module with parameters of its own gets the compressor, and is a channel of the handle, by its name. Call it on every
+    rank, between the same two backward passes, and before or after the first forward pass. A string is passed to
+    `make_compressor`; all-reduce, casts, top-k, random-k and codes of blocks (int8, int4, sign and others) can return a
+    shard of the mean. A cast sends 16 bits and adds them up in the gradients' dtype: with
+    `MixedPrecisionPolicy(reduce_dtype=torch.float32)` in fp32.
 
     - `gather`: the form in which parameters are gathered for forward and backward passes: as codes of blocks, "int8",
       "fp8", "int4:block=64" or a `Codec`; or in a dtype, "bf16" or `torch.float16`. All ranks compute with the values
       that the codes represent, while the optimizer trains the shards at full precision. Elements beyond the last whole
       block of a parameter's shard are sent uncoded. "fp32" only counts bytes and names a rank that fails. None: FSDP2's
-      own all-gather.
-    - `hook_timeout`, `scaler`, `residuals` and `wrap_communicator`: see `attach`. Each rank sends its gradient of the
-      *whole* parameter, a shard to each rank, so on every rank the residual has the whole parameter's size:
-      `residuals="bf16"` halves it, "host" moves it to the host's memory, and `error_feedback=False` in the compressor
-      leaves it out.
+      own all-gather. The handle's `gathers` count them.
+    - `Options` describes the options, of which `hook_timeout`, `scaler`, `residuals` and `wrap_communicator` apply.
+      Each rank sends its gradient of the *whole* parameter, a shard to each rank, so on every rank the residual has the
+      whole parameter's size: `residuals="bf16"` halves it, "host" moves it to the host's memory, and
+      `error_feedback=False` in the compressor leaves it out.
     - Zeros are sent for parameters without a gradient in a backward pass, as with
       `set_reduce_scatter_unused_params(True)`.
 
@@ -154,76 +63,141 @@ def attach_sharded(
     replication (HSDP), and for settings that cannot work.
     """
     try:
+        settings_of("attach_sharded", options)
         compressor = checked_compressor("attach_sharded", compressor)
-        check_run_settings("attach_sharded", "fifo", hook_timeout)
-        code = None if gather is None else code_of(gather)
-        found = units_of("attach_sharded", model, frozen=code is not None)
-        units = [unit for unit in found if unit.parameters()]
-        gathered = [] if code is None else found
-        check_nothing_is_left("attach_sharded", model, found, units[0].process_group)
-        _refuse_others("reduce-scatter", {unit: unit.reduce_scatter() for unit in units})
-        _refuse_others("all-gather", {unit: unit.all_gather() for unit in gathered})
+        feed = ModulesFeed(model, None if gather is None else code_of(gather))
     except Exception as error:  # whatever it is, the other ranks are waiting for an answer
         agree("attach_sharded", group_of(model), error, AttachError)
         raise
-    # A rank with one more would wait for the others.
-    names = f"modules: {', '.join(unit.name for unit in units)}\n"
-    names += f"gather: {code} of {', '.join(unit.name for unit in gathered)}\n" if code is not None else ""
-    agree("attach_sharded", units[0].process_group, names, AttachError)
-    line = ProcessGroupLine(
-        units[0].process_group,
-        label="FSDP",
-        wrap_communicator=wrap_communicator,
-        hook_timeout=hook_timeout,
-        may_bypass=wrap_communicator is not None,
-        may_be_alone=units[0].is_inner,
-    )
-    memory, pool = Memory(), Pool()
-    made, gathers = dict[str, ShardedUnit](), dict[str, Gather]()
-    try:
-        for unit in units:
-            engine = Engine(
-                compressor,
-                line,
-                fingerprint=names + unit.fingerprint(),
-                residuals=residuals,
-                may_join=False,
-                name=unit.name,
-                is_sharded=True,
+    agree("attach_sharded", feed.process_group, feed.names, AttachError)  # a rank with one more would wait for others
+    return open_exchange(feed, compressor, **options)
+
+
+class ModulesFeed(Feed):
+    """The reduce-scatters of FSDP2's modules, and their all-gathers if these are coded too.
+
+    State is kept for whole parameters, of which each rank sends a shard to every rank.
+    """
+
+    caller = "attach_sharded"
+    label = "FSDP"
+    is_sharded = True
+
+    def __init__(self, model: Module, code: Code | None) -> None:
+        found = units_of(self.caller, model, frozen=code is not None)
+        self._units = {unit.name: unit for unit in found if unit.parameters()}
+        first = next(iter(self._units.values()))
+        self._gathered = [] if code is None else found
+        self._code = code
+        check_nothing_is_left(self.caller, model, found, first.process_group)
+        for unit in self._units.values():
+            _refuse_another("reduce-scatter", unit, unit.reduce_scatter())
+        for unit in self._gathered:
+            _refuse_another("all-gather", unit, unit.all_gather())
+        self.names = f"modules: {', '.join(self._units)}\n"
+        """What ranks compare before any of their modules."""
+        if code is not None:
+            self.names += f"gather: {code} of {', '.join(unit.name for unit in found)}\n"
+        self.may_be_alone = first.is_inner
+        self._before = {name: unit.reduce_scatter() for name, unit in self._units.items()}
+        self._like = {
+            name: {parameter.name: parameter.like() for parameter in unit.parameters()}
+            for name, unit in self._units.items()
+        }
+        self._memory = Memory()
+        self._runs: dict[str, ReduceScatter] = {}
+        self.gathers = Gathers({})
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group of the ranks that have the shards."""
+        return next(iter(self._units.values())).process_group
+
+    def like(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return each module's trained parameters, whole, by name."""
+        return self._like
+
+    def facts(self, channel: str) -> str:
+        """Return a module's parameters, and the names of all modules."""
+        return self.names + self._units[channel].fingerprint()
+
+    def refusal_of(self, compressor: Compressor) -> SettingsError | None:
+        """Return why a compressor cannot return a shard of the mean, if it cannot."""
+        if compressor.scatters:
+            return None
+        return SettingsError(
+            f"attach_sharded: {compressor!r} averages whole gradients, of which no rank can return its shard alone; "
+            "all-reduce, fp16, bf16, top-k, random-k and codes of blocks such as int8 can."
+        )
+
+    def plug(self, handle: Handle[Any]) -> None:
+        """Register the modules' reduce-scatters and all-gathers."""
+        assert isinstance(handle.line, ProcessGroupLine), "attach_sharded makes no other"
+        pool, gathers = Pool(), dict[str, Gather]()
+        self.gathers = Gathers(gathers)
+        for unit in self._gathered:
+            assert self._code is not None, "nothing is gathered without"
+            gathers[unit.name] = Gather(unit, self._code, handle.line, pool)
+            gathers[unit.name].open(self.names + unit.fingerprint(frozen=True))
+        # From here on nothing waits for other ranks.
+        for name, unit in self._units.items():
+            self._runs[name] = runs = ReduceScatter(
+                unit, handle[name].engine, self._memory, [*self._like[name].values()]
             )
-            made[unit.name] = ShardedUnit(unit, engine, memory)
-            if scaler is not None:
-                engine.loss_scale.follow(scaler)
-            like = engine.state.named()
-            refusal = _cannot_scatter(compressor) or refusal_of(compressor, like, line)
-            engine.open(next(iter(like.values())).device, refusal)
-        for unit in gathered:
-            assert code is not None, "nothing is gathered without"
-            gathers[unit.name] = Gather(unit, code, line, pool)
-            gathers[unit.name].open(names + unit.fingerprint(frozen=True))
-    except Exception:
-        for one in made.values():
-            one._engine.stop()
-        for other in gathers.values():
-            other.stop()
-        raise
-    for one in made.values():
-        one.plug_in()
-    for other in gathers.values():
-        other.plug_in()
-    return ShardedAttachment(made, gathers, line, memory)
+            unit.module.set_custom_reduce_scatter(runs)  # type: ignore[arg-type]  # it has the methods of FSDP2's class
+            unit.send_unused()  # a step's size must not differ
+        for gather in gathers.values():
+            gather.plug_in()
+
+    def unplug(self) -> None:
+        """Restore FSDP2's own reduce-scatters and all-gathers."""
+        while self._runs:
+            name, runs = self._runs.popitem()
+            unit = self._units[name]
+            if unit.is_there and unit.reduce_scatter() is runs:
+                unit.module.set_custom_reduce_scatter(self._before[name])
+            if unit.is_there:
+                unit.end_sending_unused()
+        for gather in self.gathers.values():
+            gather.detach()
+
+    @property
+    def is_plugged(self) -> bool:
+        """True while the model's gradients go through the channels: until `unplug`, or until the model is gone."""
+        units = self._units
+        runs = [units[name].is_there and units[name].reduce_scatter() is one for name, one in self._runs.items()]
+        return bool(runs) and all(runs) and all(gather.is_attached for gather in self.gathers.values())
+
+    def averaged_by(self, channel: Channel) -> Mapping[Tensor, str]:
+        """Return a module's shards of parameters."""
+        return {parameter.shard: parameter.name for parameter in self._units[channel.label].parameters()}
+
+    def guard_of(self, channel: Channel) -> Guard | None:
+        """Return a guard that counts a module's reduce-scatters."""
+        return guard_of_reductions(channel, self.averaged_by(channel), "custom reduce-scatter")
+
+    def statistics(self) -> Sequence[Statistics]:
+        """Return the counts of the gathers."""
+        return [gather.statistics() for gather in self.gathers.values()]
+
+    def memory(self, channels: Iterable[Channel]) -> MemoryReport:
+        """Return the bytes in use, by purpose; `gradients` are the largest module's input and output."""
+        report = added((one.memory() for one in channels), self._memory.bytes())
+        return dataclasses.replace(report, working=report.working + self.gathers.working_bytes())
 
 
-def _refuse_others(what: str, communications: Mapping[Unit, object]) -> None:
-    for unit, communication in communications.items():
-        if not is_default(communication):
-            raise AttachError(f"attach_sharded: {unit.name} has another custom {what} already; detach that first.")
-
-
-def _cannot_scatter(compressor: Compressor) -> SettingsError | None:
-    if compressor.scatters:
+def guard_of_reductions(channel: Channel, averaged: Mapping[Tensor, str], seam: str) -> Guard | None:
+    """Return a guard that counts the rounds of a channel; None if one rank averages with nobody."""
+    if channel.engine.line.world_size == 1:
         return None
-    return SettingsError(
-        f"attach_sharded: {compressor!r} averages whole gradients, of which no rank can return its shard alone; "
-        "all-reduce, fp16, bf16, top-k, random-k and codes of blocks such as int8 can."
+    advice = (
+        "the last backward pass before the step did not synchronise; run it with set_requires_gradient_sync(True), and "
+        f"set no other {seam}"
     )
+    named = [(name, shard) for shard, name in averaged.items()]
+    return ReductionsGuard(named, channel.label, channel.engine, advice, lambda: channel.engine.step)
+
+
+def _refuse_another(what: str, unit: Unit, communication: object) -> None:
+    if not is_default(communication):
+        raise AttachError(f"attach_sharded: {unit.name} has another custom {what} already; close that first.")

@@ -16,7 +16,7 @@ from commhooks.engine.rows import RowsBucket
 from commhooks.errors import AttachError
 from commhooks.sharded.fsdp import Unit
 
-_CHANGED = "parameters were frozen or unfrozen since attach_sharded, or grad_dtype was set; detach, and attach again"
+_CHANGED = "parameters were frozen or unfrozen since attach_sharded, or grad_dtype was set; close, and attach again"
 
 
 class Memory:
@@ -51,13 +51,11 @@ class Memory:
 class ReduceScatter:
     """The reduce-scatter that FSDP2 calls for one module, in each backward pass that synchronises."""
 
-    def __init__(self, unit: Unit, engine: Engine, memory: Memory) -> None:
-        parameters = unit.parameters()
+    def __init__(self, unit: Unit, engine: Engine, memory: Memory, like: Sequence[Tensor]) -> None:
         self._unit, self._engine, self._memory = unit, engine, memory
-        self._like = [parameter.like() for parameter in parameters]
-        self._chunks = [parameter.chunk for parameter in parameters]
+        self._like = like
+        self._chunks = [parameter.chunk for parameter in unit.parameters()]
         self._trained = unit.trained()
-        engine.bind([(one.name, like) for one, like in zip(parameters, self._like, strict=True)])
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for an input, or new memory for an output, which becomes the gradient."""

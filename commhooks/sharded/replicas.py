@@ -8,7 +8,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -19,30 +19,27 @@ from torch.utils import _pytree as pytree  # with which FSDP2 finds the tensors 
 from torch.utils.hooks import RemovableHandle
 
 from commhooks.communicators.beginning import agree, share_from_rank_0
-from commhooks.communicators.connection import WrapCommunicator
+from commhooks.communicators.parent_group import group_or_default
 from commhooks.devices import keep_until_read
 from commhooks.errors import AttachError, SettingsError
-from commhooks.hooks.exchanger import Exchanger
-from commhooks.hooks.exchangers import memory_of
-from commhooks.hooks.flat import InTurns
-from commhooks.hooks.handle import check_run_settings, checked_compressor
-from commhooks.hooks.sockets import group_or_default
+from commhooks.exchange.channel import Channel, checked_compressor
+from commhooks.exchange.exchanger import TensorChannel, TensorFeed
+from commhooks.exchange.handle import Handle, open_exchange
+from commhooks.exchange.options import Options, settings_of
 from commhooks.language.compressor import Compressor
-from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.policy import PolicyName
-from commhooks.sharded.attachment import ModulesAttachment
+from commhooks.sharded.attach import guard_of_reductions
 from commhooks.sharded.fsdp import ShardedParameter, Unit, check_nothing_is_left, has_hooks, units_of, without_memory
-from commhooks.state.loss_scale import Scaler
 from commhooks.state.memory import MemoryReport
-from commhooks.state.table import ResidualStorage
 from commhooks.tensors import local
 from commhooks.units import counted
 from commhooks.unwrapping import difference_of, everything_kept, kept_buffers, plain_name, unwrapped
+from ddp_core.guard import Guard
 
 Hook = Callable[[Tensor], None]
 """A hook that FSDP2 calls with a module's reduced gradients: 1-D, each parameter's shard padded to the largest
 rank's."""
-_CHANGED = "parameters were frozen or unfrozen since attach_replicas, or grad_dtype was set; detach, and attach again"
+_CHANGED = "parameters were frozen or unfrozen since attach_replicas, or grad_dtype was set; close, and attach again"
 _ACTS_EARLY = (
     "has a hook that runs as soon as its gradient is there (register_post_accumulate_grad_hook), which is before the "
     "replicas have averaged it; pass policy='fifo'."
@@ -207,7 +204,7 @@ class Passes:
 class PerModule:
     """The exchange of one module's shards, as soon as FSDP2 has reduced them."""
 
-    def __init__(self, unit: Unit, exchanger: Exchanger, passes: Passes) -> None:
+    def __init__(self, unit: Unit, exchanger: TensorChannel, passes: Passes) -> None:
         self._unit, self._exchanger, self._passes = unit, exchanger, passes
         self._parts = [(one.name, one.own_shape, one.chunk) for one in unit.parameters()]
         self._trained = unit.trained()
@@ -240,7 +237,7 @@ class PerModule:
 class AtTheEnd:
     """An exchange of all shards' gradients, after FSDP2 has finished a backward pass in which it reduced any."""
 
-    def __init__(self, units: Sequence[Unit], exchanger: Exchanger, passes: Passes) -> None:
+    def __init__(self, units: Sequence[Unit], exchanger: TensorChannel, passes: Passes) -> None:
         self._units, self._exchanger, self._passes = units, exchanger, passes
         self._names = {unit: [one.name for one in unit.parameters()] for unit in units}
         self._dtypes = {one.name: one.grad_dtype for unit in units for one in unit.parameters()}
@@ -377,189 +374,162 @@ class AtTheEnd:
         return zip(self._names[unit], unit.shards(), strict=False)
 
 
-class ReplicasAttachment(ModulesAttachment[Exchanger]):
-    """A compressor that averages over replicas of shards, as returned by `attach_replicas`.
+class ReplicasFeed(TensorFeed):
+    """Shards of the gradients, after FSDP2 has reduced them.
 
-    Its keys are the names of FSDP modules under "fifo", and "all modules" under "fused". If there are several shards,
-    each key names this rank's, so that a checkpoint of all ranks holds the state of every shard.
+    Its channels are FSDP modules under "fifo", and "all modules" under "fused". If there are several shards, each
+    channel's name has this rank's, so that a checkpoint of all ranks holds the state of every shard.
     """
 
-    _seam = "all-reduce hook"
+    caller = "attach_replicas"
+    what = "attachment"
+    label = "replicas"
 
-    def __init__(
-        self,
-        model: Module,
-        exchangers: Mapping[str, tuple[Exchanger, Sequence[Unit]]],
-        line: ProcessGroupLine,
-        *,
-        fused: bool,
-    ) -> None:
-        self._handles = {label: exchanger for label, (exchanger, _) in exchangers.items()}
-        self._units = {label: units for label, (_, units) in exchangers.items()}
-        self._shard = next(iter(self._units.values()))[0].shard
-        self._line = line
-        self._watches = []
-        self._sends_unused = not fused
+    def __init__(self, model: Module, units: Sequence[Unit], group: dist.ProcessGroup, policy: PolicyName) -> None:
+        self._model = weakref.ref(unwrapped(model))
+        self._is_fused = policy == "fused"
+        self._shard = units[0].shard
+        groups = {"all modules": units} if self._is_fused else {unit.name: [unit] for unit in units}
+        self._units = {_titled(name, *self._shard): of_group for name, of_group in groups.items()}
+        like = {
+            name: {one.name: _like(one, policy) for unit in of_group for one in unit.parameters()}
+            for name, of_group in self._units.items()
+        }
+        super().__init__(like, in_turns=True, group=group)
         self._hooks: dict[Unit, Hook] = {}
-        every = [unit for _, units in exchangers.values() for unit in units]
-        first = next(iter(exchangers.values()))[0]
-        check = functools.partial(_check_parameters, _held_by(model, every), every, first)
+        self._on_model: list[RemovableHandle] = []
+        self._passes = Passes()
+        self._is_first = False
+
+    def plug(self, handle: Handle[Any]) -> None:
+        """Copy rank 0's parameters and buffers to all replicas, and hook into the modules' reduce-scatters."""
+        model = self._model()
+        assert model is not None, "attach_replicas holds it"
+        caches = kept_buffers(model, saved=False)
+        share_from_rank_0(self.caller, everything_kept(model), caches, self.process_group, AttachError)
+        self._is_first = handle.rank_and_world_size[0] == 0
+        every = [unit for units in self._units.values() for unit in units]
+        check = functools.partial(_check_parameters, _held_by(model, every), every, next(iter(handle.values())))
         # Before FSDP2's own, which overwrites what was put in a shard's place.
         self._on_model = [model.register_forward_pre_hook(check, prepend=True)]
-        self._passes = passes = Passes()
         # as Any: for mypy, FSDPModule is no Module
         modules: dict[Any, Unit | None] = {model: None} | {unit.module: unit for unit in every}
-        self._on_model += passes.follow(modules)
-        for exchanger, units in exchangers.values():
-            at_the_end = AtTheEnd(units, exchanger, passes) if fused else None
+        self._on_model += self._passes.follow(modules)
+        for name, units in self._units.items():
+            at_the_end = AtTheEnd(units, handle[name], self._passes) if self._is_fused else None
             if at_the_end is not None:
-                passes.may_send_less = units
+                self._passes.may_send_less = units
                 self._on_model += at_the_end.follow(modules)
             for unit in units:
                 self._hooks[unit] = hook = (
-                    PerModule(unit, exchanger, passes) if at_the_end is None else at_the_end.hook_of(unit)
+                    PerModule(unit, handle[name], self._passes) if at_the_end is None else at_the_end.hook_of(unit)
                 )
                 unit.set_all_reduce_hook(hook)
-                if self._sends_unused:
+                if not self._is_fused:
                     unit.send_unused()  # a step's size must not differ
 
-    @property
-    def is_attached(self) -> bool:
-        """True while the model's gradients go through this compressor: until `detach`, or until the model is gone."""
-        return bool(self._hooks) and all(
-            unit.is_there and unit.all_reduce_hook() is hook for unit, hook in self._hooks.items()
-        )
+    def unplug(self) -> None:
+        """Remove the hooks from the modules.
 
-    def is_own(self, label: str) -> bool:
-        """Return whether this rank loads a group of a checkpoint; it skips other shards' groups."""
-        number, ranks = self._shard
-        return not any(label.endswith(_titled("", other, ranks)) for other in range(ranks) if other != number)
-
-    def memory_report(self) -> MemoryReport:
-        """Return the bytes in use, by purpose; `gradients` are copies that are sent and received, or kept aside."""
-        report = memory_of(self.values())
-        return dataclasses.replace(report, gradients=report.gradients + self._passes.kept_bytes())
-
-    def detach(self) -> None:
-        """Remove the hooks from the modules. A second call does nothing.
-
-        Every rank must detach between the same two steps. Gradients that modules keep aside, after
-        `set_requires_all_reduce(False)`, are added to `.grad`, of this replica alone, and rank 0 warns of them.
+        Gradients that modules keep aside, after `set_requires_all_reduce(False)`, are added to `.grad`, of this replica
+        alone, and rank 0 warns of them.
         """
-        self._end_watching()
+        super().unplug()
         while self._on_model:
             self._on_model.pop().remove()
         while self._hooks:
             unit, hook = self._hooks.popitem()
             if unit.is_there and unit.all_reduce_hook() is hook:
                 unit.set_all_reduce_hook(None)
-            if unit.is_there and self._sends_unused:
+            if unit.is_there and not self._is_fused:
                 unit.end_sending_unused()
         kept = self._passes.close()
-        for exchanger in self.values():
-            exchanger.close()
-        if kept and self._line.rank == 0:
+        if kept and self._is_first:
             more = f" and {counted(len(kept) - 1, 'other module')}" if len(kept) > 1 else ""
             warnings.warn(
                 f"commhooks, attach_replicas: {kept[0]}{more} kept gradients aside (set_requires_all_reduce(False)); "
-                "detach has added them to .grad, where each replica has its own: average them, or call "
+                "close has added them to .grad, where each replica has its own: average them, or call "
                 "optimizer.zero_grad(), before the optimizer steps.",
-                stacklevel=2,
+                stacklevel=3,
             )
 
-    def _shards(self, label: str) -> dict[Tensor, str]:
-        return {parameter.shard: parameter.name for unit in self._units[label] for parameter in unit.parameters()}
+    @property
+    def is_plugged(self) -> bool:
+        """True while the model's gradients go through the channels: until `unplug`, or until the model is gone."""
+        return bool(self._hooks) and all(
+            unit.is_there and unit.all_reduce_hook() is hook for unit, hook in self._hooks.items()
+        )
+
+    def is_own(self, channel: str) -> bool:
+        """Return whether this rank loads a channel of a checkpoint; it skips other shards' channels."""
+        number, ranks = self._shard
+        return not any(channel.endswith(_titled("", other, ranks)) for other in range(ranks) if other != number)
+
+    def memory(self, channels: Iterable[Channel]) -> MemoryReport:
+        """Return the bytes in use, by purpose; `gradients` are copies that are sent and received, or kept aside."""
+        report = super().memory(channels)
+        return dataclasses.replace(report, gradients=report.gradients + self._passes.kept_bytes())
+
+    def averaged_by(self, channel: Channel) -> Mapping[Tensor, str]:
+        """Return this rank's shards of a channel's parameters."""
+        units = self._units[channel.label]
+        return {parameter.shard: parameter.name for unit in units for parameter in unit.parameters()}
+
+    def guard_of(self, channel: Channel) -> Guard | None:
+        """Return a guard that counts a channel's averages."""
+        return guard_of_reductions(channel, self.averaged_by(channel), "all-reduce hook")
 
 
-def attach_replicas(
-    model: Module,
-    compressor: Compressor | str,
-    process_group: dist.ProcessGroup | None,
-    *,
-    policy: PolicyName = "fused",
-    hook_timeout: float | None = None,
-    scaler: Scaler | None = None,
-    residuals: ResidualStorage = "fp32",
-    wrap_communicator: WrapCommunicator | None = None,
-) -> ReplicasAttachment:
+def attach_replicas(model: Module, compressor: Compressor | str, **options: Unpack[Options]) -> Handle[TensorChannel]:
     """Average the gradients of a model that FSDP2 shards over its replicas, with `compressor`.
 
     `model` is a module to which, or to modules in which, `torch.distributed.fsdp.fully_shard` was applied, over a mesh
-    of one dimension, such as the ranks of one site. `process_group` connects the ranks that keep the same shard, one in
-    each site; None: the default group, for meshes of one rank, with which this is plain replication. FSDP2 reduces
-    gradients within a site, and the compressor averages the shards between sites. Call it on every rank, between the
-    same two backward passes, and before or after the first forward pass, once the parameters have memory. A string is
-    passed to `make_compressor`; every compressor is possible. It can be combined with `attach_sharded`, which
-    compresses the reduction within a site.
+    of one dimension, such as the ranks of one site. FSDP2 reduces gradients within a site, and the compressor averages
+    the shards between sites. Call it on every rank, between the same two backward passes, and before or after the first
+    forward pass, once the parameters have memory. A string is passed to `make_compressor`; every compressor is
+    possible. It can be combined with `attach_sharded`, which compresses the reduction within a site.
 
     All parameters and buffers are overwritten with those of the group's rank 0, as in a DistributedDataParallel. Left
     as each rank has them are `fully_shard`'s `ignored_params`, the model's `_ddp_params_and_buffers_to_ignore`, buffers
     that are not saved and whose shapes differ between ranks, and frozen tensors without bytes of their own: weights
     quantised to codes (a subclass with a `__torch_dispatch__`), sparse and expanded ones.
 
+    `Options` describes the options, of which all but `guard` apply, and `atomic` under "fused".
+
+    - `process_group` connects the ranks that keep the same shard, one in each site; None: the default group, for meshes
+      of one rank, with which this is plain replication.
     - `policy`: "fused" averages all gradients at once, at the end of each backward pass that synchronises: few
       collectives, whatever the number of modules. Parameters that a pass does not use get a gradient, of zeros unless
       another replica used them. "fifo" averages each module's gradients as soon as they are reduced, in
       `MixedPrecisionPolicy`'s `reduce_dtype`, during the rest of the backward pass. All replicas must then use the same
       modules. With either, means add up in `.grad`, and gradients of a module after `set_requires_all_reduce(False)`
       are kept aside until the module wants an average again, as with HSDP.
-    - `hook_timeout`, `scaler`, `residuals` and `wrap_communicator`: see `attach`. A residual has the size of this
-      rank's shard.
+    - `residuals`: a residual has the size of this rank's shard.
 
     Raises `AttachError` if nothing in the model is sharded, if a trained parameter is outside what is, if an all-reduce
     hook is set already, or if ranks disagree, for example about the shard that they keep; `SettingsError` for FSDP2's
     own replication (HSDP), for a process group with ranks that keep other shards, and for settings that cannot work.
     """
-    group = group_or_default(process_group)
+    group = group_or_default(options.get("process_group"))
     try:
+        settings = settings_of("attach_replicas", options)
+        if settings.atomic and settings.policy == "fifo":
+            raise SettingsError(
+                "attach_replicas(atomic=True): under 'fifo', modules are exchanged one by one, and one that is done "
+                "cannot be undone; use policy='fused'."
+            )
         compressor = checked_compressor("attach_replicas", compressor)
-        check_run_settings("attach_replicas", policy, hook_timeout)
         units = units_of("attach_replicas", model)
-        _check(model, units, group, policy)
+        _check(model, units, group, settings.policy)
         check_nothing_is_left("attach_replicas", model, units, group)
+        feed = ReplicasFeed(model, units, group, settings.policy)
     except Exception as error:  # whatever it is, the other ranks are waiting for an answer
         agree("attach_replicas", group, error)
         raise
     number, ranks = units[0].shard
     facts = [f"shard: {number} of {ranks}", f"modules: {', '.join(unit.name for unit in units)}"]
     agree("attach_replicas", group, "\n".join(facts + [unit.fingerprint() for unit in units]), AttachError)
-    line = ProcessGroupLine(
-        group,
-        label="replicas",
-        policy=policy,
-        wrap_communicator=wrap_communicator,
-        hook_timeout=hook_timeout,
-        may_bypass=wrap_communicator is not None,
-    )
-    groups = {"all modules": units} if policy == "fused" else {unit.name: [unit] for unit in units}
-    memory = InTurns()
-    like = {
-        _titled(name, number, ranks): {one.name: _like(one, policy) for unit in of_group for one in unit.parameters()}
-        for name, of_group in groups.items()
-    }
-    for tensors in like.values():
-        memory.reserve(tensors.values())
-    try:
-        exchangers = [
-            Exchanger(tensors, compressor, line=line, scaler=scaler, residuals=residuals, name=label, memory=memory)
-            for label, tensors in like.items()
-        ]
-    except Exception as error:  # as above
-        agree("attach_replicas", group, error)
-        raise
-    agree("attach_replicas", group, "")
-    inner = unwrapped(model)
-    try:
-        for exchanger in exchangers:
-            exchanger.open()
-        caches = kept_buffers(inner, saved=False)
-        share_from_rank_0("attach_replicas", everything_kept(inner), caches, group, AttachError)
-    except Exception:
-        for exchanger in exchangers:
-            exchanger.close()
-        raise
-    made = zip(exchangers, groups.values(), strict=True)
-    return ReplicasAttachment(inner, dict(zip(like, made, strict=True)), line, fused=policy == "fused")
+    return open_exchange(feed, compressor, **options)
 
 
 def _check(model: Module, units: Sequence[Unit], group: dist.ProcessGroup, policy: PolicyName) -> None:
@@ -578,7 +548,7 @@ def _check(model: Module, units: Sequence[Unit], group: dist.ProcessGroup, polic
         )
     for unit in units:
         if unit.all_reduce_hook() is not None:
-            raise AttachError(f"attach_replicas: {unit.name} has an all-reduce hook already; detach that first.")
+            raise AttachError(f"attach_replicas: {unit.name} has an all-reduce hook already; close that first.")
         for one in unit.parameters():
             if policy == "fused" and has_hooks(one.shard):
                 raise SettingsError(f"attach_replicas: {one.name!r} {_ACTS_EARLY}")
@@ -596,7 +566,7 @@ def _held_by(model: Module, units: Sequence[Unit], *, trained: bool = False) -> 
 
 @_disable_dynamo  # as in Passes
 def _check_parameters(
-    before: Mapping[str, object], units: Sequence[Unit], exchanger: Exchanger, model: Module, _inputs: object
+    before: Mapping[str, object], units: Sequence[Unit], exchanger: TensorChannel, model: Module, _inputs: object
 ) -> None:
     """Fail if a trained parameter was added or replaced: nobody would average its gradient."""
     now = _held_by(model, units, trained=True)

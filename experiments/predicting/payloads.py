@@ -15,7 +15,7 @@ from commhooks.communicators.collective import Collective
 from commhooks.engine.engine import Engine
 from commhooks.engine.rows import RowsBucket
 from commhooks.errors import SettingsError
-from commhooks.hooks.exchanger import Exchanger, average_in_lockstep
+from commhooks.exchange.exchanger import Exchanger, average_in_lockstep
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 from commhooks.scheduling.policy import PolicyName

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from commhooks.hooks.optimizers import unsuited
+from commhooks.exchange.optimizers import unsuited
 
 from ..hooks import make_hook, reduction_of
 from ..runs import RunSettings

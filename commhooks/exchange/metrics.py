@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from commhooks.devices import wait_for_copies
 from commhooks.engine.engine import Engine
 from commhooks.errors import SettingsError
+from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 
 
 class ScalarWriter(Protocol):
@@ -29,9 +30,10 @@ Writer = ScalarWriter | MetricsLogger | Callable[[dict[str, float], int], Any]
 """Something that `log_to` can write to."""
 
 
-def metrics_of(engine: Engine, *, by_parameter: bool) -> dict[str, float]:
-    """Return the metrics by tag; `Handle.metrics` describes them."""
-    totals, last = engine.statistics(), engine.lane.ledger.last_step()
+def metrics_of(
+    engines: Sequence[Engine], totals: Statistics, last: Statistics, by_parameter: Mapping[str, ParameterTraffic]
+) -> dict[str, float]:
+    """Return the metrics by tag, and those of some parameters; `Handle.metrics` describes them."""
     found: dict[str, float] = {
         "bytes_sent_total": totals.moved_bytes,
         "bytes_sent_per_step": last.moved_bytes,
@@ -41,10 +43,11 @@ def metrics_of(engine: Engine, *, by_parameter: bool) -> dict[str, float]:
         "seconds_waiting": last.seconds_waiting,
         "seconds_exposed": last.seconds_exposed,
     }
-    pairs = _residuals_and_gradients(engine)
+    pairs = {name: pair for engine in engines for name, pair in _residuals_and_gradients(engine).items()}
     if pairs:
         # Residuals are multiplied by the loss scale; gradients no longer are, once the optimizer has taken its step.
-        scale = engine.loss_scale.value() if engine.loss_scale.has_scaler else 1.0
+        loss_scale = engines[0].loss_scale
+        scale = loss_scale.value() if loss_scale.has_scaler else 1.0
         residuals = _norms(residual for residual, _ in pairs.values()) / scale
         gradients = _norms(gradient for _, gradient in pairs.values())
         ratios = {"": float(residuals.norm() / gradients.norm())} if gradients.any() else {}
@@ -52,9 +55,7 @@ def metrics_of(engine: Engine, *, by_parameter: bool) -> dict[str, float]:
             each = zip(pairs, residuals / gradients, gradients, strict=True)
             ratios |= {f"/{name}": float(ratio) for name, ratio, gradient in each if gradient}
         found |= {f"residual_norm_over_gradient_norm{name}": ratio for name, ratio in ratios.items()}
-    if by_parameter:
-        for name, traffic in engine.lane.ledger.by_parameter().items():
-            found[f"bytes_sent_total/{name}"] = traffic.moved_bytes
+    found |= {f"bytes_sent_total/{name}": traffic.moved_bytes for name, traffic in by_parameter.items()}
     return {f"commhooks/{name}": float(value) for name, value in found.items()}
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError
-from commhooks.hooks.optimizers import unsuited
+from commhooks.exchange.optimizers import unsuited
 from ddp_core.guard import Guard, NotAveragedError, NotAveragedWarning, set_guard, steps_locally
 
 __all__ = [

@@ -1,0 +1,459 @@
+"""The user's handle on an exchange, and `open_exchange`, which makes one of a feed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.communicators.ranks import Ranks
+from commhooks.engine.engine import Engine
+from commhooks.engine.resume import agreed
+from commhooks.errors import AttachError, CheckpointError, SettingsError
+from commhooks.exchange.channel import Channel, checked_compressor, complete, inventory_of
+from commhooks.exchange.feed import ONLY, Feed
+from commhooks.exchange.metrics import Writer, metrics_of, write_to
+from commhooks.exchange.options import Options, Settings, settings_of
+from commhooks.exchange.watching import Watch, optimizer_of
+from commhooks.language.compressor import Compressor
+from commhooks.scheduling.ledger import ParameterTraffic, Statistics, total
+from commhooks.scheduling.line import Line, ProcessGroupLine
+from commhooks.state.groups import Snapshots
+from commhooks.state.memory import MemoryReport
+from commhooks.state.snapshot import LoadOptions, LoadRules, Snapshot, merge_state_dicts, refuse
+
+One = TypeVar("One", bound=Channel)
+
+
+class Handle(Mapping[str, One]):
+    """An exchange under way: its statistics, checkpoints and compressor; a mapping of its channels, by name.
+
+    `attach`, `attach_sharded` and `attach_replicas` return one, and `Exchanger`, `PowerSGDState` and `DiLoCo` are one
+    or have one. Most have a single channel, "gradients". All counts start at zero. It is a context manager that ends
+    with `close`, and `print` shows a summary.
+    """
+
+    keeps_own_model = False
+    """Every rank has the same model, or a shard of it, and the same optimizer's state."""
+
+    def __init__(
+        self,
+        feed: Feed,
+        compressor: Compressor | Mapping[str, Compressor],
+        settings: Settings,
+        line: Line | None = None,
+    ) -> None:
+        """Make the engines, unless settings cannot work; the other ranks learn of nothing before `open`."""
+        self._feed, self._settings = feed, settings
+        self._watches: list[Watch] = []
+        self._line: Line = line or ProcessGroupLine(
+            settings.process_group or feed.process_group,
+            label=feed.label,
+            policy=settings.policy,
+            wrap_communicator=settings.wrap_communicator,
+            hook_timeout=settings.hook_timeout,
+            may_bypass=settings.process_group is not None or settings.wrap_communicator is not None,
+            may_be_alone=feed.may_be_alone,
+        )
+        self._made: dict[str, One] = {}
+        like = feed.like()
+        try:
+            for name, named in like.items():
+                one = compressor[name] if isinstance(compressor, Mapping) else compressor
+                self._made[name] = self._channel(name, named, one)
+        except Exception:
+            self.close()
+            raise
+
+    def _channel(self, name: str, named: Mapping[str, Tensor], compressor: Compressor) -> Any:
+        feed, settings = self._feed, self._settings
+        engine = Engine(
+            compressor,
+            self._line,
+            fingerprint=feed.facts(name),
+            residuals=settings.residuals,
+            atomic=settings.atomic,
+            may_join=feed.may_join,
+            policy=settings.policy,
+            name=feed.title(name),
+            is_sharded=feed.is_sharded,
+        )
+        if named:  # a bare hook learns of its parameters from buckets
+            engine.bind(list(named.items()), may_be_unused=feed.may_be_unused)
+        if settings.scaler is not None:
+            engine.loss_scale.follow(settings.scaler)
+        return feed.channel_type(name, engine, feed)
+
+    def open(self) -> Self:
+        """Connect to the other ranks, and have buckets run through the channels; on any failure close, and raise."""
+        try:
+            for channel in self._channels().values():
+                channel.open()
+            self._feed.plug(self)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _channels(self) -> Mapping[str, One]:
+        return self._made
+
+    def _only(self) -> One:
+        """Return the channel of a handle that has one."""
+        (channel,) = self._channels().values()
+        return channel
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of a handle that has one channel."""
+        return self._only().engine
+
+    @property
+    def _is_plain(self) -> bool:
+        return [*self._channels()] == [ONLY]
+
+    # --- a mapping ----------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> One:
+        """Return a channel."""
+        return self._channels()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the channels' names."""
+        return iter(self._channels())
+
+    def __len__(self) -> int:
+        return len(self._channels())
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        """Return a summary of each channel."""
+        title = type(self).__name__ if type(self) is not Handle else self._feed.caller
+        if self._is_plain:
+            return f"{title}: {self._only()}"
+        return "\n".join(f"{name}: {one}" for name, one in self.items())
+
+    # --- what users ask -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_attached(self) -> bool:
+        """True while buckets go through this handle: until `close`, or until the model is gone."""
+        return self._feed.is_plugged
+
+    @property
+    def line(self) -> Line:
+        """The line to the other ranks."""
+        return self._line
+
+    @property
+    def gathers(self) -> Any:
+        """The gathers of weights, with `attach_sharded(gather=)`, by module name; frozen modules have one too."""
+        return getattr(self._feed, "gathers", {})
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group whose ranks average together; None once it has been destroyed, or without one."""
+        return self._line.process_group if isinstance(self._line, ProcessGroupLine) else None
+
+    @property
+    def hook_timeout(self) -> float | None:
+        """The limit of a collective, in seconds; None: the process group's."""
+        return self._line.hook_timeout if isinstance(self._line, ProcessGroupLine) else None
+
+    @property
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """The rank of this process and the number of ranks, among those that average together."""
+        (first, *_) = self._channels().values()
+        return first.engine.line.rank, first.engine.line.world_size
+
+    @property
+    def compressor(self) -> Compressor:
+        """The compressor in use, of the first channel if they differ."""
+        return next(iter(self._channels().values())).compressor
+
+    @property
+    def steps(self) -> int:
+        """The number of steps, or rounds, begun so far: the most of any channel."""
+        return max(one.steps for one in self.values())
+
+    def statistics(self) -> Statistics:
+        """Return this rank's totals so far; steps are the most of any channel."""
+        own = _together(one.statistics() for one in self.values())
+        others = self._feed.statistics()
+        return dataclasses.replace(total([own, *others]), steps=own.steps) if others else own
+
+    def last_step(self) -> Statistics:
+        """Return this rank's counts for the last complete step of each channel."""
+        return _together(one.last_step() for one in self.values())
+
+    def by_parameter(self) -> dict[str, ParameterTraffic]:
+        """Return each parameter's share of this rank's totals so far, by name."""
+        return {name: share for one in self.values() for name, share in one.by_parameter().items()}
+
+    def memory(self) -> MemoryReport:
+        """Return the bytes in use on this rank, by purpose."""
+        return self._feed.memory(self.values())
+
+    def metrics(self, *, by_parameter: bool = False) -> dict[str, float]:
+        """Return this rank's metrics by tag; call it after the optimizer's step and before `zero_grad`.
+
+        - commhooks/bytes_sent_total and bytes_sent_per_step: bytes that this rank sent, since attaching and in the last
+          step
+        - commhooks/compression_ratio and collectives_per_step: values of the last step
+        - commhooks/seconds_compressing, seconds_waiting, seconds_exposed: values of the last step, as in `Statistics`
+        - commhooks/residual_norm_over_gradient_norm: this rank's residuals over the mean gradients in `.grad`, if there
+          are both and the gradients are not zero; clipped gradients are smaller
+        - with `by_parameter`, also bytes_sent_total and residual_norm_over_gradient_norm of every parameter, whose name
+          follows after a slash
+
+        Reading the norms makes the host wait for a GPU, so do not log in every step.
+        """
+        engines = [one.engine for one in self.values()]
+        shares = self.by_parameter() if by_parameter else {}
+        return metrics_of(engines, self.statistics(), self.last_step(), shares)
+
+    def log_to(self, writer: Writer, step: int, *, by_parameter: bool = False) -> None:
+        """Write `metrics` to a TensorBoard `SummaryWriter`, a Lightning logger, or a function of (metrics, step)."""
+        write_to(writer, self.metrics(by_parameter=by_parameter), step)
+
+    def set_grad_scale(self, scale: float) -> None:
+        """Set the loss scale from the next step on, and rescale residuals to it. Not needed with a `scaler`."""
+        for one in self.values():
+            one.engine.loss_scale.announce(scale)
+
+    # --- another compressor -------------------------------------------------------------------------------------------
+
+    def checked(self, compressor: Compressor | str) -> Compressor:
+        """Return the compressor that `replace` would switch to, made if a name is given; nothing changes.
+
+        Raises `AttachError` if this handle was closed, or does not know the parameters' names yet, and `SettingsError`
+        for a compressor that does not exist or does not suit the parameters or the ranks.
+        """
+        self._check_open("replace")
+        for one in self.values():
+            candidate, refusal = one.candidate(compressor)
+            if refusal is not None:
+                raise refusal
+        return candidate
+
+    def expect(self, *compressors: Compressor) -> None:
+        """Announce the compressors that may take over later: a `state_dict` may then also hold their state."""
+        for one in self.values():
+            one.engine.expect(compressors)
+
+    def replace(self, compressor: Compressor | str | Mapping[str, Compressor | str]) -> None:
+        """Switch to another compressor from the next step on, in all channels or in those named, keeping their state.
+
+        Every rank must replace between the same two steps. Residuals are kept for whichever compressor next uses them;
+        a server error that it does not use is added to its residual, or named in a warning if it has none; a basis of
+        another size starts from scratch. Raises `AttachError` if ranks disagree or a step is under way, and
+        `SettingsError` for settings that do not suit the parameters; in either case the old compressor stays, in all
+        channels.
+        """
+        self._check_open("replace")
+        given = dict(compressor) if isinstance(compressor, Mapping) else dict.fromkeys(self, compressor)
+        if unknown := given.keys() - self.keys():
+            raise SettingsError(
+                f"replace: there is no channel {', '.join(sorted(unknown))}; there are {', '.join(self)}."
+            )
+        # One that does not suit a channel is refused there first, where all ranks learn of it.
+        refused = {name: one for name, one in given.items() if self[name].candidate(one)[1] is not None}
+        for name, one in {**refused, **given}.items():
+            self[name].replace(one)
+
+    # --- the model ----------------------------------------------------------------------------------------------------
+
+    def watch(self, *optimizers: object) -> None:
+        """Raise `NotAveragedError` whenever one of these takes a step on gradients that bypassed the compressor.
+
+        Pass the optimizers of the attached model, or a framework's wrappers around them. This is the guard of `attach`
+        in its strict form: the error is raised without comparing gradients with those of other ranks, so it does not
+        wait for a rank that is late, and gradients that were averaged by hand are an error too. It is raised before the
+        step changes anything, or after it if the step runs the backward pass itself, in a closure. At the first step,
+        rank 0 warns if the compressor is known to do badly with such an optimizer. Watching ends with `close`. Raises
+        `AttachError` for an optimizer of other parameters.
+        """
+        self._check_open("watch")
+        averaged = {one: self._feed.averaged_by(one) for one in self.values()}
+        known = [*itertools.chain.from_iterable(averaged.values())]
+        found = [optimizer_of("watch", known, optimizer) for optimizer in optimizers]
+        for optimizer, (one, named) in itertools.product(found, averaged.items()):
+            if not {tensor for group in optimizer.param_groups for tensor in group["params"]}.isdisjoint(named):
+                self._watches.append(Watch(optimizer, self._feed.guard_of(one), named.keys(), one.engine))
+
+    def close(self) -> None:
+        """End the exchange: restore what the feed replaced, and stop the scheduler. A second call does nothing.
+
+        Every rank must close between the same two steps. PyTorch's DistributedDataParallel only ever accepts one hook,
+        so afterwards `attach` works again on the same model but `register_comm_hook` does not.
+        """
+        while self._watches:  # they hold parameters
+            self._watches.pop().remove()
+        with contextlib.ExitStack() as stopping:
+            for one in self._made.values():
+                stopping.callback(one.engine.stop)
+            self._feed.unplug()
+
+    def _check_open(self, caller: str) -> None:
+        """Raise `AttachError` if buckets no longer go through this handle."""
+        if not self._feed.is_plugged or any(one.engine.lane.is_closed for one in self.values()):
+            raise AttachError(
+                f"{caller}: this {self._feed.what} was closed, or its model is gone; call {self._feed.caller} again."
+            )
+
+    # --- saving and loading -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data, for a checkpoint; `commhooks.state.snapshot` describes its layout.
+
+        It holds only this rank's residuals, so call it on every rank, between two steps. Tensors are copies. Raises
+        `CheckpointError` after a step that failed, or if the parameters' names are not known (see
+        `PowerSGDState.bind`).
+        """
+        saved = self.snapshot().cloned()
+        if isinstance(saved, Snapshot):
+            return _with_inventory(saved.as_dict())
+        return saved.as_dict() | {
+            "groups": {name: _with_inventory(one.as_dict()) for name, one in saved.groups.items()}
+        }
+
+    def snapshot(self, shared: Mapping[str, Any] | None = None) -> Snapshot | Snapshots:
+        """Return the same as `state_dict`, with the tensors themselves; `shared` is added to several channels'."""
+        if self._is_plain:
+            return self._only().snapshot()
+        return Snapshots(groups={name: one.snapshot() for name, one in self.items()}, shared=dict(shared or {}))
+
+    def gathered(self, *, to: int | None = None) -> dict[str, Any]:
+        """Return the `state_dict` with the per-rank state of all ranks, for a checkpoint that one rank writes.
+
+        Call it on every rank, between the same two steps; the hook's own process group carries the states. With `to`,
+        only that rank gets all of it, and every other rank gets its own `state_dict`. Every rank can load the complete
+        state with `load_state_dict`. It takes as much memory as the residuals of all ranks together.
+
+        Raises `CheckpointError` on every rank if any rank cannot return its state, or if the states differ where they
+        must agree.
+        """
+        _, ranks = self.rank_and_world_size
+        if not isinstance(self._line, ProcessGroupLine):
+            raise CheckpointError("gathered: workers of one process gather with merge_state_dicts.")
+        if to is not None and not 0 <= to < ranks:
+            raise CheckpointError(f"gathered(to={to}): to must be a rank from 0 to {ranks - 1}, or None.")
+        if self.process_group is None and ranks > 1:
+            raise CheckpointError(
+                "gathered: the process group was destroyed, so the other ranks cannot be reached; gather before that."
+            )
+        others = Ranks(self.process_group)
+        if to is None:
+            return merge_state_dicts(others.gather("gather the hook's state", self.state_dict))
+        own = others.each("take the hook's state", self.state_dict)
+        states = others.gather_to(to, own)
+        return merge_state_dicts(states) if states is not None else own
+
+    def differences(self, saved: object, rules: LoadRules) -> list[str]:
+        """List every difference between a saved state and this run that would cause an error on loading."""
+        if self._is_plain:
+            return self._only().differences(saved, rules)
+        if not isinstance(saved, Snapshots):
+            return ["hooks: it was saved with the state of one channel, not of several"]
+        if saved.groups.keys() != self.keys():
+            return [f"it has the groups {', '.join(saved.groups)}, and this run has {', '.join(self)}"]
+        return [
+            f"{name}: {fault}" for name, one in self.items() for fault in one.differences(saved.groups[name], rules)
+        ]
+
+    def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
+        """Restore the state that `state_dict` returned; call it on every rank, between the same two steps.
+
+        `LoadRules` describes which differences may be allowed. Raises `CheckpointError` on every rank, and changes
+        nothing in any channel, if the state is damaged or does not match the run on any rank, or if ranks pass
+        different states. A rank that could not even read its state passes the `CheckpointError` that explains why, so
+        that the other ranks learn of it.
+
+        A `PowerSGDState` that does not know its parameters' names yet checks the state once it learns them; if that is
+        before its first step, ranks that passed different states raise at their first bucket.
+        """
+        self._load(state, LoadRules(**rules))
+
+    def _load(self, state: object, rules: LoadRules) -> None:
+        self.restore(read_state(state, several=not self._is_plain), rules)
+
+    def restore(self, saved: Snapshot | Snapshots | CheckpointError, rules: LoadRules) -> None:
+        """Restore a state; if it does not match, or is an error, raise on every rank and change nothing."""
+        if self._is_plain:
+            assert not isinstance(saved, Snapshots), "it was read as the state of one channel"
+            self._only().restore(saved, rules)
+            return
+        (first, *_) = self.values()
+        if not isinstance(saved, CheckpointError) and (faults := self.differences(saved, rules)):
+            saved = refuse(f"rank {first.engine.line.rank}: the checkpoint does not fit", faults)
+        agreed(first.engine, saved)
+        if isinstance(saved, CheckpointError):
+            raise saved
+        assert isinstance(saved, Snapshots), "differences found no other"
+        for name, one in self.items():
+            one.restore(saved.groups[name], rules)
+
+    def is_own(self, name: str) -> bool:
+        """Return whether this rank loads a channel of a checkpoint; it skips those of ranks with another shard."""
+        return self._feed.is_own(name)
+
+
+def open_exchange(feed: Feed, compressor: Compressor | str, **options: Unpack[Options]) -> Handle[Any]:
+    """Average what a feed hands in, with a compressor: make engines, connect, and plug in, on every rank or on none.
+
+    Raises `AttachError` if ranks disagree about compressor, options or tensors, and `SettingsError` for settings that
+    cannot work, on this rank or another.
+    """
+    settings = settings_of(feed.caller, options)
+    return Handle(feed, checked_compressor(feed.caller, compressor), settings).open()
+
+
+def read_state(state: object, *, several: bool) -> Snapshot | Snapshots | CheckpointError:
+    """Read a state_dict of one channel or of several; return the error if it cannot be read, for others to learn."""
+    if isinstance(state, CheckpointError):
+        return state
+    try:
+        if not several:
+            return complete(state)
+        read = Snapshots.from_dict(state)
+        assert isinstance(state, Mapping), "from_dict takes nothing else"
+        for one in state["groups"].values():
+            complete(one)
+    except CheckpointError as error:
+        return error
+    except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
+        return CheckpointError(f"the hook's state is damaged ({type(error).__name__}: {error}).")
+    return read
+
+
+def _together(counts: Iterable[Statistics]) -> Statistics:
+    every = [*counts]
+    if len(every) == 1:
+        return every[0]
+    return dataclasses.replace(total(every), steps=max((one.steps for one in every), default=0))
+
+
+def _with_inventory(state: dict[str, Any]) -> dict[str, Any]:
+    return state | {"inventory": {rank: inventory_of(state, rank) for rank in state["local"]}}
