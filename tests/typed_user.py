@@ -9,9 +9,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks import Attachment, Checkpoint, PowerSGDState, make_compressor, powerSGD_hook
+from commhooks import Checkpoint, Handle, PowerSGDState, make_compressor, powerSGD_hook
 from commhooks.codecs import Int8
 from commhooks.control import AdaptiveRule
+from commhooks.exchange.channel import Channel
 from commhooks.language import Compressor
 from experiments import predicting
 from experiments.predicting import Plan, Probe, Profile
@@ -19,7 +20,7 @@ from experiments.predicting import Plan, Probe, Profile
 
 def names_have_types(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
     attachment = commhooks.attach(model, "powersgd", policy="fused", residuals="bf16")
-    assert_type(attachment, Attachment)
+    assert_type(attachment, Handle[Channel])
     assert_type(make_compressor("fp16"), Compressor)
     assert_type(commhooks.Adaptive(attachment, ["fp16", "int8"], rule=AdaptiveRule(look=4)), commhooks.Adaptive)
     assert_type(predicting.plan(Profile.read(Path("profile.json")), Probe.read(Path("probe.json"))), Plan)

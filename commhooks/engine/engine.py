@@ -348,7 +348,7 @@ class Engine:
         """Return the memory that is kept between steps: messages, and the pool of exchanges."""
         return [*self.lane.working_memory(), *self.buckets.pool.blocks()]
 
-    def memory_report(self) -> MemoryReport:
+    def memory(self) -> MemoryReport:
         """Return the bytes in use, by purpose."""
         copies = self._undo.tensors() if self._undo is not None else []
         return memory_report(self.state, self.buckets.views(), copies, self.working_memory())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from commhooks.engine.engine import Engine
@@ -17,6 +18,7 @@ from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.scheduling.line import Line
 from commhooks.state.memory import MemoryReport
 from commhooks.state.snapshot import LoadRules, Snapshot
+from commhooks.state.table import StateTable
 from commhooks.wrappers.hierarchical import is_hierarchical
 
 if TYPE_CHECKING:
@@ -52,6 +54,11 @@ class Channel:
         return self.engine.compressor
 
     @property
+    def state(self) -> StateTable:
+        """The compressor's state, by parameter."""
+        return self.engine.state
+
+    @property
     def steps(self) -> int:
         """The number of steps, or rounds, begun so far."""
         return self.engine.step
@@ -70,31 +77,40 @@ class Channel:
 
     def memory(self) -> MemoryReport:
         """Return the bytes in use on this rank, by purpose."""
-        return self.engine.memory_report()
+        return self.engine.memory()
 
     def open(self) -> None:
         """Connect to the other ranks now; raise `AttachError` if they disagree."""
-        named = self.engine.state.named()
-        refusal = self._feed.refusal_of(self.compressor) or refusal_of(self.compressor, named, self.engine.line)
-        self.engine.open(next(iter(named.values())).device, refusal)
+        self.engine.open(self._device, self.refusal_of(self.compressor))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.engine.state.named().values())).device
+
+    def refusal_of(self, compressor: Compressor) -> SettingsError | None:
+        """Return why a compressor cannot average these tensors on this rank; None if it can."""
+        try:
+            check_compressor_for(compressor, self.engine.state.named(), self.engine.line)
+        except SettingsError as error:
+            return error
+        return self._feed.refusal_of(compressor)
 
     def candidate(self, compressor: Compressor | str) -> tuple[Compressor, SettingsError | None]:
         """Return the compressor, and the error if this rank cannot switch to it, for all ranks to learn of."""
         if self.engine.lane.is_closed:
-            raise AttachError(f"replace: this {self._feed.what} was closed.")
-        named = self.engine.state.named()
-        if not named:
+            raise AttachError(f"replace: {self._feed.ended}.")
+        if not self.engine.state.named():
             raise AttachError("replace: the parameters' names are not known yet; see PowerSGDState.bind.")
         try:
             candidate = checked_compressor("replace", compressor)
         except SettingsError as refusal:
             return self.compressor, refusal
-        return candidate, self._feed.refusal_of(candidate) or refusal_of(candidate, named, self.engine.line)
+        return candidate, self.refusal_of(candidate)
 
     def replace(self, compressor: Compressor | str) -> None:
         """Switch to another compressor from the next step on; see `Handle.replace`."""
         candidate, refusal = self.candidate(compressor)
-        self.engine.replace(candidate, next(iter(self.engine.state.named().values())).device, refusal)
+        self.engine.replace(candidate, self._device, refusal)
 
     def snapshot(self) -> Snapshot:
         """Return the state, with the tensors themselves."""
@@ -123,15 +139,6 @@ def checked_compressor(caller: str, compressor: Compressor | str) -> Compressor:
         compressor = make_compressor(compressor)
     check_compressor(caller, compressor)
     return compressor
-
-
-def refusal_of(compressor: Compressor, named: Mapping[str, Tensor], line: Line) -> SettingsError | None:
-    """Return the error for settings that do not suit the parameters or the ranks; it is raised once all ranks know."""
-    try:
-        check_compressor_for(compressor, named, line)
-    except SettingsError as error:
-        return error
-    return None
 
 
 def check_compressor_for(compressor: Compressor, named: Mapping[str, Tensor], line: Line) -> None:

@@ -245,7 +245,7 @@ class TensorFeed(Feed):
 
     channel_type = TensorChannel
     caller = "Exchanger"
-    what = "exchanger"
+    ended = "this Exchanger was closed"
     label = "Exchanger"
 
     def __init__(
@@ -386,10 +386,16 @@ class Exchanger(Handle[TensorChannel]):
         settings = settings_of("Exchanger", options if line is None else {"policy": line.policy, **options})
         compressors = {label: checked_compressor("Exchanger", one) for label, one in given.items()}
         feed = TensorFeed(channels, name=name, weighted=weighted, in_turns=in_turns, group=settings.process_group)
-        for one in compressors.values():
-            if (refusal := feed.refusal_of(one)) is not None:
-                raise refusal
         super().__init__(feed, compressors, settings, line)
+        for channel in self.values():
+            if (refusal := channel.refusal_of(channel.compressor)) is not None:
+                self.close()
+                raise refusal
+
+    @property
+    def name(self) -> str:
+        """Its name in errors."""
+        return next(iter(self.values())).name
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:

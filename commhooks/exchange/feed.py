@@ -32,8 +32,8 @@ class Feed(ABC):
 
     caller: ClassVar[str]
     """The function that users call, for errors and defaults."""
-    what: ClassVar[str] = "attachment"
-    """What users call the exchange, in errors."""
+    ended: ClassVar[str] = "this attachment was closed, or its model is gone; attach again"
+    """What is said of a handle that is used after its end."""
     label: str
     """The name of its connection in the store: those of one label are paired in the order of their first use."""
     channel_type: ClassVar[type[Channel]] = Channel
@@ -99,6 +99,10 @@ class Feed(ABC):
     def is_own(self, channel: str) -> bool:
         """Return whether this rank loads a channel of a checkpoint; it skips those of ranks with another shard."""
         return True
+
+    def summary(self) -> Sequence[str]:
+        """Return lines about what the feed itself sends besides."""
+        return []
 
     def statistics(self) -> Sequence[Statistics]:
         """Return the counts of what the feed itself sends besides."""

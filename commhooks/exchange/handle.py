@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar, Unpack
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.communicators.parent_group import group_or_default
 from commhooks.communicators.ranks import Ranks
 from commhooks.engine.engine import Engine
 from commhooks.engine.resume import agreed
@@ -27,6 +28,7 @@ from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.state.groups import Snapshots
 from commhooks.state.memory import MemoryReport
 from commhooks.state.snapshot import LoadOptions, LoadRules, Snapshot, merge_state_dicts, refuse
+from commhooks.state.table import StateTable
 
 One = TypeVar("One", bound=Channel)
 
@@ -53,7 +55,7 @@ class Handle(Mapping[str, One]):
         self._feed, self._settings = feed, settings
         self._watches: list[Watch] = []
         self._line: Line = line or ProcessGroupLine(
-            settings.process_group or feed.process_group,
+            feed.process_group if settings.process_group is None else group_or_default(settings.process_group),
             label=feed.label,
             policy=settings.policy,
             wrap_communicator=settings.wrap_communicator,
@@ -115,6 +117,11 @@ class Handle(Mapping[str, One]):
         return self._only().engine
 
     @property
+    def state(self) -> StateTable:
+        """The compressor's state, by parameter, of a handle that has one channel."""
+        return self.engine.state
+
+    @property
     def _is_plain(self) -> bool:
         return [*self._channels()] == [ONLY]
 
@@ -153,7 +160,7 @@ class Handle(Mapping[str, One]):
         title = type(self).__name__ if type(self) is not Handle else self._feed.caller
         if self._is_plain:
             return f"{title}: {self._only()}"
-        return "\n".join(f"{name}: {one}" for name, one in self.items())
+        return "\n".join([*(f"{name}: {one}" for name, one in self.items()), *self._feed.summary()])
 
     # --- what users ask -----------------------------------------------------------------------------------------------
 
@@ -319,9 +326,7 @@ class Handle(Mapping[str, One]):
     def _check_open(self, caller: str) -> None:
         """Raise `AttachError` if buckets no longer go through this handle."""
         if not self._feed.is_plugged or any(one.engine.lane.is_closed for one in self.values()):
-            raise AttachError(
-                f"{caller}: this {self._feed.what} was closed, or its model is gone; call {self._feed.caller} again."
-            )
+            raise AttachError(f"{caller}: {self._feed.ended}.")
 
     # --- saving and loading -------------------------------------------------------------------------------------------
 

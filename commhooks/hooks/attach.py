@@ -77,7 +77,6 @@ class DDPFeed(Feed):
 
     def __init__(self, model: Module, ddp: Module, guard: GuardMode | None) -> None:
         check_is_free("attach", ddp)
-        self._group = weakref.ref(group_or_default(getattr(ddp, "process_group", None)))
         self._socket = socket_of(ddp)
         self._ddp = weakref.ref(ddp)  # a handle must not keep its model alive
         self._hook_caller = weakref.ref(caller_of_hook(ddp))
@@ -96,7 +95,7 @@ class DDPFeed(Feed):
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The model's own group."""
-        return group_or_default(self._group())
+        return group_or_default(getattr(self._ddp(), "process_group", None))
 
     def like(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the parameters, by name."""
@@ -125,16 +124,20 @@ class DDPFeed(Feed):
 
     def averaged_by(self, channel: Channel) -> Mapping[Tensor, str]:
         """Return the parameters."""
+        self._held()
         return {parameter: name for name, parameter in self.named}
 
     def guard_of(self, channel: Channel) -> Guard | None:
         """Return the wrapper's guard."""
+        return guard_wrapper(self._held(), self.named)
+
+    def _held(self) -> Module:
         if (ddp := self._ddp()) is None:
             raise AttachError(
                 "watch: the model that attach was called with is gone, and a copy with its reducer trains on; call "
                 "close, and attach the compressor to the copy."
             )
-        return guard_wrapper(ddp, self.named)
+        return ddp
 
     def bucket_plan(self) -> dict[str, Any]:
         """Return ddp_core's layout of buckets; PyTorch's class has none to be saved."""

@@ -51,7 +51,6 @@ class StateFeed(Feed):
     """The buckets of a DDP that calls a hook with its state: the model is known from the first of them."""
 
     caller = "PowerSGDState"
-    what = "PowerSGDState"
     may_join = True
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:

@@ -87,7 +87,7 @@ class PartsFeed(TensorFeed):
     """The parts of a DiLoCo: its fragments, which may be weighted and share memory, and the buffers, which do not."""
 
     caller = "DiLoCo"
-    what = "DiLoCo"
+    ended = "this DiLoCo was closed"
     label = "DiLoCo"
 
     def is_weighted(self, channel: str) -> bool:

@@ -176,6 +176,10 @@ class ModulesFeed(Feed):
         """Return a guard that counts a module's reduce-scatters."""
         return guard_of_reductions(channel, self.averaged_by(channel), "custom reduce-scatter")
 
+    def summary(self) -> Sequence[str]:
+        """Return a summary of the gathers."""
+        return [str(self.gathers)] if self.gathers else []
+
     def statistics(self) -> Sequence[Statistics]:
         """Return the counts of the gathers."""
         return [gather.statistics() for gather in self.gathers.values()]

@@ -24,6 +24,7 @@ from commhooks.devices import keep_until_read
 from commhooks.errors import AttachError, SettingsError
 from commhooks.exchange.channel import Channel, checked_compressor
 from commhooks.exchange.exchanger import TensorChannel, TensorFeed
+from commhooks.exchange.feed import Feed
 from commhooks.exchange.handle import Handle, open_exchange
 from commhooks.exchange.options import Options, settings_of
 from commhooks.language.compressor import Compressor
@@ -382,7 +383,7 @@ class ReplicasFeed(TensorFeed):
     """
 
     caller = "attach_replicas"
-    what = "attachment"
+    ended = Feed.ended
     label = "replicas"
 
     def __init__(self, model: Module, units: Sequence[Unit], group: dist.ProcessGroup, policy: PolicyName) -> None:

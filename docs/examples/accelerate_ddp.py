@@ -49,7 +49,7 @@ def main(folder: Path) -> None:
             f"steps {first + 1} to {STEPS}: loss {loss.item():.3f}, {last.payload_bytes:,} bytes a step instead of "
             f"{last.gradient_bytes:,}"
         )
-    hooks.detach()
+    hooks.close()
     accelerator.end_training()
 
 

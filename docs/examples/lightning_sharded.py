@@ -44,7 +44,7 @@ class CompressShards(L.Callback):
         if trainer.is_global_zero:
             counted = self.attachment.statistics()
             print(f"{self.attachment.steps} steps, messages {counted.ratio:.1f} times smaller")
-        self.attachment.detach()
+        self.attachment.close()
 
 
 torch.manual_seed(0)

@@ -54,5 +54,5 @@ if __name__ == "__main__":
         loss.backward()
         optimizer.step()
     print(f"rank {dist.get_rank()}: loss {loss.item():.6f} with messages {hooks.last_step().ratio:.1f} times smaller")
-    hooks.detach()
+    hooks.close()
     dist.destroy_process_group()

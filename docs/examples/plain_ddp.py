@@ -48,7 +48,7 @@ def main(folder: str) -> None:
             f"steps {first + 1} to {STEPS}: loss {loss.item():.3f}, {last.payload_bytes:,} bytes a step instead of "
             f"{last.gradient_bytes:,}"
         )
-    hooks.detach()
+    hooks.close()
     dist.destroy_process_group()
 
 

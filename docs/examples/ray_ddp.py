@@ -49,7 +49,7 @@ def train_loop(config: dict[str, Any]) -> None:
                 torch.save(saved, Path(folder, "model.pt"))
                 checkpoint = ray.train.Checkpoint.from_directory(folder) if rank == 0 else None
                 ray.train.report({"loss": loss.item()} | attachment.metrics(), checkpoint=checkpoint)
-    attachment.detach()
+    attachment.close()
 
 
 if __name__ == "__main__":

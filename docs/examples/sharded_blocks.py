@@ -50,5 +50,5 @@ for step in range(first, steps):
         dcp.save(state, checkpoint_id=folder / f"step-{step + 1}")
 if dist.get_rank() == 0:
     print(f"{attachment.steps} steps, each rank sent {attachment.statistics().moved_bytes:,} bytes")
-attachment.detach()
+attachment.close()
 dist.destroy_process_group()

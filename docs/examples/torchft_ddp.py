@@ -49,7 +49,7 @@ def main(replica: str) -> None:
         if manager.should_commit():
             optimizer.step()
     print(f"{replica}: loss {loss.item():.3f}, ratio {attachment.statistics().ratio:.1f}")
-    attachment.detach()
+    attachment.close()
     manager.shutdown()
     dist.destroy_process_group()
 

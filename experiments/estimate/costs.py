@@ -315,7 +315,7 @@ def _added(
         if turn >= 0:
             found.append(within - without)
             by_round.append(_by_round(segments.buckets))
-    attachment.detach()
+    attachment.close()
     added = torch.tensor(statistics.median(found))
     dist.all_reduce(added)
     return Added(

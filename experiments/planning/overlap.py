@@ -162,7 +162,7 @@ def _rank(rank: int, ranks: int, settings: OverlapSettings, send: Send) -> None:
         seconds = in_turns(actions, settings.rounds, warm_up=0, order=as_given)
         rounds = tuple(map(Round, *seconds.values()))
     finally:
-        attachment.detach()
+        attachment.close()
     if rank == 0:
         send(OverlapResult(settings, task.task.batch_size, len(sizes), rounds))
 

@@ -69,4 +69,4 @@ def _turn(
                 if number:
                     found[one.label].append(time.perf_counter() - begun)
     finally:
-        attachment.detach()
+        attachment.close()

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
+from commhooks.communicators.parent_group import group_or_default
 from commhooks.errors import SettingsError
-from commhooks.hooks.sockets import check_is_free, group_or_default
+from commhooks.hooks.sockets import check_is_free
 from commhooks.language.compressor import Compressor
 from commhooks.unwrapping import find_ddp, trained_parameters
 from ddp_core.guard import local_on_purpose

@@ -12,7 +12,8 @@ from torch.nn import Module
 
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import SettingsError
-from commhooks.hooks.attach import Attachment, attach
+from commhooks.exchange.handle import Handle
+from commhooks.hooks.attach import attach
 from commhooks.language.place import Place
 from commhooks.language.requests import Layout
 from commhooks.scheduling.policy import POLICIES, PolicyName
@@ -144,10 +145,10 @@ class Turns:
                 self.records[label] += [self._take_hooked(label, segments) for _ in range(steps)]
                 self._kept.restore()
         finally:
-            attachment.detach()
+            attachment.close()
             self._watch.listen([p for _, p in self._named])
 
-    def _first_steps(self, attachment: Attachment, label: str, compressor: Watched, until: float | None) -> None:
+    def _first_steps(self, attachment: Handle[Any], label: str, compressor: Watched, until: float | None) -> None:
         """Take steps that do not count, because memory is allocated in them."""
         for _ in range(1 if self.records[label] else _FIRST_STEPS):
             record = self._take_hooked(label, compressor.segments)
@@ -202,7 +203,7 @@ class Turns:
 
 
 def _state_bytes(
-    attachment: Attachment, compressor: Watched, named: Sequence[tuple[str, Tensor]], world_size: int
+    attachment: Handle[Any], compressor: Watched, named: Sequence[tuple[str, Tensor]], world_size: int
 ) -> int:
     """Return the bytes of what one of the compressors that an attachment has had declares."""
     bucket = Layout(tuple(name for name, _ in named), tuple(parameter.numel() for _, parameter in named))

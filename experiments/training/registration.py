@@ -79,7 +79,7 @@ class Registered:
         return self.waits.around(EmulatedLink(inner, self.wire))
 
     @property
-    def _hooks(self) -> commhooks.Attachment | commhooks.DiLoCo:
+    def _hooks(self) -> commhooks.Handle[Any] | commhooks.DiLoCo:
         """The object whose state a checkpoint saves as the hook's."""
         return self._attachment
 
@@ -133,9 +133,9 @@ class Registered:
         found = self._attachment.metrics(by_parameter=True)
         return {tag[len(_RESIDUAL) :].lstrip("/"): value for tag, value in found.items() if tag.startswith(_RESIDUAL)}
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Remove the hook, and close the DDP and its group."""
-        self._attachment.detach()
+        self._attachment.close()
         self._close()
 
     def _close(self) -> None:
@@ -180,7 +180,7 @@ class StockHook(Registered):
         """Return nothing: PyTorch's hooks keep their residuals to themselves."""
         return {}
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Close the DDP and its group; PyTorch has no way to remove a hook."""
         self._close()
 
@@ -252,14 +252,14 @@ class SeldomHook(Registered):
 
     def payload_by_parameter(self) -> dict[str, float]:
         """Return each parameter's bytes in messages, mean over the rounds so far."""
-        found = self._diloco.exchangers.by_parameter()
+        found = self._diloco.exchange.by_parameter()
         return {name: traffic.payload_bytes / max(traffic.steps, 1) for name, traffic in found.items()}
 
     def residual_ratios(self) -> dict[str, float]:
         """Return nothing: the residuals belong to the messages of rounds, not to gradients."""
         return {}
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """End the exchanges."""
         self._diloco.close()
         self._close()

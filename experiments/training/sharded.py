@@ -48,7 +48,7 @@ class ShardedHook(Registered):
 
     def _register(self, settings: RunSettings) -> None:
         self._own = _OwnExchanges(self.wire, self.waits)
-        self._sharded: commhooks.ShardedAttachment | None = None
+        self._sharded: commhooks.Handle[Any] | None = None
         gather = gather_of(settings.hook)
         for unit in self._units:
             if gather is None:
@@ -104,17 +104,17 @@ class ShardedHook(Registered):
         """Return the bytes that the hook reports to use, including rows of reduce-scatters, and those of residuals."""
         if self._sharded is None:
             return 0, 0
-        report = self._sharded.memory_report()
+        report = self._sharded.memory()
         return report.total + report.gradients, report.residuals
 
     def dense_bytes(self, gradient_bytes: int, ranks: int) -> int:
         """Return the bytes that a rank sends in a step of plain FSDP2."""
         return self._dense_bytes
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Detach the compressor from the modules."""
         if self._sharded is not None:
-            self._sharded.detach()
+            self._sharded.close()
         self._close()
 
 

@@ -397,7 +397,7 @@ class _Run:
     def close(self) -> None:
         """Remove everything from the model; the DDP must go before the process group does."""
         self.clock.remove()
-        self.registered.detach()
+        self.registered.close()
         del self.registered
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import commhooks
-from commhooks import Attachment, Compressor, PowerSGDState, make_compressor
+from commhooks import Compressor, Handle, PowerSGDState, make_compressor
 from tests.commhooks.models import wrap
 
 COMPRESSORS = {
@@ -40,7 +40,7 @@ class Run:
 
     ddp: nn.Module
     optimizer: torch.optim.Optimizer
-    hooks: Attachment | PowerSGDState
+    hooks: Handle[Any] | PowerSGDState
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):
@@ -72,8 +72,8 @@ class Run:
         }
 
     def end(self) -> None:
-        if isinstance(self.hooks, Attachment):
-            self.hooks.detach()
+        if isinstance(self.hooks, Handle):
+            self.hooks.close()
 
     @property
     def _module(self) -> nn.Module:
@@ -82,7 +82,7 @@ class Run:
         return module
 
 
-def memory_of(hooks: Attachment | PowerSGDState) -> dict[str, Any]:
+def memory_of(hooks: Handle[Any] | PowerSGDState) -> dict[str, Any]:
     state = hooks.state_dict()
     return {name: state[name] for name in ("step", "grad_scale", "replicated", "local")}
 

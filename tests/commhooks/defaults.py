@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from commhooks import ProcessGroupLine
-from commhooks.hooks.sockets import group_or_default
+from commhooks.communicators.parent_group import group_or_default
 from tests.cases import BY_NAME, FORMS
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.golden import digest_of
@@ -91,8 +91,8 @@ def attached(rank: int, name: str, around: Around) -> list[Tensor]:
             state = handle.state_dict()
             handle.load_state_dict(state)
         found += tensors_in(state)
-        handle.memory_report()
-        handle.detach()
+        handle.memory()
+        handle.close()
     return found
 
 
@@ -186,7 +186,7 @@ def sharded(rank: int, way: str, compressor: str, around: Around) -> list[Tensor
             model(inputs).square().mean().backward()
             found += [shard.grad.to_local().clone() for shard in model.parameters()]  # type: ignore[union-attr]
             handle.load_state_dict(handle.state_dict())
-        handle.detach()
+        handle.close()
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from commhooks import Attachment, PowerSGDState
+from commhooks import Handle, PowerSGDState
 
 
 @dataclasses.dataclass
@@ -18,7 +18,7 @@ class Run:
 
     ddp: Any  # a DistributedDataParallel: `ddp.module` is a module
     optimizer: torch.optim.Optimizer
-    hooks: Attachment | PowerSGDState
+    hooks: Handle[Any] | PowerSGDState
 
     def train(self, rank: int, first: int, last: int) -> list[Tensor]:
         """Run steps first to last - 1; return what the last one changed."""

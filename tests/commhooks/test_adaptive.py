@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import Adaptive, Attachment, make_compressor
+from commhooks import Adaptive, Handle, make_compressor
 from commhooks.communicators.links import Link
 from commhooks.control.deciding import Decider, Seen
 from tests.commhooks.mirrored import SHAPES, backward, given
@@ -99,8 +99,8 @@ def _controlled(kind: str) -> tuple[Adaptive, nn.Module]:
     return controller, model
 
 
-def _attachment_of(controller: Adaptive) -> Attachment:
-    assert isinstance(controller._attachment, Attachment)
+def _attachment_of(controller: Adaptive) -> Handle[Any]:
+    assert isinstance(controller._attachment, Handle)
     return controller._attachment
 
 
@@ -124,7 +124,7 @@ def _gradients(step: int) -> Sequence[list[Tensor]]:
 def _trained(controller: Adaptive, digests: list[bytes]) -> Trained:
     attachment = _attachment_of(controller)
     compressors = [str(attachment.compressor), str(controller.compressor)]
-    attachment.detach()
+    attachment.close()
     return Trained(digests, compressors, list(map(str, controller.decisions)))
 
 
@@ -140,7 +140,7 @@ def test_ranks_that_measure_this_machine_know_and_decide_the_same(rank: int) -> 
     assert controller.link is not None and controller.metrics()["commhooks/adaptive/link_rate"] == controller.link.rate
     assert controller.compressor == attachment.compressor
     assert told == controller.decisions
-    attachment.detach()
+    attachment.close()
     assert len(told) >= len(LADDER) - 1
     return str(controller.state_dict()), digests
 
@@ -187,11 +187,11 @@ def a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_stays(
     backward(model, _gradients(0)[rank])
     controller.step()
     told["replaced by another"] = _replaced_under_it(controller, model, rank)
-    attachment.detach()
+    attachment.close()
     told["detached"] = told_by(lambda: Adaptive(attachment, LADDER))
     alone = commhooks.attach(given("core", process_group=_own_group(rank)), "all-reduce")
     told["one rank"] = told_by(lambda: Adaptive(alone, LADDER))
-    alone.detach()
+    alone.close()
     errors = {what: one.error for what, one in told.items()}
     assert errors == dict.fromkeys(told, "SettingsError") | {
         "another ladder": "AttachError",
@@ -250,7 +250,7 @@ def what_was_measured_with_another_number_of_ranks_is_measured_anew_on_the_rung_
     assert controller.state_dict()["rule"] == rule
     assert (len(controller.decisions), controller.link) == (2, None)
     assert str(controller.compressor) == str(_attachment_of(controller).compressor) == str(controller.ladder[2])
-    _attachment_of(controller).detach()
+    _attachment_of(controller).close()
 
 
 def _own_group(rank: int) -> Any:

@@ -105,18 +105,18 @@ def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(
         assert with_powersgd == without_hook
         assert len(set(without_hook)) > 1
         found.append(without_hook)
-    attachment.detach()
+    attachment.close()
     return found
 
 
-def _collectives(attachment: commhooks.Attachment) -> list[int]:
+def _collectives(attachment: commhooks.Handle[Any]) -> list[int]:
     """Return what each bucket of the last step costs: two collectives where it holds a matrix to compress."""
     plan = attachment.state_dict()["bucket_plan"]["handed_in"]
     big = {f"weights.{i}" for i, shape in enumerate(SHAPES) if PowerSGD(rank=2).compresses(torch.empty(shape))}
     return [2 if big & set(names) else 1 for names in plan]
 
 
-def _state(attachment: commhooks.Attachment) -> dict[str, Any]:
+def _state(attachment: commhooks.Handle[Any]) -> dict[str, Any]:
     """Return the state as comparable numbers, in units of the unscaled gradients."""
     state = attachment.state_dict()
     scale = state["grad_scale"]
@@ -189,7 +189,7 @@ def gradients_are_accumulated_compressed_averaged_unscaled_and_clipped_in_this_o
             scaler.update()
         assert attachment.steps == 6  # the hook runs once for each step of the optimiser
         results.append([p.detach().clone() for p in model.parameters()])
-        attachment.detach()
+        attachment.close()
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -218,7 +218,7 @@ def ranks_whose_loss_scales_differ_are_named_with_both_scales(rank: int) -> None
                     assert "the loss scale is 16.0 here, and 8.0 on rank 0" in str(told.value)
                 break
             one.step(gradients)
-        attachment.detach()
+        attachment.close()
 
 
 @facts.once

@@ -68,7 +68,7 @@ def _train(kind: str, settings: dict[str, Any], compiled: dict[str, Callable[[An
         optimizer.step()
     assert hooks.steps == STEPS
     assert hooks.statistics().ratio > 1
-    hooks.detach()
+    hooks.close()
     return list(module.parameters())
 
 

@@ -111,10 +111,10 @@ def test_powersgd_makes_one_collective_of_a_round_fused_and_one_of_a_round_and_b
                     few = policy == "fifo" and name == "rank 4" and steps[-1].collectives >= of_step
                     assert steps[-1].collectives == most or few, where
                 _demand_sums(attachment, steps)
-                attachment.detach()
+                attachment.close()
 
 
-def _demand_sums(attachment: commhooks.Attachment, steps: list[Statistics]) -> None:
+def _demand_sums(attachment: commhooks.Handle[Any], steps: list[Statistics]) -> None:
     """Assert that the totals, and the parameters' shares together, are the sums of the steps."""
     total, shares = attachment.statistics(), attachment.by_parameter().values()
     for field in ("steps", "buckets", "collectives", "gradient_bytes", "payload_elements", "payload_bytes"):

@@ -117,7 +117,7 @@ def attaching_what_differs_on_one_rank_is_refused_on_every_rank_and_can_be_made_
         rounding = bounds.of_mean(len(gradients), torch.float32) * largest(*(g for own in gradients for g in own))
         assert largest_error(backward(model, gradients[rank]), expected) <= rounding
     assert attachment.steps == 3
-    attachment.detach()
+    attachment.close()
     assert told.keys() == DIFFERENCES.keys()
     for what, difference in DIFFERENCES.items():
         check(told[what], difference)
@@ -146,7 +146,7 @@ def replace_by_what_differs(rank: int, kind: str, policy: str) -> None:
         _demand_the_means_of_lockstep(both, step)
     both.replace(make_compressor("powersgd", rank=4))
     _demand_the_means_of_lockstep(both, 5)
-    both.attachment.detach()
+    both.attachment.close()
 
 
 def _demand_the_means_of_lockstep(both: Mirrored, step: int) -> None:
@@ -191,7 +191,7 @@ def have_a_setting_alone(rank: int, kind: str, when: str) -> None:
         assert word in told.text and (rank == ODD or "rank 1 cannot take part: " in told.text)
     expected = [(a + b) / 2 for a, b in zip(*gradients, strict=True)]
     assert largest_error(backward(model, gradients[rank]), expected) == 0  # halves lose no bit, at any time
-    attachment.detach()
+    attachment.close()
 
 
 BARE_DIFFERENCES = {

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import commhooks
-from commhooks import Attachment, make_compressor
+from commhooks import Handle, make_compressor
 from tests import bounds
 from tests.cases import CASES
 from tests.commhooks.dcp_runs import COMPRESSORS, HOOK, Run, begin, memory_of
@@ -112,7 +112,7 @@ def waiting_residual(rank: int, kind: str, folder: str) -> None:
     """Save residuals that wait for a compressor that sends them; DCP alone has no place for them, we do."""
     run = begin(kind, "powersgd")
     run.train(0, 2)
-    assert isinstance(run.hooks, Attachment)
+    assert isinstance(run.hooks, Handle)
     run.hooks.replace("fp16")
     save({"hooks": run.hooks}, checkpoint_id=folder)
     fresh = begin(kind, make_compressor("fp16"))
@@ -202,7 +202,7 @@ def passed_on(rank: int, kind: str, source: str | None, target: str) -> tuple[li
     else:
         reader = CountingReader(source)
         commhooks.load_distributed(source, run.hooks, key="app.hooks", storage_reader=reader, world_size="spread")
-        assert isinstance(run.hooks, Attachment) and run.hooks.steps == 4
+        assert isinstance(run.hooks, Handle) and run.hooks.steps == 4
         read = reader.read
     owed = [kept["residual"].clone() for kept in run.hooks.state_dict()["local"][f"rank{rank}"].values()]
     save({"app": App(run)}, checkpoint_id=target)

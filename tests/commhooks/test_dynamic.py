@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import Attachment, PowerSGDState, StartAfter, make_compressor
+from commhooks import Handle, PowerSGDState, StartAfter, make_compressor
 from commhooks.language.loss import error_of
 from tests import bounds
 from tests.cases import BY_NAME, LowRankBytes, dense_bytes
@@ -52,7 +52,7 @@ def where_unused_parameters_are_counted_messages_are_packed_into_the_same_memory
     for step in range(12):
         model.zero_grad()
         model(dict(enumerate(normal(zeros(*SHAPES), 2, seed=step)[rank]))).backward()
-        kept.append(hooks.memory_report().working)
+        kept.append(hooks.memory().working)
     assert kept[1] == kept[-1]
 
 
@@ -67,18 +67,18 @@ def memory_does_not_grow_while_parts_of_a_bound_model_take_turns(rank: int, kind
     working = []
     for step in range(60):
         parts[step % 2](torch.ones(4, 40)).sum().backward()
-        working.append(state.memory_report().working)
+        working.append(state.memory().working)
     assert max(working) <= max(working[:6])
 
 
-def _own(hooks: Attachment | PowerSGDState, rank: int, number: int) -> dict[str, Tensor]:
+def _own(hooks: Handle[Any] | PowerSGDState, rank: int, number: int) -> dict[str, Tensor]:
     state = hooks.state_dict()
     name = f"weights.{number}"
     kept: dict[str, Tensor] = state["local"][f"rank{rank}"].get(name, {}) | state["replicated"].get(name, {})
     return kept
 
 
-def _hooked(kind: str, how: Any, case: str, **settings: Any) -> tuple[nn.Module, Attachment | PowerSGDState]:
+def _hooked(kind: str, how: Any, case: str, **settings: Any) -> tuple[nn.Module, Handle[Any] | PowerSGDState]:
     model = wrap(kind, Branches(), **(BRANCHES | settings))
     if how != "hook":
         return model, commhooks.attach(model, BY_NAME[case].make(), policy=how)
@@ -232,7 +232,7 @@ def state_goes_with_names_when_layers_are_unfrozen(rank: int, kind: str) -> None
         gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
         ddp({0: gradients[0], 3: gradients[3]}).backward()
     saved = first.state_dict()
-    first.detach()
+    first.close()
     for number in (1, 2):
         module.weights[number].requires_grad_(True)
     again = wrap(kind, module, **BRANCHES)
@@ -271,7 +271,7 @@ def unused_parameters_are_counted_only_in_steps_that_have_state_to_protect(rank:
                 unchanged = "residual" in before and torch.equal(before["residual"], kept["residual"])
                 assert unchanged is (step == 5), (kind, policy, step)
             assert kept["residual"].abs().max() > 0.1
-            hooks.detach()
+            hooks.close()
 
 
 test = facts.tests()

@@ -136,7 +136,7 @@ def test_a_round_of_workers_that_take_turns_is_not_waited_for_and_none_begins_af
     with pytest.raises(CompressorError, match=r"Averaging.wait: the last round is under way; let the workers"):
         begun.write(drawn(0))
     exchangers[1].begin(drawn(1))
-    run_in_turns([exchanger._engine.line for exchanger in exchangers])  # type: ignore[misc]  # LockstepLines
+    run_in_turns([exchanger.engine.line for exchanger in exchangers])  # type: ignore[misc]  # LockstepLines
     begun.write(values := drawn(0))
     assert torch.allclose(values["a"].double(), means(2)["a"])
     exchangers[0].close()
@@ -193,7 +193,7 @@ def memory_does_not_grow_while_rounds_overlap(rank: int) -> None:
             rounds = [exchanger.begin(drawn(rank, 2 * step + one)) for one in range(2)]
             for averaging in rounds:
                 averaging.wait()
-            working.append(exchanger.memory_report().working)
+            working.append(exchanger.memory().working)
         assert max(working) <= max(working[:4]), name
         exchanger.close()
 
@@ -209,7 +209,7 @@ def test_rounds_that_no_longer_overlap_use_one_memory() -> None:
         averaging.write(drawn(0))
     places = set()
     for _ in range(4):
-        places.add(exchanger.room["a"].data_ptr())
+        places.add(exchanger.buffers["a"].data_ptr())
         averaging = exchanger.begin()
         run_in_turns([line])
         averaging.write(drawn(0))
@@ -229,7 +229,7 @@ def test_memory_does_not_grow_while_every_round_sends_another_size() -> None:
     exchangers = [Exchanger(tensors, OfAnotherSize(), line=line) for line in lockstep_lines(2)]
     for _ in range(60):
         commhooks.average_in_lockstep(exchangers, [{"a": torch.ones(1000)} for _ in exchangers])
-    assert exchangers[0].memory_report().working <= 4 * 60 * tensors["a"].element_size()
+    assert exchangers[0].memory().working <= 4 * 60 * tensors["a"].element_size()
 
 
 @facts
@@ -259,7 +259,7 @@ def test_an_expanded_tensor_is_refused_by_name_before_anything_is_sent() -> None
         exchanger.average({"w": torch.ones(1, 4).expand(3, 4)})
     assert exchanger.steps == 0
     averaging = exchanger.begin({"w": torch.ones(1, 4).expand(3, 4)})  # it may be read
-    run_in_turns([exchanger._engine.line])  # type: ignore[list-item]  # a LockstepLine
+    run_in_turns([exchanger.engine.line])  # type: ignore[list-item]  # a LockstepLine
     with pytest.raises(CompressorError, match=r"elements of 'w' share memory.*nothing was written"):
         averaging.write({"w": torch.zeros(1, 4).expand(3, 4)})
     into = {"w": torch.zeros(3, 4)}

@@ -29,7 +29,7 @@ class Training:
         """Be told that a fork does not train, and let go of everything."""
         told = told_by(self.step).text
         assert "rank 0, step 3, bucket 0" in told and "this process was forked" in told
-        self.attachment.detach()
+        self.attachment.close()
         del self.model, self.attachment
 
     def fork_in_the_next_step(self) -> None:

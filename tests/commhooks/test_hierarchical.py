@@ -337,7 +337,7 @@ def test_machines_are_over_gloo_bit_for_bit_what_they_are_in_lockstep(rank: int,
             assert same, f"{name}, step {step}: {largest_error(ours, expected)}"
         counted, simulated = both.attachment.statistics(), both.workers.traffic
         assert counted.by_group == simulated.by_group and counted.by_group.keys() == {"inner", "outer"}
-        both.attachment.detach()
+        both.attachment.close()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

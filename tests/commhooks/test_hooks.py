@@ -104,7 +104,7 @@ def test_every_case_is_over_gloo_bit_for_bit_what_it_is_in_lockstep(
         assert counted.gradient_bytes == 4 * 4 * sum(math.prod(shape) for shape in SHAPES)
         assert sum(kind.payload_bytes for kind in counted.by_kind.values()) == counted.payload_bytes
         assert both.attachment.last_step().buckets * 4 >= counted.buckets - 3
-        both.attachment.detach()
+        both.attachment.close()
 
 
 @facts
@@ -115,9 +115,11 @@ def attachments_come_and_go(rank: int, kind: str) -> None:
     dense = backward(model, gradients) if kind == "core" else None
     first = commhooks.attach(model, "fp16")
     with_fp16 = backward(model, gradients)
-    _expect(commhooks.AttachError, "attached to this model already; detach it first", commhooks.attach, model, "bf16")
-    first.detach()
-    first.detach()
+    _expect(
+        commhooks.AttachError, "attached to this model already; close its handle first", commhooks.attach, model, "bf16"
+    )
+    first.close()
+    first.close()
     plain = backward(model, gradients)
     second = commhooks.attach(model, "bf16")
     with_bf16 = backward(model, gradients)
@@ -126,7 +128,7 @@ def attachments_come_and_go(rank: int, kind: str) -> None:
     terms = largest(*of_ranks[0], *of_ranks[1])
     fp16, bf16 = (largest_error(compressed, plain) for compressed in (with_fp16, with_bf16))
     assert 0 < fp16 <= terms * bounds.of_mean(2, torch.float16) < bf16 <= terms * bounds.of_mean(2, torch.bfloat16)
-    second.detach()
+    second.close()
 
 
 @facts
@@ -138,14 +140,16 @@ def a_copy_that_shares_the_reducer_keeps_the_attachment_and_any_other_copy_has_n
     compressed = backward(model, gradients)
     other = copy.deepcopy(model) if kind == "core" else copy.copy(model)
     same = model._replicate_for_data_parallel()
-    _expect(commhooks.AttachError, "attached to this model already; detach it first", commhooks.attach, same, "bf16")
+    _expect(
+        commhooks.AttachError, "attached to this model already; close its handle first", commhooks.attach, same, "bf16"
+    )
     del model
     gc.collect()
     assert largest_error(compressed, backward(same, gradients)) == 0
     assert attachment.is_attached and attachment.steps == 2
     attachment.replace("bf16")
     _expect(commhooks.AttachError, "a copy with its reducer trains on", attachment.watch, None)
-    attachment.detach()
+    attachment.close()
     plain = backward(same, gradients)
     assert attachment.steps == 2 and largest_error(compressed, plain) > 0
     second = commhooks.attach(same, "fp16")
@@ -155,7 +159,7 @@ def a_copy_that_shares_the_reducer_keeps_the_attachment_and_any_other_copy_has_n
     gc.collect()
     assert not second.is_attached
     _expect(commhooks.AttachError, "its model is gone", second.replace, "bf16")
-    second.detach()
+    second.close()
 
 
 def _expect(kind: type[Exception], text: str, function: Callable[..., Any], *arguments: Any) -> None:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 import commhooks
 import ddp_core
 from commhooks import AttachError, ParameterTraffic, SettingsError, Statistics
-from commhooks.hooks.metrics import metrics_of, write_to
+from commhooks.exchange.metrics import metrics_of, write_to
 from commhooks.integrations import common
 from commhooks.integrations.common import Compression
 from commhooks.integrations.rank_files import load_rank_files, save_rank_files
@@ -64,19 +64,19 @@ def finds_what_is_wrapped(rank: int) -> None:
         attachment = commhooks.attach(compiled, powersgd())  # type: ignore[arg-type]
         with pytest.raises(commhooks.AttachError, match="PowerSGD.* is attached to this model already"):
             commhooks.attach(ddp, powersgd())
-        attachment.detach()
+        attachment.close()
         checkpointed = build()
         checkpointed[0] = checkpoint_wrapper(checkpointed[0])  # 'Module not indexable'
         inside = ddp_class(torch.compile(checkpointed, backend="eager"))  # type: ignore[arg-type]
         attachment = commhooks.attach(inside, powersgd())
         assert set(attachment.state.named()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-        attachment.detach()
+        attachment.close()
         partly = build()
         partly[0].bias.requires_grad_(False)
         partly._ddp_params_and_buffers_to_ignore = ["2.bias"]  # type: ignore[assignment]  # "a Tensor or a Module"
         attachment = commhooks.attach(ddp_class(partly), powersgd())
         assert set(attachment.state.named()) == {"0.weight", "2.weight"}
-        attachment.detach()
+        attachment.close()
         with pytest.raises(commhooks.AttachError, match="contains another DistributedDataParallel, 'module'"):
             commhooks.attach(PyTorchDDP(ddp), powersgd())
         twofold = nn.Sequential(ddp_class(build()), nn.Linear(16, 3))
@@ -87,14 +87,14 @@ def finds_what_is_wrapped(rank: int) -> None:
         step(around, torch.optim.SGD(around.parameters(), lr=0.1), rank, 0)
         for attachment in attachments:
             assert attachment.steps == 1
-            attachment.detach()
+            attachment.close()
     model = replicate(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attachment = commhooks.attach(model, powersgd())
     step(model, optimizer, rank, 0)
     assert attachment.statistics().ratio > 2
     assert set(attachment.by_parameter()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    attachment.detach()
+    attachment.close()
     for wrong, named in (
         (build(), r"got Sequential\); wrap the model first"),
         (nn.DataParallel(build()), r"got DataParallel around Sequential"),
@@ -131,7 +131,7 @@ def gathers_what_every_rank_keeps(rank: int) -> None:
     for to in (None, 0):
         with pytest.raises(commhooks.CheckpointError, match="no state today"):
             attachment.gathered(to=to)
-    attachment.detach()
+    attachment.close()
 
 
 def fails() -> NoReturn:
@@ -151,7 +151,7 @@ def takes_no_damaged_file(rank: int, folder: Path) -> None:
         file.write_bytes(held[:at] + b"\x01" + held[at + 1 :])
     with pytest.raises(commhooks.CheckpointError, match=r"hook-rank1\.pt is damaged: the checksum of .* is wrong"):
         load_rank_files(folder, "hook", attachment, commhooks.LoadRules())
-    attachment.detach()
+    attachment.close()
 
 
 def takes_no_file_of_another_save(rank: int, folder: Path) -> None:
@@ -176,7 +176,7 @@ def takes_no_file_of_another_save(rank: int, folder: Path) -> None:
     del content["save"]
     torch.save(content, file)
     load_rank_files(folder / "one", "hook", attachment, commhooks.LoadRules())
-    attachment.detach()
+    attachment.close()
     wide = folder / "wide"
     if rank == 0:  # of three ranks, the last of another save
         wide.mkdir()
@@ -187,13 +187,13 @@ def takes_no_file_of_another_save(rank: int, folder: Path) -> None:
     attachment = commhooks.attach(DistributedDataParallel(build()), "top-k")
     with pytest.raises(commhooks.CheckpointError, match=r"wide holds files of different saves"):
         load_rank_files(wide, "hook", attachment, commhooks.LoadRules(world_size="spread"))
-    attachment.detach()
+    attachment.close()
 
 
 def gathers_nothing_without_its_group(rank: int) -> None:
     model = DistributedDataParallel(build())
     attachment = commhooks.attach(model, powersgd())
-    attachment.detach()
+    attachment.close()
     dist.barrier()
     del model
     dist.destroy_process_group()
@@ -210,7 +210,7 @@ def _train(rank: int, steps: int, to: int | None, then: int = 0) -> dict[str, An
     for number in range(steps):
         step(model, optimizer, rank, number)
     state = attachment.gathered(to=to)
-    attachment.detach()
+    attachment.close()
     if not then:
         return state
     resumed = DistributedDataParallel(build())
@@ -277,8 +277,8 @@ def test_an_optimizer_that_steps_without_the_hook_raises(rank: int) -> None:  # 
             commhooks.NotAveragedError, match="SGD is about to take a step on gradients of Sequential that were"
         ):
             optimizer.step()
-        attachment.detach()
-        with pytest.raises(commhooks.AttachError, match="watch: this attachment was detached"):
+        attachment.close()
+        with pytest.raises(commhooks.AttachError, match="watch: this attachment was closed"):
             attachment.watch(optimizer)
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
@@ -297,7 +297,7 @@ def test_an_optimizer_that_steps_without_the_hook_raises(rank: int) -> None:  # 
             step(model, with_momentum, rank, 4)
             step(model, with_momentum, rank, 5)
         assert sum("momentum is applied twice" in str(one.message) for one in heard) == (rank == 0)
-        attachment.detach()
+        attachment.close()
 
 
 def knows_which_parameters_come_in_buckets(rank: int) -> None:
@@ -312,7 +312,7 @@ def knows_which_parameters_come_in_buckets(rank: int) -> None:
         module[0].requires_grad_(True)
         with pytest.raises(commhooks.NotAveragedError, match=r"'0\.weight' and 1 more on rank \d, .*it was frozen"):
             step(model, optimizer, rank, 1)
-        attachment.detach()
+        attachment.close()
 
         model = ddp_class(module, find_unused_parameters=True)
         module[0].requires_grad_(False)
@@ -323,7 +323,7 @@ def knows_which_parameters_come_in_buckets(rank: int) -> None:
         module[0].requires_grad_(True)
         step(model, optimizer, rank, 1)
         assert set(attachment.state_dict()["shapes"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-        attachment.detach()
+        attachment.close()
 
 
 def keeps_nothing_for_sparse_gradients_after_the_model_is_gone(rank: int) -> None:
@@ -331,7 +331,7 @@ def keeps_nothing_for_sparse_gradients_after_the_model_is_gone(rank: int) -> Non
     attachment = commhooks.attach(model, powersgd())
     model(torch.arange(4)).square().mean().backward()
     saved = attachment.state_dict()
-    attachment.detach()
+    attachment.close()
     del model
     gc.collect()
     assert attachment.state_dict()["local"]["rank0"].keys() == saved["local"]["rank0"].keys() == {"1.weight"}
@@ -368,7 +368,7 @@ def test_metrics_are_what_was_counted_and_the_norms_of_what_is_kept(rank: int) -
     for set_to_none in (False, True):
         optimizer.zero_grad(set_to_none=set_to_none)
         assert not [name for name in attachment.metrics(by_parameter=True) if "residual_norm" in name]
-    attachment.detach()
+    attachment.close()
 
 
 class Run:
@@ -413,9 +413,11 @@ def test_each_metric_is_its_own_figure_and_residuals_lose_the_loss_scale_of_grad
         f"{ratio}/v": 0,
         "bytes_sent_total/w": 17,
     }
-    assert metrics_of(run, by_parameter=True) == {f"commhooks/{name}": value for name, value in expected.items()}
+    assert metrics_of([run], run.statistics(), run.last_step(), run.by_parameter()) == {
+        f"commhooks/{name}": value for name, value in expected.items()
+    }
     run.has_scaler = False
-    assert metrics_of(run, by_parameter=False)[f"commhooks/{ratio}"] == 24 / 5
+    assert metrics_of([run], run.statistics(), run.last_step(), {})[f"commhooks/{ratio}"] == 24 / 5
 
 
 def test_a_writer_of_tensorboard_gets_every_metric_and_a_logger_of_lightning_all_at_once() -> None:

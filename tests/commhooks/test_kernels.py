@@ -39,11 +39,11 @@ def told_in_a_world(rank: int) -> tuple[Kernels, dict[str, list[str]]]:
         os.environ.update(OFF_INTEL["SSE4"])  # MKL reads it when it is first called
     model = nn.Linear(20, 30)
     ddp = wrap("core", model)
-    told = {name: told_by(lambda name=name: commhooks.attach(ddp, name).detach()) for name in (*OTHERS, *RELYING)}  # type: ignore[misc]
-    told["a second time"] = told_by(lambda: commhooks.attach(ddp, "powersgd").detach())
+    told = {name: told_by(lambda name=name: commhooks.attach(ddp, name).close()) for name in (*OTHERS, *RELYING)}  # type: ignore[misc]
+    told["a second time"] = told_by(lambda: commhooks.attach(ddp, "powersgd").close())
     attachment = commhooks.attach(ddp, "top-k")
     told["powersgd:rank=2"] = told_by(lambda: attachment.replace("powersgd:rank=2"))
-    attachment.detach()
+    attachment.close()
     exchanger = Exchanger({"a": torch.zeros(30, 40)}, "powersgd:rank=3")
     told["powersgd:rank=3"] = told_by(lambda: exchanger.average({"a": torch.ones(30, 40)}))
     exchanger.close()

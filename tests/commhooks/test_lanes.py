@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
-from commhooks import Averaging, CollectiveError, Exchanger, Exchangers, lockstep_lines
+from commhooks import Averaging, CollectiveError, Exchanger, lockstep_lines
 from commhooks.communicators import Collective, Communicator, Pending
+from commhooks.exchange.exchanger import TensorChannel
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Part
 from commhooks.scheduling import line as lines
 from commhooks.scheduling.line import ProcessGroupLine
@@ -95,7 +96,7 @@ def test_lanes_in_one_order_get_their_own_means_over_one_thread_and_group(rank: 
     while under_way:
         end_one()
     assert threads_of_lines() == 1
-    worker = exchangers[0]._engine.line._worker  # type: ignore[attr-defined]
+    worker = exchangers[0].engine.line._worker  # type: ignore[attr-defined]
     assert len(worker.connection.groups) == 1
     assert sum(exchanger.statistics().payload_bytes for exchanger in exchangers) == Counted.made.bytes > 0
     for exchanger in exchangers:
@@ -221,9 +222,9 @@ def one_more(process_group: Any = None, name: str = "", tensor: str = "x") -> Ex
     return Exchanger(like, "all-reduce", process_group=process_group, hook_timeout=20.0, name=name)
 
 
-def a_group() -> Exchangers:
+def a_group() -> Exchanger:
     groups = {"a": {"x": torch.zeros(1)}, "b": {"y": torch.zeros(1)}}
-    return Exchangers(groups, "all-reduce", hook_timeout=20.0)
+    return Exchanger(groups, "all-reduce", hook_timeout=20.0)
 
 
 def kept_alone() -> list[object]:
@@ -251,18 +252,20 @@ def what_one_rank_alone_makes_and_keeps_has_no_effect_on_the_others(rank: int) -
     """Make it before, between and after what all make, until all of that was used twice."""
     for odd in (0, 1):
         kept: list[object] = []
-        made: list[Exchanger] = []
+        made: list[TensorChannel] = []
+        handles = []
         for _ in range(3):
             kept += kept_alone() if rank == odd else []
-            made += [one_more(), *a_group().values()]
+            handles += [one_more(), a_group()]
+            made = [channel for one in handles for channel in one.values()]
             if len(made) > 3:  # the first are used after the next were made
                 assert [mean_of_its(rank, one) for one in made] == [0.5] * len(made)
-        for one in made:
+        for one in handles:
             one.close()
 
 
-def mean_of_its(rank: int, exchanger: Exchanger) -> float:
-    (name,) = exchanger.room
+def mean_of_its(rank: int, exchanger: Exchanger | TensorChannel) -> float:
+    (name,) = exchanger.buffers
     exchanger.begin({name: torch.full((1,), float(rank))}).write({name: (value := torch.zeros(1))})
     return float(value)
 
@@ -335,7 +338,7 @@ class Interrupted(weakref.WeakSet[ProcessGroupLine]):
 @facts
 def a_thread_may_make_an_exchanger_while_another_is_first_used(rank: int) -> None:
     kept, used = one_more(), one_more()
-    with mock.patch.object(lines, "_unopened", Interrupted([kept._engine.line, used._engine.line])):  # type: ignore[list-item]  # a Line
+    with mock.patch.object(lines, "_unopened", Interrupted([kept.engine.line, used.engine.line])):  # type: ignore[list-item]  # a Line
         assert mean_of(rank, used) == 0.5
     used.close()
 

@@ -282,7 +282,7 @@ def test_local_state_is_kept_where_residuals_are_and_reported_with_them(storage:
     workers, _ = trained(world_size=2, dtype=torch.float32, storage=storage)
     assert error(workers, 0).dtype == (torch.bfloat16 if storage == "bf16" else torch.float32)
     served = sum(error(workers, 0, index).numel() for index in (0, 1, 3))
-    report = workers.engines[0].memory_report()
+    report = workers.engines[0].memory()
     owed = 90 + 35 + 40  # elements of what has a whole block
     assert report.residuals + report.residuals_on_host == (owed + served) * (2 if storage == "bf16" else 4)
     assert report.bases == 0

@@ -56,7 +56,7 @@ def test_on_four_ranks_every_step_of_every_case_is_lockstep_but_for_the_order_of
             # A narrow wire rounds after every term, so the order of a sum shows; in no rank's own cast, which is owed.
             assert mean <= 2 * bounds.of_mean(4, case.wire) and state == 0, case.name
         # What a wire rounds of factors is bounded by their conditioning alone. At two ranks no order shows: test_hooks.
-        both.attachment.detach()
+        both.attachment.close()
 
 
 def _take_over_state(both: Mirrored, looking: int) -> float:

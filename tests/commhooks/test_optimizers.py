@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from commhooks import Compressor, NotAveragedError, make_compressor, schedule
-from commhooks.hooks.optimizers import unsuited
-from commhooks.hooks.watching import ReductionsGuard, Watch
+from commhooks.exchange.optimizers import unsuited
+from commhooks.exchange.watching import ReductionsGuard, Watch
 from tests.commhooks.workers import Workers, zeros
 from tests.tiers import A_ROW, rows
 

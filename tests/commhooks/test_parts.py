@@ -567,7 +567,7 @@ def test_what_is_attached_must_not_let_residuals_grow(rank: int) -> None:
     growing = commhooks.ErrorFeedback(inner=Expanding(error=1.0))
     with pytest.raises(commhooks.SettingsError, match="of parameter 'weight', inner may lose 1 times"):
         commhooks.attach(model, growing)
-    commhooks.attach(model, dataclasses.replace(growing, decay=0.5)).detach()
+    commhooks.attach(model, dataclasses.replace(growing, decay=0.5)).close()
 
 
 # --- state and statistics -------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def attach_warns_that_it_bypasses_the_group(rank: int) -> None:
             step(rank, ddp)
         assert group.calls["allreduce"] == 0
         assert attachment.statistics().collectives > 0
-        attachment.detach()
+        attachment.close()
 
 
 @facts
@@ -123,7 +123,7 @@ def a_group_or_a_manager_named_on_purpose_is_not_warned_of(rank: int) -> None:
             with bypass_warned(times=0):
                 attachment = commhooks.attach(ddp, "powersgd", **chosen)
                 step(rank, ddp)
-                attachment.detach()
+                attachment.close()
     assert group.calls["allreduce"] == 0
     assert all(recorder.traffic.collectives for recorder in recorders)
 
@@ -139,7 +139,7 @@ def a_group_without_name_and_store_is_refused(rank: int) -> None:
             attachment = commhooks.attach(ddp, "powersgd", process_group=dist.group.WORLD)
             step(rank, ddp)
             assert group.calls["allreduce"] == 0
-        attachment.detach()
+        attachment.close()
     for hook in (commhooks.allreduce_hook, commhooks.fp16_compress_hook):
         other: Any = ddp_class("ours")(Branches(), process_group=group)
         other.register_comm_hook(group, hook)
@@ -203,7 +203,7 @@ def test_a_group_that_changes_its_ranks_raises_and_is_attached_to_anew(rank: int
                 with pytest.raises(commhooks.AttachError, match=r"round \d|step \d.*the process group has changed"):
                     exchanger.average({"x": torch.ones(1)})
             for attachment, _, exchanger in attachments:
-                attachment.detach()
+                attachment.close()
                 exchanger.close()
             ddp = given()
             attachment = commhooks.attach(ddp, "all-reduce", process_group=elastic)
@@ -213,12 +213,12 @@ def test_a_group_that_changes_its_ranks_raises_and_is_attached_to_anew(rank: int
             assert mean(ddp) == pytest.approx(expected) == mean(stateless) == float(x)
         else:
             for attachment, _, exchanger in attachments:
-                attachment.detach()
+                attachment.close()
                 exchanger.close()
             attachments = []
         dist.barrier()
     for attachment, _, exchanger in attachments:
-        attachment.detach()
+        attachment.close()
         exchanger.close()
 
 
@@ -250,7 +250,7 @@ def test_a_group_that_pytorch_reconfigures_raises_and_is_attached_to_anew(rank: 
                 commhooks.AttachError, match=f"the process group has changed: .* is rank {rank} of {size}"
             ):
                 mean(ddp)
-            attachment.detach()
+            attachment.close()
         ddp = torch.nn.parallel.DistributedDataParallel(nn.Linear(1, 1, bias=False))
         attachment = commhooks.attach(ddp, "all-reduce")
         for _ in range(3):  # in the second, PyTorch's DDP broadcasts its buckets' order
@@ -273,7 +273,7 @@ def train_locally(group: Any) -> None:
 
 
 def attach(group: Any, kind: str = "ours", **settings: Any) -> None:
-    commhooks.attach(ddp_class(kind)(nn.Linear(2, 2), process_group=group), "int8", **settings).detach()
+    commhooks.attach(ddp_class(kind)(nn.Linear(2, 2), process_group=group), "int8", **settings).close()
 
 
 def attach_to_pytorchs(group: Any) -> None:
@@ -310,16 +310,16 @@ def test_a_group_of_one_rank_in_a_larger_world_is_told_once_if_it_is_no_part_of_
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
 
     def replicate(group: Any) -> None:
-        commhooks.attach_replicas(fsdp(mesh["shards"]), "int8", group).detach()
+        commhooks.attach_replicas(fsdp(mesh["shards"]), "int8", process_group=group).close()
 
     def shard_alone(_: Any) -> None:
-        commhooks.attach_sharded(fsdp(DeviceMesh("cpu", [rank])), "int8").detach()
+        commhooks.attach_sharded(fsdp(DeviceMesh("cpu", [rank])), "int8").close()
 
     def stay_inside(_: Any) -> None:
         model = fsdp(mesh["shards"])
-        commhooks.attach_sharded(model, "int8").detach()
-        commhooks.attach_replicas(model, "int8", mesh["replicas"].get_group()).detach()
-        commhooks.attach_replicas(fsdp(mesh["replicas"]), "int8", mesh["shards"].get_group()).detach()
+        commhooks.attach_sharded(model, "int8").close()
+        commhooks.attach_replicas(model, "int8", process_group=mesh["replicas"].get_group()).close()
+        commhooks.attach_replicas(fsdp(mesh["replicas"]), "int8", process_group=mesh["shards"].get_group()).close()
         DistributedDataParallel(nn.Linear(2, 2), device_mesh=mesh["shards"])
         go_all_ways(mesh["shards"].get_group())
 

@@ -217,7 +217,7 @@ def complex_partly_ignored_and_static_models_of_two_dtypes_get_right_means(rank:
 
     alone = [dist.new_group([r]) for r in range(2)]  # every rank makes every group
     model = given(kind)
-    commhooks.attach(model, "all-reduce", process_group=alone[rank]).detach()
+    commhooks.attach(model, "all-reduce", process_group=alone[rank]).close()
     gradients = integers(0)
     assert same(step(model, gradients[rank]), means(gradients)), "detached from another group"
     _two_dtypes_in_a_static_graph(rank, kind)
@@ -289,11 +289,11 @@ def detaching_after_an_error_ends_the_thread_and_leaves_the_users_error_alone(ra
     assert told.error != "nothing" and (rank or "the user's own" in told.text), told
 
 
-def _step_and_detach(model: nn.Module, attachment: commhooks.Attachment, rank: int) -> None:
+def _step_and_detach(model: nn.Module, attachment: commhooks.Handle[Any], rank: int) -> None:
     try:
         step(model, integers(0)[rank])
     finally:
-        attachment.detach()
+        attachment.close()
 
 
 def _threads() -> int:

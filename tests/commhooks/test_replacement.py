@@ -78,7 +78,7 @@ def test_compressors_that_take_over_from_each_other_are_what_they_are_in_lockste
     assert waiting == powersgd[-1:] * 3  # nobody sends it, and nobody forgets it
     assert last < 2**-10  # the residual of a cast: of all that PowerSGD owed, nothing is left
     assert both.attachment.steps == STEPS_OF_EACH * len(SEQUENCE)
-    both.attachment.detach()
+    both.attachment.close()
     return digests
 
 
@@ -116,7 +116,7 @@ def test_a_replacement_that_cannot_be_is_refused_and_the_old_compressor_goes_on(
     demand_lockstep()
     both.replace(make_compressor("bf16", error_feedback=True))
     demand_lockstep()
-    both.attachment.detach()
+    both.attachment.close()
     told["detached"] = told_by(lambda: replace("fp16"))
     assert {what: one.error for what, one in told.items()} == {
         "skip": "SettingsError",
@@ -129,7 +129,7 @@ def test_a_replacement_that_cannot_be_is_refused_and_the_old_compressor_goes_on(
     assert "Did you mean 'powersgd'" in told["name"].text
     assert "expected a Compressor or a name (got 3)" in told["type"].text
     assert "replace: step 4 is under way; call it between two steps" in told["in mid-step"].text
-    assert told["detached"].text.startswith("replace: this attachment was detached")
+    assert told["detached"].text.startswith("replace: this attachment was closed")
 
 
 @on_ranks(3, check_exit=False)
@@ -141,7 +141,7 @@ def test_replacing_when_a_peer_has_detached_raises_at_once_and_so_does_the_next_
     for _ in range(2):
         backward(model, gradients)
     if rank == 1:
-        attachment.detach()
+        attachment.close()
         return
     for call in (functools.partial(attachment.replace, "fp16"), functools.partial(backward, model, gradients)):
         assert "replace before step 2: CollectiveError: barrier failed" in told_by(call).text

@@ -81,7 +81,7 @@ def over_gloo(rank: int, script: Script, policy: Any, steps: int) -> list[Any]:
     attachment = commhooks.attach(model, scripted, policy=policy)
     for _ in range(steps):
         model(torch.ones(4), torch.ones(6)).backward()
-    attachment.detach()
+    attachment.close()
     return [scripted.noted[rank, step, 0] for step in range(steps)]
 
 
@@ -397,7 +397,7 @@ def test_what_cannot_be_carried_over_gloo_is_an_error_that_names_rank_and_bucket
         where = rf"rank {rank}, step 1, bucket 1 \(parameters weights\..*"
         with pytest.raises(RuntimeError, match=where + REFUSED[script]):
             model(torch.ones(40, 40), torch.ones(40, 40)).backward()
-        attachment.detach()
+        attachment.close()
 
 
 # --- how long answers last ------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_a_report_adds_up_what_is_there(rank: int) -> None:
         )
         for step in range(16):  # the messages of the first bucket, which is rebuilt, are let go after some
             model(*normal(zeros((60, 40), (60, 40), (40,)), 2, seed=step)[rank]).backward()
-        report = attachment.memory_report()
+        report = attachment.memory()
         bytes_each = 2 if storage == "bf16" else 4
         owed = 2 * 60 * 40 * bytes_each
         assert (report.residuals, report.residuals_on_host) == ((0, owed) if storage == "host" else (owed, 0))
@@ -108,13 +108,13 @@ def test_a_report_adds_up_what_is_there(rank: int) -> None:
         assert 0.95 * expected <= report.working <= 1.05 * expected, report
         assert report.by_parameter["weights.0"] == owed // 2 + 40 * 2 * 4
         assert report.total == owed + report.bases + report.copies + report.working
-        attachment.detach()
+        attachment.close()
 
 
 def test_the_models_own_parameters_are_not_counted_as_the_hooks() -> None:
     workers = Workers(make_compressor("fp16", error_feedback=True), 2, zeros((60, 40)))
     workers.step(normal(workers.parameters, 2, seed=0))
-    report = workers.engines[0].memory_report()
+    report = workers.engines[0].memory()
     assert (report.gradients, report.residuals) == (9600, 9600)
     assert 4800 <= report.working < 9600  # the message, of 2 bytes an element, in a block of the pool; no more
 

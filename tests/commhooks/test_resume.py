@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import Attachment, Compressor, PowerSGDState
+from commhooks import Compressor, Handle, PowerSGDState
 from tests import bounds
 from tests.cases import CASES, EACH_FORM_ONCE, FORMS, Case
 from tests.commhooks.mirrored import largest_error
@@ -114,7 +114,7 @@ def the_last_buckets_are_known_after_a_replacement_after_a_load_and_where_there_
             kind, "fifo", commhooks.make_compressor("powersgd", rank=1) if what == "replaced" else whole, cap, **static
         )
         run.train(rank, 0, 3)
-        if isinstance(run.hooks, Attachment) and what == "replaced":
+        if isinstance(run.hooks, Handle) and what == "replaced":
             run.hooks.replace(whole)
         _save(run, path)
         if what == "loaded and saved again":
@@ -210,12 +210,12 @@ def _load(run: Run, path: Path) -> commhooks.Checkpoint | None:
 
 
 def _steps_of(run: Run) -> int:
-    return run.hooks.steps if isinstance(run.hooks, Attachment) else run.hooks.iter
+    return run.hooks.steps if isinstance(run.hooks, Handle) else run.hooks.iter
 
 
 def _end(run: Run) -> None:
-    if isinstance(run.hooks, Attachment):
-        run.hooks.detach()
+    if isinstance(run.hooks, Handle):
+        run.hooks.close()
 
 
 @EACH_FORM_ONCE

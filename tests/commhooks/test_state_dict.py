@@ -28,7 +28,7 @@ from tests.world import run_world
 facts = Facts(kinds=BOTH_DDPS)
 
 
-def _trained(kind: str, rank: int, steps: int, **settings: Any) -> tuple[nn.Module, commhooks.Attachment]:
+def _trained(kind: str, rank: int, steps: int, **settings: Any) -> tuple[nn.Module, commhooks.Handle[Any]]:
     model = given(kind)
     attachment = commhooks.attach(model, make_compressor("powersgd", rank=2, **settings))
     for step in range(steps):
@@ -57,8 +57,8 @@ def a_state_dict_holds_plain_data_and_is_a_copy(rank: int, kind: str, folder: Pa
         assert second.steps == 3
     for ours, theirs in zip(again, backward(other, normal(zeros(*SHAPES), 2, seed=8)[rank]), strict=True):
         assert torch.equal(ours, theirs)
-    attachment.detach()
-    second.detach()
+    attachment.close()
+    second.close()
     assert distance(attachment.state_dict()["replicated"], second.state_dict()["replicated"]) == 0.0
 
 
@@ -278,7 +278,7 @@ def copies_of_a_model_have_nothing_attached(rank: int, kind: str) -> None:
         again = commhooks.attach(one, "powersgd")
         backward(one, gradients[rank])
         assert again.statistics().steps == 1
-        again.detach()
+        again.close()
     assert attachment.steps == 2
 
 
@@ -332,11 +332,11 @@ def _resized(rank: int, world_size: int, seed: int, folder: str, first: int, las
     commhooks.save_checkpoint(
         folder, step=last, model=ddp, optimizer=optimizer, hooks=attachment, extra={"total": total}
     )
-    attachment.detach()
+    attachment.close()
     return losses
 
 
-def _total_residual(attachment: commhooks.Attachment, *, of_magnitudes: bool = False) -> dict[str, Tensor]:
+def _total_residual(attachment: commhooks.Handle[Any], *, of_magnitudes: bool = False) -> dict[str, Tensor]:
     state = attachment.state_dict()
     (own,) = state["local"].values()
     total = {name: kept["residual"].double() for name, kept in sorted(own.items()) if "residual" in kept}

@@ -135,7 +135,7 @@ def test_a_basis_that_waits_for_its_compressor_fits_another_memory_format_too() 
     for formats in (torch.contiguous_format, torch.channels_last):
         exchanger = trained(powersgd, gradient)
         for compressor in (commhooks.make_compressor("top-k"), powersgd):
-            exchanger._engine.compressor = compressor  # as `Attachment.replace` does
+            exchanger.engine.compressor = compressor  # as `Handle.replace` does
             exchanger = trained(compressor, gradient.to(memory_format=formats), exchanger.state_dict())
         told.append(exchanger.state_dict()["replicated"]["weight"]["Q"])
     assert (told[0] - told[1]).norm() <= 288 * 1e4 * torch.finfo(torch.float64).eps * told[0].norm()
@@ -177,8 +177,8 @@ def test_what_is_reset_may_be_anything() -> None:
 
 def test_a_basis_that_a_replacement_will_start_from_scratch_is_saved_with_its_new_size() -> None:
     exchanger = alone("powersgd", rank=2)
-    exchanger._engine.compressor = commhooks.make_compressor("powersgd", rank=1)  # as `Attachment.replace` does
-    saved = exchanger.snapshot()
+    exchanger.engine.compressor = commhooks.make_compressor("powersgd", rank=1)  # as `Handle.replace` does
+    saved = exchanger["gradients"].snapshot()
     assert saved.replicated["weight"]["Q"].shape == (1, 20)
     alone("powersgd", rank=1).load_state_dict(saved.as_dict())
 

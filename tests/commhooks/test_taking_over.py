@@ -272,8 +272,8 @@ def test_a_run_saved_around_a_switch_is_resumed_bit_for_bit(name: str, how: str,
 
 def replace(ran: Sequence[commhooks.Exchanger], compressor: Compressor) -> None:
     for one in ran:
-        if one._made_engine().compressor != compressor:
-            one._made_engine().replace(compressor, CPU)
+        if one.engine.compressor != compressor:
+            one.engine.replace(compressor, CPU)
 
 
 def average(ran: Sequence[commhooks.Exchanger], tensors: dict[str, Tensor], step: int) -> None:

@@ -89,7 +89,7 @@ def sent(training: Training, candidate: Candidate) -> dict[str, int]:
     attachment = commhooks.attach(training.ddp, candidate.compressor, policy=candidate.policy)
     training.step()
     counts = {kind: found.payload_bytes for kind, found in attachment.statistics().by_kind.items()}
-    attachment.detach()
+    attachment.close()
     return counts
 
 
@@ -134,7 +134,7 @@ def refused(rank: int, ranks: int, argument: Any, send: Send) -> None:
     found["another rank's"] = refusal(measure(steps=3 + rank))
     attachment = commhooks.attach(training.ddp, "fp16")
     found["attached"] = refusal(measure(steps=3))
-    attachment.detach()
+    attachment.close()
     if rank == 0:
         send(found)
 

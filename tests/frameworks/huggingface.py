@@ -26,7 +26,7 @@ def settle_in(rank: int, world_size: int = 2) -> None:
     }
 
 
-def what_it_became(model: nn.Module, attachment: commhooks.Attachment) -> dict[str, Any]:
+def what_it_became(model: nn.Module, attachment: commhooks.Handle[Any]) -> dict[str, Any]:
     """Return parameters and hook state, for comparison."""
     state = attachment.state_dict()
     hook = {name: state[name] for name in ("step", "replicated", "local")}

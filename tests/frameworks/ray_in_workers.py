@@ -63,7 +63,7 @@ def train(config: dict[str, Any]) -> None:
     }
     torch.save(end, folder / f"rank{rank}.pt")
     ray.train.report(attachment.metrics())
-    attachment.detach()
+    attachment.close()
     torch.save(refusals(), folder / f"told{rank}.pt")
 
 
@@ -91,5 +91,5 @@ def refusals() -> dict[str, tuple[str, str]]:
     attachment = compress(model, "powersgd", optimizers=[optimizer], checkpoint=None)
     model.module(torch.randn(8, 64)).square().mean().backward()
     attempt("bypassed", optimizer.step)
-    attachment.detach()
+    attachment.close()
     return told

@@ -78,7 +78,7 @@ class Run:
             model = self.accelerator.prepare(self.module)
         self.model = model
         self.optimizer, self.loader = self.accelerator.prepare(optimizer, loader)
-        self.attachment: commhooks.Attachment | None = None
+        self.attachment: commhooks.Handle[Any] | None = None
         if compressor is not None:
             from commhooks.integrations.accelerate import compress
 
@@ -191,14 +191,14 @@ def refuses(rank: int, folder: str) -> dict[str, str]:
     run.train(0, 1)
     run.accelerator.save_state(f"{folder}/without")
     told["after load_state"] = raised(lambda: compress(run.accelerator, run.model, "powersgd"))
-    compress(run.accelerator, run.model, "powersgd", missing="reset").detach()
+    compress(run.accelerator, run.model, "powersgd", missing="reset").close()
 
     run = Run(compressor="powersgd")
     assert run.attachment is not None
     told["twice"] = raised(lambda: compress(run.accelerator, run.model, "powersgd"))
     told["saved without"] = raised(lambda: run.accelerator.load_state(f"{folder}/without"))
     told["did not run"] = raised(lambda: run.step(run.module, torch.randn(4, 64), torch.randint(8, (4,))))
-    run.attachment.detach()
+    run.attachment.close()
     run.accelerator.save_state(f"{folder}/detached")
 
     run = Run(compressor="powersgd", missing="reset")

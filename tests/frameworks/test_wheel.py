@@ -36,7 +36,7 @@ for _ in range(3):
     nn.functional.cross_entropy(model(torch.randn(8, 256)), torch.randint(10, (8,))).backward()
     optimizer.step()
 print(f"rank {dist.get_rank()}: ratio {attachment.statistics().ratio:.0f}", flush=True)
-attachment.detach()
+attachment.close()
 dist.destroy_process_group()
 """
 

@@ -77,7 +77,7 @@ def main(lighthouse: str, name: str, folder: Path, dies: bool) -> None:
         "bypassed": _bypass(module, optimizer),
     }
     torch.save(end, folder / f"{name}.pt")
-    attachment.detach()
+    attachment.close()
     manager.shutdown()
     dist.destroy_process_group()
 

@@ -111,7 +111,7 @@ def _distances_to_lockstep(rank: int, kind: str, policy: Any, backend: str) -> d
             terms = largest(*(gradient for own in gradients for gradient in own))
             worst[case.name] = max(worst[case.name], largest_error(ours, theirs) / terms)
         assert attachment.statistics().steps == STEPS
-        attachment.detach()
+        attachment.close()
     return worst
 
 

@@ -104,7 +104,7 @@ class Run:
         self.wrapper, self.rank = wrapper, rank
         self._optimizer = optimizer
         self._generator = torch.Generator().manual_seed(100 * rank)
-        self.attachment: commhooks.Attachment | None = None
+        self.attachment: commhooks.Handle[Any] | None = None
         self.trained: list[nn.Module] = []
         """The modules that must be equal on all ranks in the end."""
         torch.manual_seed(0)

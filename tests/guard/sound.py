@@ -888,7 +888,7 @@ def a_model_is_wrapped_again_without_a_hook(run: Run) -> None:
 def a_compressor_is_detached_and_attached_again(run: Run) -> None:
     run.train(steps=2)
     if run.attachment is not None:
-        run.attachment.detach()
+        run.attachment.close()
         run.train(steps=2)
         commhooks.attach(run.model, "fp16")
     run.train(steps=2)

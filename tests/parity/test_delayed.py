@@ -72,7 +72,7 @@ def history(rank: int, which: str, compressor: str | None = None, **options: Any
         optimizer.step()
         steps.append(snapshot(module))
     if attachment is not None:
-        attachment.detach()
+        attachment.close()
     return steps
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import commhooks
 from commhooks import CheckpointError, CompressorError, DiLoCo, SettingsError, lockstep_lines, step_in_lockstep
-from commhooks.hooks.handle import check_run_settings
+from commhooks.exchange.options import check_timeout
 from commhooks.seldom.cutting import cut, turns
 from commhooks.seldom.inner import Inner
 from commhooks.seldom.starting import Schedule
@@ -322,7 +322,7 @@ def test_mixing_may_be_a_number_of_numpy() -> None:
     (diloco,) = team_of([nn.Linear(2, 2)], every=2, mixing=numpy.float32(0.5))
     assert diloco.schedule.mixing == 0.5 and type(diloco.schedule.mixing) is float
     diloco.close()
-    check_run_settings("attach", "fifo", numpy.float32(2.5))  # type: ignore[arg-type]  # a number, but no float
+    check_timeout("attach", numpy.float32(2.5))  # a number, but no float
 
 
 def test_tied_parameters_count_once_and_frozen_ones_are_left_out() -> None:
@@ -658,7 +658,7 @@ def test_memory_for_each_parameter_is_as_stated() -> None:
                         parameter.add_(torch.randn_like(parameter), alpha=0.01 * (turn + 1))
             step_in_lockstep([worker.diloco for worker in team])
         diloco = team[0].diloco
-        report = diloco.exchangers.memory_report()
+        report = diloco.exchange.memory()
         outer = sum(held.numel() * 4 for fragment in diloco._fragments for held in fragment.outer.values())
         states = diloco.outer_optimizer.state.values()
         momentum = sum(t.numel() * 4 for state in states for t in state.values() if isinstance(t, Tensor))

@@ -202,7 +202,7 @@ def test_checkpoints_hold_every_ranks_model_optimizer_and_scaler(rank: int, tmp_
     assert distance(dict(ddp.module.state_dict()), shared) == 0
     attachment = commhooks.attach(ddp, "top-k")
     told = told_by(lambda: commhooks.load_checkpoint(path, model=ddp, hooks=attachment))
-    assert "saved with the state of several exchangers, such as DiLoCo's" in told.text
+    assert "saved with the state of several channels, such as DiLoCo's" in told.text
     commhooks.save_checkpoint(tmp_path / "ddp", step=1, model=ddp, optimizer=adamw(ddp), hooks=attachment)
     started = Worker(rank, every=4)
     commhooks.load_checkpoint(tmp_path / "ddp", model=started.model, optimizer=started.optimizer)
@@ -211,7 +211,7 @@ def test_checkpoints_hold_every_ranks_model_optimizer_and_scaler(rank: int, tmp_
     assert "it was saved with the state of an attachment, not of DiLoCo" in told.text
     for diloco in (started.diloco, resumed.diloco):
         diloco.close()
-    attachment.detach()
+    attachment.close()
 
 
 @facts

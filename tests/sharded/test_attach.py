@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from commhooks import ShardedAttachment, attach_replicas, attach_sharded
+from commhooks import Handle, attach_replicas, attach_sharded
 from tests.commhooks.ranks import survived
 from tests.commhooks.resuming import distance, roundtrip
 from tests.commhooks.told import Told, told_by
@@ -82,7 +82,7 @@ def trained(
     if attachment is not None:
         assert list(attachment) == MODULES and attachment.is_attached
         assert [unit.steps for unit in attachment.values()] == [steps] * 3
-        attachment.detach()
+        attachment.close()
         assert not attachment.is_attached
     return shards(model), loss
 
@@ -141,7 +141,7 @@ def test_gradients_have_the_grad_dtype_of_their_parameters_as_with_fsdp2(rank: i
                     backward(model, rank, step)
                 kept.append(gradients(model))
                 if attachment is not None:
-                    attachment.detach()
+                    attachment.close()
             assert {str(one.dtype) for one in kept[0].values()} <= {"torch.bfloat16", "torch.float32"}
             for other in kept[1:]:
                 assert {name: one.dtype for name, one in kept[0].items()} == {n: one.dtype for n, one in other.items()}
@@ -226,7 +226,7 @@ def checkpointed_activations_tied_weights_and_clipped_norms_change_nothing(rank:
         assert attachment is None or attachment.steps == 8 - (attached_at or 0)
         kept.append(shards(model) | {"norms": torch.stack(norms)})
         if attachment is not None:
-            attachment.detach()
+            attachment.close()
     assert furthest(kept[0], kept[1]) == furthest(kept[0], kept[2]) == 0
 
 
@@ -264,7 +264,7 @@ def bytes_are_those_of_the_rows_that_others_keep(rank: int) -> None:
         assert attachment.statistics().payload_bytes == sum(
             one.statistics().payload_bytes for one in attachment.values()
         )
-        attachment.detach()
+        attachment.close()
 
 
 @facts
@@ -274,16 +274,16 @@ def saving_allocates_no_state_that_no_step_uses(rank: int) -> None:
         optimizer = sgd(model)
         attachment = attach_sharded(model, name)
         train(model, optimizer, rank, 0, 1)
-        before = attachment.memory_report()
+        before = attachment.memory()
         saved = attachment.state_dict()
-        assert attachment.memory_report() == before, name
+        assert attachment.memory() == before, name
         attachment.load_state_dict(saved)
         train(model, optimizer, rank, 1, 2)
-        assert attachment.memory_report() == before, name
-        attachment.detach()
+        assert attachment.memory() == before, name
+        attachment.close()
 
 
-def resumed_at_step_4(rank: int, residuals: Any) -> tuple[Network, ShardedAttachment]:
+def resumed_at_step_4(rank: int, residuals: Any) -> tuple[Network, Handle[Any]]:
     """Train eight steps; do so with another model and attachment from the fourth on, and return those."""
     model = sharded()
     optimizer = adamw(model)
@@ -295,7 +295,7 @@ def resumed_at_step_4(rank: int, residuals: Any) -> tuple[Network, ShardedAttach
     assert kept["residual"].numel() == 130 * 65, "of the whole parameter"
     train(model, optimizer, rank, 4, 8)
     whole, state = shards(model), attachment.state_dict()
-    attachment.detach()
+    attachment.close()
 
     again = sharded()
     optimizer = adamw(again)
@@ -320,7 +320,7 @@ def a_resumed_run_is_the_uninterrupted_one_bit_for_bit(rank: int) -> None:
         refused = told_by(functools.partial(resumed.replace, "powersgd"))
         assert refused.error == "SettingsError" and "averages whole gradients" in refused.text
         train(model, optimizer, rank, 9, 10)
-        resumed.detach()
+        resumed.close()
 
 
 @facts
@@ -370,7 +370,7 @@ def test_trained_parameters_that_nobody_averages_are_named_on_attaching(rank: in
     mesh = init_device_mesh(
         "cpu", (1, 2) if attach is attach_sharded else (2, 1), mesh_dim_names=("replicas", "shards")
     )
-    group = () if attach is attach_sharded else (mesh["replicas"].get_group(),)
+    group = {} if attach is attach_sharded else {"process_group": mesh["replicas"].get_group()}
 
     def rootless() -> Network:
         model = Network()
@@ -378,7 +378,7 @@ def test_trained_parameters_that_nobody_averages_are_named_on_attaching(rank: in
             fully_shard(module, mesh=mesh["shards"])
         return model
 
-    told = told_by(lambda: attach(rootless(), "int8", *group))
+    told = told_by(lambda: attach(rootless(), "int8", **group))
     assert told.error == "AttachError" and "'scale' requires a gradient, but is in no module that" in told.text
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -395,7 +395,7 @@ def test_trained_parameters_that_nobody_averages_are_named_on_attaching(rank: in
         fully_shard(ignoring, mesh=mesh["shards"], ignored_params={ignoring.head.bias})
         wrapped.head = nn.parallel.DistributedDataParallel(wrapped.head)  # type: ignore[assignment]  # not a Linear
         for model in (frozen, hooked, ignoring, wrapped):
-            attach(model, "int8", *group).detach()
+            attach(model, "int8", **group).close()
     wanted = [
         "average the gradient of 'head.weight' and 1 other parameter: each",
         "of 'head.bias': each rank trains it",
@@ -414,7 +414,7 @@ def modules_sharded_together_are_one_under_the_name_of_the_first(rank: int) -> N
     fully_shard([model.first, model.second["wide"]], mesh=mesh)
     fully_shard(model, mesh=mesh)
     attachment = attach_sharded(model, "int8", hook_timeout=30.0)
-    assert {one.device.type for one in attachment["first"]._engine.state.named().values()} == {"cpu"}
+    assert {one.device.type for one in attachment["first"].engine.state.named().values()} == {"cpu"}
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.normal_(parameter)
@@ -424,7 +424,7 @@ def modules_sharded_together_are_one_under_the_name_of_the_first(rank: int) -> N
     assert attachment.is_attached
     assert {name: unit.steps for name, unit in attachment.items()} == {"the model": 2, "first": 2}
     assert set(attachment.by_parameter()) == set(dict(model.named_parameters()))
-    attachment.detach()
+    attachment.close()
     assert "that is not in the model given" in told_by(lambda: attach_sharded(model.first, "int8")).text
 
 
@@ -441,8 +441,8 @@ def state_loads_with_and_without_compilation_and_activation_checkpointing(rank: 
     attachment.load_state_dict(plain.state_dict())
     assert list(attachment) == MODULES and attachment.steps == 2
     assert distance(plain.state_dict()["groups"], attachment.state_dict()["groups"]) == 0
-    attachment.detach()
-    plain.detach()
+    attachment.close()
+    plain.close()
 
 
 @facts
@@ -494,11 +494,11 @@ def an_optimizer_that_steps_on_gradients_of_which_a_module_sent_none_is_stopped(
     assert "none of the parameters of SGD" in told_by(lambda: attachment.watch(sgd(nn.Linear(2, 2)))).text
     train(model, one, rank, 0, 1)
     train(model, other, rank, 0, 1)
-    model.second["wide"].set_custom_reduce_scatter(attachment["second.wide"]._before)  # type: ignore[operator]
+    model.second["wide"].set_custom_reduce_scatter(attachment._feed._before["second.wide"])  # type: ignore[operator, attr-defined]
     told = told_by(lambda: train(model, other, rank, 1, 2))
     assert told.error == "NotAveragedError" and "a step on gradients of second.wide that" in told.text, told.text
     train(model, one, rank, 1, 2)
-    attachment.detach()
+    attachment.close()
 
 
 @facts
@@ -515,7 +515,7 @@ def an_inf_on_one_rank_commits_nothing_on_any(rank: int) -> None:
     optimizer.zero_grad()
     train(model, optimizer, rank, 2, 3)
     assert all(shard.isfinite().all() for shard in shards(model).values())
-    attachment.detach()
+    attachment.close()
 
 
 def without_a_peer(rank: int, how: str) -> Told | None:
@@ -553,7 +553,7 @@ def test_one_rank_trains_as_without(rank: int) -> None:
     attachment.watch(optimizer)
     train(model, optimizer, rank, 0, 3)
     assert attachment.statistics().steps == 0
-    attachment.detach()
+    attachment.close()
     assert furthest(plain, shards(model)) == 0
 
 

@@ -40,11 +40,11 @@ def went_on(rank: int, folder: Path, step: int, before: str | None) -> dict[str,
     save({"model": model.state_dict(), "hooks": attachment.state_dict()}, checkpoint_id=folder / str(step + 3))
     whole = {name: full(value) for name, value in model.state_dict().items()}
     kept["weights"] = float(sum(value.double().abs().sum() for value in whole.values()))
-    attachment.detach()
+    attachment.close()
     return kept
 
 
-def total_of(attachment: commhooks.ShardedAttachment) -> float:
+def total_of(attachment: commhooks.Handle[Any]) -> float:
     """Return the sum of what all ranks have not sent, with signs that tell elements apart, over the ranks."""
     total = 0.0
     for label, group in attachment.state_dict()["groups"].items():

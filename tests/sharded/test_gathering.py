@@ -49,7 +49,7 @@ def trained(
     optimizer = sgd(model)
     loss = train(model, optimizer, rank, 0, steps)
     assert list(attachment.gathers) == (MODULES if gather is not None else [])
-    attachment.detach()
+    attachment.close()
     return shards(model), loss
 
 
@@ -102,7 +102,7 @@ def test_all_ranks_compute_with_what_the_codes_represent(rank: int, ranks: int, 
             expected = torch.cat([represented(attachment.gathers["second.wide"].code, row) for row in rows])
             assert torch.equal(seen.weights[step], expected[:130]), step
             assert all(torch.equal(seen.weights[step], other) for other in of_every_rank(seen.weights[step]))
-        attachment.detach()
+        attachment.close()
 
 
 def represented(code: Codec | torch.dtype, shard: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def test_bytes_are_those_of_codes_and_ends_to_every_other_rank(rank: int, ranks:
         assert of_all.moved_bytes == sent + sum(unit.statistics().moved_bytes for unit in attachment.values())
         assert set(attachment.gathers.by_parameter()) == chunks.keys()
         assert "gathers: " in str(attachment) and "weights" in str(attachment.gathers)
-        attachment.detach()
+        attachment.close()
 
 
 @facts
@@ -161,8 +161,8 @@ def weights_are_gathered_where_no_gradient_is(rank: int) -> None:
         again = model(batch(0, 0)[0])
     assert torch.equal(y, again) and all(torch.equal(y, other) for other in of_every_rank(y))
     train(model, sgd(model), rank, 0, 2)
-    assert attachment.memory_report().working > 0
-    attachment.detach()
+    assert attachment.memory().working > 0
+    attachment.close()
     gathered = attachment.gathers["first"].statistics().steps
     assert not attachment.is_attached and gathered >= 4
     with torch.no_grad():
@@ -177,7 +177,7 @@ def shards_that_lie_elsewhere_are_gathered_too(rank: int) -> None:
     attachment = attach_sharded(model, "all-reduce", gather="int8")
     train(model, sgd(model), rank, 0, 3)
     assert furthest(plain, shards(model)) == 0
-    attachment.detach()
+    attachment.close()
 
 
 @on_ranks(4)
@@ -200,7 +200,7 @@ def a_weight_that_is_not_finite_is_so_on_every_rank(rank: int) -> None:
         seen = Seen(model.head)
         model(batch(0, 0)[0])
         assert not seen.weights[0][4:].isfinite().all() and seen.weights[0][:4].isfinite().all(), gather
-        attachment.detach()
+        attachment.close()
 
 
 @facts
@@ -223,13 +223,13 @@ def what_cannot_be_gathered_is_refused_in_words(rank: int) -> None:
         told = told_by(lambda of_rank=of_rank: attach_sharded(model, "int8", gather=of_rank[rank], hook_timeout=30.0))  # type: ignore[misc]  # as above
         assert told.error == "AttachError" and "gather: " in told.text and told.seconds < 30.0, told.text
     attachment = attach_sharded(model, "int8", gather="int8")
-    attachment.detach()
+    attachment.close()
     model.first.set_custom_all_gather(attachment.gathers["first"])  # type: ignore[operator]  # FSDPModule's
     assert (
         "first has another custom all-gather already"
         in told_by(lambda: attach_sharded(model, "int8", gather="int8")).text
     )
-    attach_sharded(model, "int8").detach()
+    attach_sharded(model, "int8").close()
     model.first.set_custom_all_gather(attachment.gathers["first"]._before)  # type: ignore[operator]  # as above
     mixed = nn.Linear(4, 4)
     mixed.bias = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_module
 from torch.utils.checkpoint import checkpoint
 
-from commhooks import DiLoCo, ReplicasAttachment, attach_replicas, attach_sharded, load_distributed
+from commhooks import DiLoCo, Handle, attach_replicas, attach_sharded, load_distributed
 from ddp_core import DistributedDataParallel
 from tests.commhooks.ranks import of_every_rank, survived
 from tests.commhooks.resuming import distance
@@ -67,14 +67,14 @@ CAN_END_BY_HAND = hasattr(FSDPModule, "set_manual_backward_finalization")
 two, four = Facts(2, turns=POLICIES), Facts(4, turns=POLICIES)
 
 
-def attached(model: nn.Module, mesh: DeviceMesh, compressor: str, policy: Any, **settings: Any) -> ReplicasAttachment:
+def attached(model: nn.Module, mesh: DeviceMesh, compressor: str, policy: Any, **settings: Any) -> Handle[Any]:
     group = mesh["replicas"].get_group()
-    return attach_replicas(model, compressor, group, policy=policy, **{"hook_timeout": 30.0, **settings})
+    return attach_replicas(model, compressor, process_group=group, policy=policy, **{"hook_timeout": 30.0, **settings})
 
 
 def replica(
     mesh: DeviceMesh, compressor: str, policy: Any, make: Make = sgd, **settings: Any
-) -> tuple[Any, torch.optim.Optimizer, ReplicasAttachment]:
+) -> tuple[Any, torch.optim.Optimizer, Handle[Any]]:
     """Return a new model, its optimizer, and its attachment to the others' replicas."""
     model = sharded(mesh=mesh["shards"])
     return model, make(model), attached(model, mesh, compressor, policy, **settings)
@@ -103,7 +103,7 @@ def trained(
     loss = train(model, optimizer, rank, 0, steps, accumulated=accumulated)
     if attachment is not None:
         assert attachment.is_attached and attachment.steps == steps
-        attachment.detach()
+        attachment.close()
         assert not attachment.is_attached
     return shards(model), loss
 
@@ -161,7 +161,7 @@ def test_replicas_average_gradients_of_each_grad_dtype_as_native_hsdp_does(rank:
             backward(model, rank)
             kept.append(gradients(model))
             if attachment is not None:
-                attachment.detach()
+                attachment.close()
         for other in kept[1:]:
             assert {name: one.dtype for name, one in kept[0].items()} == {n: one.dtype for n, one in other.items()}
             assert furthest(kept[0], other) <= (0.01 if precision is FP32 else 0), (precision, wanted)
@@ -209,7 +209,7 @@ def ranks_that_keep_the_whole_model_train_as_a_distributed_data_parallel_does(ra
     train(model, sgd(model), rank, 0, STEPS)
     assert furthest({name: p.detach() for name, p in ddp.module.named_parameters()}, shards(model)) < STEPS * 6 * 2**-24
     assert dict(model.named_buffers())["seen"].tolist() == [0, 0, 0]
-    attachment.detach()
+    attachment.close()
 
 
 @pytest.mark.kernels
@@ -234,7 +234,7 @@ def test_every_compressor_trains_the_same_per_module_and_at_once(rank: int) -> N
             assert counts.moved_bytes >= sum(one.moved_bytes for one in traffic) > 0
             if policy == "fused":
                 assert counts.steps == STEPS and counts.collectives == collectives * STEPS
-            attachment.detach()
+            attachment.close()
         assert furthest(found["fifo"], found["fused"]) <= (STEPS * 3 * 130 * 2**-24 if name == "powersgd" else 0), name
 
 
@@ -256,7 +256,7 @@ def the_guide_tells_what_is_sent(rank: int, policy: str) -> None:
         counts = attachment.statistics()
         assert counts.moved_bytes == 2 * int(moved.replace(",", "")), name
         assert counts.collectives == 2 * int(collectives), name
-        attachment.detach()
+        attachment.close()
 
 
 @four
@@ -269,7 +269,7 @@ def flexdemo_trains_within_sites_on_means_between_them(rank: int) -> None:
     assert_replicas_are_equal(model, mesh)
     assert sum(of_every_rank(losses[-1])) < sum(of_every_rank(losses[0])) / 2, losses
     assert attachment.statistics().payload_bytes < attachment.statistics().gradient_bytes / 8
-    attachment.detach()
+    attachment.close()
 
 
 @four
@@ -286,10 +286,10 @@ def both_hops_are_compressed_in_any_order_of_attaching(rank: int, policy: str) -
         assert losses[-1] < losses[0] / 2, losses
         assert_replicas_are_equal(model, mesh)
         assert [one.is_attached, other.is_attached] == [True, True] and one.steps == other.steps == STEPS
-        one.detach()
+        one.close()
         assert [one.is_attached, other.is_attached] == [False, True]
         train(model, optimizer, rank, STEPS, STEPS + 1)  # it still sends zeros for parameters that are not used
-        other.detach()
+        other.close()
         state: Any = model._get_fsdp_state()  # type: ignore[operator]  # FSDPModule's
         group = state._fsdp_param_groups[0]
         assert group._all_reduce_hook is None and not group.reduce_scatter_unused_params
@@ -310,7 +310,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(rank: int, policy: s
     inner = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, rank, 4, 8)
     whole, state = shards(model), attachment.state_dict()
-    attachment.detach()
+    attachment.close()
 
     again = sharded(mesh=mesh["shards"])
     optimizer, resumed = adamw(again), attached(again, mesh, "powersgd", policy)
@@ -326,13 +326,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(rank: int, policy: s
     resumed.replace("int8")
     train(again, optimizer, rank, 8, 9)
     assert_replicas_are_equal(again, mesh)
-    resumed.detach()
+    resumed.close()
 
     other = sharded(mesh=alone()["shards"])
     resumed = attached(other, alone(), "powersgd", policy)
     told = told_by(lambda: load_distributed(tmp_path, resumed, world_size="spread"))
     assert told.error == "CheckpointError" and "shard 0 of 2" in told.text and "and this run has" in told.text
-    resumed.detach()
+    resumed.close()
 
 
 def accumulating(name: str, model: Any, step: int) -> bool:
@@ -380,7 +380,7 @@ def modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit_for_
             found.append(shards(model))
             if attachment is not None:
                 assert attachment.steps == exchanges
-                attachment.detach()
+                attachment.close()
         assert furthest(*found) == 0, which
         assert empty[0] == empty[1], which
 
@@ -397,7 +397,7 @@ def a_watched_optimizer_may_step_while_a_module_keeps_its_gradients(rank: int, p
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
         assert_ranks_agree(model)
-        attachment.detach()
+        attachment.close()
 
 
 @two
@@ -410,7 +410,7 @@ def what_was_kept_before_a_backward_pass_that_failed_is_dropped_as_native_hsdp_d
         model.set_requires_all_reduce(False)
         backward(model, rank)
         if attachment is not None:
-            assert attachment.memory_report().gradients == 4 * sum(one.numel() for one in shards(model).values())
+            assert attachment.memory().gradients == 4 * sum(one.numel() for one in shards(model).values())
         assert "shape" in told_by(lambda model=model: model(torch.ones(8, INPUTS - 1))).text  # type: ignore[misc]  # a lambda's
         model.reset_iter_state()
         backward(model, rank)
@@ -423,7 +423,7 @@ def what_was_kept_before_a_backward_pass_that_failed_is_dropped_as_native_hsdp_d
         backward(model, rank)
         found.append(gradients(model))
         if attachment is not None:
-            attachment.detach()
+            attachment.close()
     assert furthest(*found) == 0
 
 
@@ -461,8 +461,8 @@ def detaching_gives_kept_gradients_back_as_a_detached_ddp_has_them(rank: int, po
         elif then == "reset":
             model.reset_iter_state()
         with warnings.catch_warnings(record=True, action="always") as warned:
-            attachment.detach()
-            attachment.detach()
+            attachment.close()
+            attachment.close()
         model.reset_iter_state()  # after a pass that failed, whole parameters are in the modules
         kept = then in ("detach", "freeze")
         told = [str(one.message) for one in warned if "kept gradients aside" in str(one.message)]
@@ -489,7 +489,7 @@ def what_would_act_on_gradients_that_are_kept_is_named(rank: int) -> None:
             told = told_by(model.finalize_backward)
         assert told.error in {"CompressorError", "CollectiveError"}, told
         assert f"set_requires_all_reduce(False) cannot be combined with {complaint}" in told.text, told
-        attachment.detach()
+        attachment.close()
 
 
 @two
@@ -505,7 +505,7 @@ def means_add_up_and_what_was_not_averaged_before_is_named(rank: int, policy: st
         if compressor == "all-reduce":
             assert furthest({name: 2 * one for name, one in once.items()}, twice) == 0
         assert furthest(*of_every_rank(twice)) == 0
-        attachment.detach()
+        attachment.close()
         model.zero_grad()
     backward(model, rank)
     attachment = attached(model, alone(), "all-reduce", policy)
@@ -513,7 +513,7 @@ def means_add_up_and_what_was_not_averaged_before_is_named(rank: int, policy: st
     if policy == "fused":
         assert told.error in {"CompressorError", "CollectiveError"}, told.text
         assert "had a gradient before this backward pass that this attachment has not averaged" in told.text
-    attachment.detach()
+    attachment.close()
 
 
 class Branches(nn.Module):
@@ -549,7 +549,7 @@ def modules_that_some_replicas_do_not_use_hang_nobody(rank: int, policy: str) ->
     else:
         assert told.error == "CollectiveError", told.text
         assert not optimizer.state[model.never.weight], "no step was taken"
-    attachment.detach()
+    attachment.close()
 
 
 @two
@@ -577,7 +577,7 @@ def gradients_that_are_kept_add_up_by_parameter_if_passes_use_others(rank: int, 
                 parameter.grad.div_(2)
         found.append({one: getattr(p.grad, "to_local", p.grad.detach)().clone() for one, p in trained.items()})
         if attachment is not None:
-            attachment.detach()
+            attachment.close()
             group = model._get_fsdp_state()._fsdp_param_groups[0]
             assert not group.reduce_scatter_unused_params
     assert furthest(*found) < 1e-6
@@ -601,7 +601,7 @@ def replicas_meet_at_the_end_of_each_pass_if_the_module_that_wants_an_average_is
         one, other = of_every_rank((attachment.steps, gradients(model.right)))
         assert one[0] == other[0] == step + 1 and furthest(one[1], other[1]) == 0
         model.zero_grad()
-    attachment.detach()
+    attachment.close()
 
 
 @four
@@ -619,7 +619,7 @@ def the_ranks_of_a_site_have_gradients_of_the_same_parameters(rank: int, policy:
         assert of_site[0] == of_site[1] and of_site[2] == of_site[3], of_site
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         model.zero_grad()
-    attachment.detach()
+    attachment.close()
 
 
 @two
@@ -631,9 +631,7 @@ def parameters_frozen_since_attaching_are_named(rank: int, policy: str) -> None:
     told = told_by(lambda: train(model, sgd(model), rank, 0, 1))
     assert told.error in {"CompressorError", "CollectiveError"} and told.text, told.text
     where = "first: " if policy == "fifo" else ""
-    assert (
-        f"{where}parameters were frozen or unfrozen since attach_replicas, or grad_dtype was set; detach" in told.text
-    )
+    assert f"{where}parameters were frozen or unfrozen since attach_replicas, or grad_dtype was set; close" in told.text
     of_one_size = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).requires_grad_(False))
     fully_shard(of_one_size, mesh=mesh["shards"])
     attached(of_one_size, mesh, "int8", policy)
@@ -641,7 +639,7 @@ def parameters_frozen_since_attaching_are_named(rank: int, policy: str) -> None:
     of_one_size[1].requires_grad_(True)
     told = told_by(lambda: of_one_size(torch.ones(1, 4)).sum().backward())
     assert "parameters were frozen or unfrozen since attach_replicas" in told.text, told.text
-    attachment.detach()
+    attachment.close()
 
 
 class Checkpointed(Network):
@@ -677,7 +675,7 @@ def the_exchange_comes_after_all_of_fsdps_work(rank: int) -> None:
                 assert attachment.statistics().collectives == 4
             whole: dict[str, Any] = dict(model.named_parameters())
             found.append({name: getattr(one, "to_local", one.detach)().clone() for name, one in whole.items()})
-            attachment.detach()
+            attachment.close()
         assert furthest(*found) == 0, kind
 
 
@@ -719,7 +717,7 @@ def gradients_are_averaged_once_if_every_module_is_reduced_in_a_nested_backward_
         found.append({name: getattr(p, "to_local", p.detach)().clone() for name, p in model.named_parameters()})
         if attachment is not None:
             assert attachment.steps == 3 == attachment.statistics().collectives, roots
-            attachment.detach()
+            attachment.close()
     assert furthest(found[0], found[1]) == 0 and furthest(found[0], found[2]) < 1e-6
     model = Adapted()
     for module in (*model.blocks, model):
@@ -728,7 +726,7 @@ def gradients_are_averaged_once_if_every_module_is_reduced_in_a_nested_backward_
     model(batch(rank, 0)[0]).sum().backward()
     told = told_by(lambda: model(batch(rank, 1)[0]))
     assert "the last backward pass ended without an average over the replicas" in told.text, told
-    within.detach()
+    within.close()
 
 
 @two
@@ -759,7 +757,7 @@ def what_acts_on_one_replica_alone_is_named(rank: int) -> None:
             change(model)
             told = told_by(lambda model=model, optimizer=optimizer: train(model, optimizer, rank, 1, 2))  # type: ignore[misc]
             assert told.error in {"CompressorError", "CollectiveError"} and complaint in told.text, (change, told)
-            attachment.detach()
+            attachment.close()
             model.zero_grad()
 
 
@@ -778,7 +776,7 @@ def a_module_that_runs_thrice_is_averaged_once(rank: int) -> None:
         train(model, optimizer, rank, 0, 3)
         assert attachment.steps == (3 if policy == "fused" else 9)
         found.append(shards(model))
-        attachment.detach()
+        attachment.close()
     assert furthest(*found) < 1e-6
 
 
@@ -795,14 +793,14 @@ def memory_is_that_of_shards_and_residuals_follow_the_loss_scale(rank: int, poli
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        scales += [attachment[label]._made_engine().loss_scale.of_gradients for label in attachment]
+        scales += [attachment[label].engine.loss_scale.of_gradients for label in attachment]
     assert set(scales[: len(attachment)]) == {2.0**8} and set(scales[-len(attachment) :]) == {2.0**9}
-    report, sizes = attachment.memory_report(), {name: shard.numel() for name, shard in shards(model).items()}
+    report, sizes = attachment.memory(), {name: shard.numel() for name, shard in shards(model).items()}
     widest = sum(size for name, size in sizes.items() if name.startswith("second.wide."))
     assert report.gradients == 4 * (sum(sizes.values()) if policy == "fused" else widest)
     assert report.by_parameter["second.wide.weight"] == 2 * sizes["second.wide.weight"], "bf16 of a shard"
     assert report.residuals == sum(report.by_parameter.values()) <= 2 * sum(sizes.values())
-    attachment.detach()
+    attachment.close()
 
 
 @two
@@ -813,7 +811,7 @@ def detaching_frees_residuals_at_once(rank: int, policy: str) -> None:
     gc.collect()
     gc.disable()
     try:
-        attachment.detach()
+        attachment.close()
         del attachment
         assert not any(one() for one in exchangers)
     finally:
@@ -831,7 +829,7 @@ def training_goes_on_after_a_backward_pass_that_failed(rank: int, policy: str) -
     optimizer.zero_grad()
     train(model, optimizer, rank, 1, 3)
     assert_ranks_agree(model)
-    attachment.detach()
+    attachment.close()
 
 
 @two
@@ -844,7 +842,7 @@ def a_backward_pass_that_failed_is_named_as_the_cause_if_fsdp2_was_not_told(rank
         fails_in_its_backward_pass(model, model.first, rank)
         told = told_by(functools.partial(model, batch(rank, 0)[0]))
         assert told.error == "CompressorError" and "call reset_iter_state() on the root FSDP module" in told.text, told
-        attachment.detach()
+        attachment.close()
 
 
 @two
@@ -859,7 +857,7 @@ def an_inf_on_one_rank_commits_nothing_on_any(rank: int, policy: str) -> None:
     optimizer.zero_grad()
     train(model, optimizer, rank, 2, 3)
     assert all(shard.isfinite().all() for shard in shards(model).values())
-    attachment.detach()
+    attachment.close()
 
 
 def without_a_peer(rank: int, how: str, policy: str) -> Told | None:
@@ -893,7 +891,7 @@ def what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
     group = mesh["replicas"].get_group()
 
     def told(model: nn.Module, compressor: str = "int8", group: Any = group, **settings: Any) -> Told:
-        return told_by(lambda: attach_replicas(model, compressor, group, **settings))
+        return told_by(lambda: attach_replicas(model, compressor, process_group=group, **settings))
 
     plain = told(Network())
     assert plain.error == "AttachError" and "call torch.distributed.fsdp.fully_shard" in plain.text
@@ -919,11 +917,11 @@ def what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
         refused = told(model, **settings)
         assert refused.error == (error or ("SettingsError" if rank >= 2 else "AttachError")), refused.text
         assert text in refused.text, refused.text
-    attachment = attach_replicas(model, "int8", group)
+    attachment = attach_replicas(model, "int8", process_group=group)
     again = told(model)
-    assert again.error == "AttachError" and "has an all-reduce hook already; detach that first" in again.text
-    attachment.detach()
-    attachment.detach()
+    assert again.error == "AttachError" and "has an all-reduce hook already; close that first" in again.text
+    attachment.close()
+    attachment.close()
     acting = sharded(mesh=whole["shards"])
     acting.head.weight.register_post_accumulate_grad_hook(lambda _: None)
     assert "pass policy='fifo'" in told(acting, group=whole["replicas"].get_group()).text
@@ -950,7 +948,7 @@ def replicas_take_rank_0s_unsaved_buffers_and_nothing_that_is_to_be_ignored(rank
         sharded(model=model, mesh=alone()["shards"], ignored_params={model.own, model.trained})
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # of the trained parameter
             made: Any = (
-                attach_replicas(model, "all-reduce", group)
+                attach_replicas(model, "all-reduce", process_group=group)
                 if how == "replicas"
                 else DiLoCo(model, sgd(model), every=1, process_group=group)
             )
@@ -958,7 +956,7 @@ def replicas_take_rank_0s_unsaved_buffers_and_nothing_that_is_to_be_ignored(rank
         assert found == {"table": 0.0, "cache": rank}
         assert (float(model.own[0]), float(model.trained[0])) == (rank, rank if how == "replicas" else 0.0)
         assert not shards(model.first)["bias"].any(), "frozen, and rank 0's"
-        made.detach() if how == "replicas" else made.close()
+        made.close()
 
 
 @two
@@ -1004,9 +1002,9 @@ def buffers_that_are_dtensors_are_shared_too(rank: int) -> None:
     for buffer in buffers.values():
         buffer.to_local().fill_(rank)
     fully_shard(model[0], mesh=mesh["shards"])
-    attachment = attach_replicas(model, "all-reduce", group)
+    attachment = attach_replicas(model, "all-reduce", process_group=group)
     assert numbers() == [0.0, 0.0]
-    attachment.detach()
+    attachment.close()
 
 
 @two
@@ -1021,7 +1019,7 @@ def frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> None:
         optimizer.zero_grad()
     of_ranks = of_every_rank(shards(model.head))
     assert furthest(*of_ranks) == 0 and model.marks() == [rank, 0]
-    attachment.detach()
+    attachment.close()
 
 
 @two
@@ -1035,7 +1033,7 @@ def an_optimizer_that_steps_on_gradients_of_one_rank_is_stopped(rank: int, polic
     told = told_by(lambda: train(model, optimizer, rank, 1, 2))
     assert told.error == "NotAveragedError" and "set no other all-reduce hook" in told.text, told.text
     assert not attachment.is_attached
-    attachment.detach()
+    attachment.close()
 
 
 @on_ranks(1)

@@ -27,7 +27,7 @@ from torch import nn
 
 import commhooks
 import ddp_core
-from commhooks import Attachment, CheckpointError, LoadRules, load_checkpoint, save_checkpoint
+from commhooks import CheckpointError, Handle, LoadRules, load_checkpoint, save_checkpoint
 from commhooks.checkpoints.folder import checkpoints_in
 from commhooks.checkpoints.writer import ABANDONED_SECONDS, Writer
 from commhooks.integrations.rank_files import load_rank_files, save_rank_files
@@ -144,7 +144,7 @@ def test_a_load_whose_checkpoints_are_removed_faster_than_it_reads_gives_up(tmp_
 # --- in the folder of a framework -------------------------------------------------------------------------------------
 
 
-def compressed(rank: int) -> Attachment:
+def compressed(rank: int) -> Handle[Any]:
     """Return the hook of a model that has taken a step, with a residual that differs between ranks."""
     torch.manual_seed(0)
     model = ddp_core.DistributedDataParallel(nn.Linear(16, 16))

@@ -145,7 +145,7 @@ def run(rank: int, world_size: int, folder: str) -> dict[str, Cost]:
                 backward(inner, rank, 1 + STEPS)
                 with pytest.raises(commhooks.NotAveragedError):
                     optimizer.step()
-            handle.detach()
+            handle.close()
             check_lockstep(cls, compressor, rank, world_size)
             del ddp, handle, optimizer
             gc.collect()
@@ -160,7 +160,7 @@ def check_lockstep(cls: Any, compressor: str, rank: int, world_size: int) -> Non
     names = [name for name, _ in named]
     workers = Workers(commhooks.make_compressor(compressor), world_size, [p.detach() for _, p in named], names)
     check_means(ddp, rank, world_size, workers, first=0, count=3)
-    handle.detach()
+    handle.close()
 
 
 def ranks(world_size: int, folder: Path) -> dict[str, Cost]:

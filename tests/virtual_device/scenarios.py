@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 import commhooks
 from commhooks.engine.resume import snapshot_of
-from commhooks.hooks.metrics import metrics_of
+from commhooks.exchange.metrics import metrics_of
 from commhooks.language import Entry
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
@@ -154,7 +154,7 @@ def _host_metrics() -> list[Tensor]:
             for engine, parameters, means in zip(world.engines, world.parameters, world.step(given), strict=True):
                 for parameter, mean in zip(parameters, means, strict=True):
                     parameter.grad = mean
-                metrics = metrics_of(engine, by_parameter=False)
+                metrics = metrics_of([engine], engine.statistics(), engine.lane.ledger.last_step(), {})
                 found += [torch.tensor(metrics["commhooks/residual_norm_over_gradient_norm"]), *means]
         return [*found, *world.state()]
     finally:
@@ -198,7 +198,7 @@ def _through_ddp(
             found += gradients_of(model)
         torch.cuda.synchronize(device)
         if attachment is not None:
-            attachment.detach()
+            attachment.close()
         return found
     finally:
         dist.destroy_process_group()
@@ -242,7 +242,7 @@ LOADED = Scenario("state loaded, hooks called on the user's stream", _loaded_on_
 SAVED_UNDER_WAY = Scenario("state saved while a round is under way", _saved_under_way)
 HOST_SAVED = Scenario("residuals on the host, state saved", _host_saved, (DEVICES,))
 HOST_REPLACED = Scenario("residuals on the host, the compressor replaced", _host_replaced, (DEVICES,))
-HOST_METRICS = Scenario("residuals on the host, metrics", _host_metrics, (DEVICES, "commhooks/hooks/metrics.py"))
+HOST_METRICS = Scenario("residuals on the host, metrics", _host_metrics, (DEVICES, "commhooks/exchange/metrics.py"))
 TWO_MODELS = Scenario(
     "two models of one shape", lambda: _beside_each_other([_world("top-k", dtype=torch.bfloat16) for _ in range(2)])
 )

@@ -39,7 +39,7 @@ def modules(rank: int, gather: str | None = None) -> Iterator[None]:
                 model(torch.ones(2, 20, device="cuda"))
         yield
     torch.cuda.synchronize()  # see `training.train_sharded`
-    attachment.detach()
+    attachment.close()
 
 
 def gathers(rank: int) -> Iterator[None]:
@@ -52,7 +52,7 @@ def replicas(rank: int) -> Iterator[None]:
     model, attachment = training.replicated("fifo")
     yield from training.steps_of(model, rank, STEPS)
     torch.cuda.synchronize()
-    attachment.detach()
+    attachment.close()
 
 
 def exchangers(rank: int) -> Iterator[None]:
@@ -135,7 +135,7 @@ def _changing(rank: int) -> list[int]:
     with waits_of_the_host() as since:
         for step in range(16):
             if step == 4:
-                made.append(one_more(made[0]._engine.line, "part 3"))  # type: ignore[arg-type]  # a Line
+                made.append(one_more(made[0].engine.line, "part 3"))  # type: ignore[arg-type]  # a Line
             for number, exchanger in enumerate(made):
                 if (step, number) != (10, 1):
                     means.append((step, average(exchanger, rank, step)["w"]))
@@ -178,7 +178,7 @@ def _departing(rank: int, policy: str, then: str) -> str:
         text = str(warned[0].message)
     elif then == "open":
         with pytest.raises(CollectiveError) as stopped:
-            one_more(made[0]._engine.line, "part 3").open()  # type: ignore[arg-type]  # a Line
+            one_more(made[0].engine.line, "part 3").open()  # type: ignore[arg-type]  # a Line
         text = str(stopped.value)
     elif then == "state_dict":
         with pytest.raises(CheckpointError) as refused:

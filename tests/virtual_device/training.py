@@ -84,7 +84,7 @@ def no_sync(rank: int) -> list[Tensor]:
             run.backward(2 * step)
         run.backward(2 * step + 1)
         run.optimizer.step()
-    attachment.detach()
+    attachment.close()
     return run.parameters()
 
 
@@ -96,7 +96,7 @@ def own_stream(rank: int) -> list[Tensor]:
         attachment = commhooks.attach(run.model, "powersgd", policy=policy)
         for step in range(STEPS):
             run.step(step)
-        attachment.detach()
+        attachment.close()
         results += run.parameters()
     return results
 
@@ -109,7 +109,7 @@ def replacing(rank: int) -> list[Tensor]:
         run.step(step)
         attachment.replace(name)
     run.step(STEPS)
-    attachment.detach()
+    attachment.close()
     return run.parameters()
 
 
@@ -175,7 +175,7 @@ def saving(rank: int) -> list[Tensor]:
         if step == 1:
             states = [attachment.state_dict(), run.model.state_dict(), run.optimizer.state_dict()]
             torch.save(_on_the_cpu(states), file)
-    attachment.detach()
+    attachment.close()
     again = Run(rank)
     attachment = commhooks.attach(again.model, "powersgd", residuals="host")
     file.seek(0)
@@ -185,7 +185,7 @@ def saving(rank: int) -> list[Tensor]:
     again.optimizer.load_state_dict(of_optimizer)
     for step in range(2, STEPS):
         again.step(step)
-    attachment.detach()
+    attachment.close()
     assert all(torch.equal(*pair) for pair in zip(run.parameters(), again.parameters(), strict=True))
     return run.parameters()
 
@@ -212,7 +212,7 @@ def adapting(rank: int) -> list[Tensor]:
         first = parameter.detach().clone()
         dist.broadcast(first, src=0)
         assert torch.equal(first, parameter)
-    attachment.detach()
+    attachment.close()
     return []
 
 
@@ -277,14 +277,16 @@ def outputs_of(model: nn.Module, rank: int, *, set_to_none: bool) -> list[Tensor
     return outputs
 
 
-def replicated(policy: Any) -> tuple[nn.Module, commhooks.ReplicasAttachment]:
+def replicated(policy: Any) -> tuple[nn.Module, commhooks.Handle[Any]]:
     """Return replicas of a model, whose modules FSDP2 shards apart."""
     mesh = init_device_mesh("cuda", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
     model = Net().cuda()
     for root in model.children():
         fully_shard(root, mesh=mesh["shards"])
         root.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]  # FSDPModule's
-    return model, commhooks.attach_replicas(model, "all-reduce", mesh.get_group("replicas"), policy=policy)
+    return model, commhooks.attach_replicas(
+        model, "all-reduce", process_group=mesh.get_group("replicas"), policy=policy
+    )
 
 
 def train_replicas(rank: int, policy: Any) -> list[Tensor]:
@@ -295,7 +297,7 @@ def train_replicas(rank: int, policy: Any) -> list[Tensor]:
         root.set_requires_all_reduce(False)  # type: ignore[operator]  # FSDPModule's
     model(torch.linspace(-1, 1, 40).view(2, 20).cuda()).square().mean().backward()
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # gradients that were kept are in `.grad` now
-        attachment.detach()
+        attachment.close()
     named: list[Any] = [*model.parameters()]
     return [*outputs, *(parameter.grad.to_local().cpu() for parameter in named if parameter.grad is not None)]
 
@@ -324,9 +326,9 @@ def train_sharded(rank: int, compressor: str | None, gather: str | None, *, apar
         model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
     outputs = outputs_of(model, rank, set_to_none=False)
     if attachment is not None:
-        views = [view for unit in attachment.values() for view in unit._made_engine().buckets.views()]
+        views = [view for unit in attachment.values() for view in unit.engine.buckets.views()]
         assert len({view.memory.untyped_storage().data_ptr() for view in views}) == 1, "one input for all modules"
-        attachment.detach()
+        attachment.close()
     return outputs
 
 
@@ -336,7 +338,7 @@ UNORDERED: dict[str, Callable[[int], list[Tensor]]] = {
     "commhooks.sharded.gathering:mark_of": functools.partial(
         train_sharded, compressor="all-reduce", gather="int8:block=32"
     ),
-    "commhooks.hooks.flat:mark_of": functools.partial(train_replicas, policy="fifo"),
+    "commhooks.exchange.buckets:mark_of": functools.partial(train_replicas, policy="fifo"),
     "commhooks.sharded.replicas:keep_until_read": functools.partial(train_replicas, policy="fused"),
 }
 """What orders streams where FSDP2 reduces, and a program that has a race without it: collectives would not wait for

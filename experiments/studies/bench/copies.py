@@ -76,7 +76,7 @@ class Worked:
         residuals on both hops moves 8 + 12 + 12/W bytes an element, and 1 + 1 + 1/W + 1 of codes: 3.1 copies among 8
         workers.
         """
-        report, sent = self.engines[0].memory_report(), self.engines[0].statistics()
+        report, sent = self.engines[0].memory(), self.engines[0].statistics()
         moved: float = 2 * report.gradients + 3 * (report.residuals + report.bases)
         for kind, traffic in sent.by_kind.items():
             comes = len(self.lines) if kind == "all-gather" else 1

@@ -187,7 +187,7 @@ def _hook(hook: str, bucket: GivenBucket, group: dist.ProcessGroup) -> tuple[Hoo
         return functools.partial(powerSGD_hook.powerSGD_hook, state), lambda: _bytes_of(state.error_dict.values())
     engine = Engine(make_hook(Spec.parse(hook)), _Line(group), may_join=False)
     engine.bind([(f"layer{number}", parameter) for number, parameter in enumerate(bucket.parameters())])
-    return engine.run, lambda: engine.memory_report().residuals
+    return engine.run, lambda: engine.memory().residuals
 
 
 def _host_seconds(run: Hook, bucket: GivenBucket, counting: Counting) -> float:

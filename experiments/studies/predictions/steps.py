@@ -69,7 +69,7 @@ def _take(settings: RunSettings, hooks: Sequence[str], turns: int, tell: Tell) -
     for stepper in steppers.values():
         stepper.close()
     for one in registered.values():
-        one.detach()
+        one.close()
     without = torch.tensor(taken.pop(""), dtype=torch.float64) / slow
     dist.all_reduce(without, dist.ReduceOp.MAX)
     compute, optimizer, *ready = np.median(without.numpy(), axis=0).tolist()

@@ -79,7 +79,7 @@ def run_phases(rank: int, ranks: int, asked: tuple[Settings, Spec | None], send:
         equal = equal and _replicas_are_equal(worker.model)
         dist.barrier()
     seconds = on_slowest(worker.seconds)
-    worker.attachment.detach()
+    worker.attachment.close()
     if rank == 0:
         send(Ran(seconds, worker.rungs, worker.decisions, worker.replacing, equal))
     del worker  # a DDP must go before its process group does
@@ -108,7 +108,7 @@ def run_turns(settings: Settings, tell: Tell) -> Beside:
     turns = {name: partial(worker.turn, settings.turn_steps) for name, worker in workers.items()}
     taken = turns_of(turns, settings.turns, order=rotated)
     for worker in workers.values():
-        worker.attachment.detach()
+        worker.attachment.close()
     seconds = {name: [sum(on_slowest(turn)) for turn in own] for name, own in taken.items()}
     return Beside(**seconds, at_first=at_first, chosen=controller.rungs[-1])
 

@@ -108,7 +108,7 @@ def _weighed(settings: Settings, hook: str, stated: dict[str, tuple[int, int]]) 
     """Return what takes a step of a new model, and notes what its hook states to use."""
     worker = _Worker(settings.heavy, hook, dist.get_world_size(), LinkSettings())
     step = partial(_weighed_step, worker, stated, hook)
-    weakref.finalize(step, worker.registered.detach)
+    weakref.finalize(step, worker.registered.close)
     return step
 
 
@@ -119,7 +119,7 @@ def _weighed_step(worker: _Worker, stated: dict[str, tuple[int, int]], hook: str
 
 def _close(workers: dict[str, _Worker]) -> None:
     while workers:
-        workers.popitem()[1].registered.detach()
+        workers.popitem()[1].registered.close()
 
 
 class _Worker:

@@ -151,7 +151,7 @@ class _Worker:
         self.steps = settings.steps if hook == NOTHING else settings.steps_of(hook)
         self._hook, self._tell, self._has_hosts = hook, tell, settings.kind == "hosts"
         self._diloco: commhooks.DiLoCo | None = None
-        self._attachment: commhooks.Attachment | None = None
+        self._attachment: commhooks.Handle[Any] | None = None
         wrap = around(settings.link) if asked.limited else None
         if hook == NOTHING or is_seldom(spec):
             self._stepper = Stepper(task, task.model)
@@ -199,7 +199,7 @@ class _Worker:
             shares = [one / sum(sums) for one in sums]
             self._diloco.close()
         if self._attachment is not None:
-            self._attachment.detach()
+            self._attachment.close()
         self._stepper.close()
         return {"peak": peak, "shares": shares}
 

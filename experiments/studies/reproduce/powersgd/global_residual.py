@@ -49,7 +49,7 @@ _STOCK, _OURS = "PyTorch's", "ours"
 
 Run = tuple[str, float, int]
 """The hook's label, the skew and the seed of a run."""
-Registered = commhooks.Attachment | PowerSGDState
+Registered = commhooks.Handle[Any] | PowerSGDState
 """The object that keeps the residuals of our hook, or of PyTorch's."""
 
 
@@ -121,8 +121,8 @@ def _train(settings: Settings, label: str, skew: float, seed: int, ranks: int) -
                 looks.append(_look(_residual(registered), sum(squares) / settings.every, ranks))
             squares.clear()
     elements = _elements(registered, settings.steps - settings.start)
-    if isinstance(registered, commhooks.Attachment):  # PyTorch has no way to remove a hook
-        registered.detach()
+    if isinstance(registered, commhooks.Handle):  # PyTorch has no way to remove a hook
+        registered.close()
     return {
         "label": label,
         "skew": skew,
@@ -161,7 +161,7 @@ def _look(residual: Tensor, own: float, ranks: int) -> dict[str, float]:
 
 def _residual(registered: Registered) -> Tensor:
     """Return this rank's residual, all parameters that have one in a row."""
-    if isinstance(registered, commhooks.Attachment):
+    if isinstance(registered, commhooks.Handle):
         (own,) = registered.state_dict()["local"].values()
         return torch.cat([entries[RESIDUAL].flatten() for entries in own.values() if RESIDUAL in entries])
     found: Tensor = registered.error_dict[0]
@@ -170,7 +170,7 @@ def _residual(registered: Registered) -> Tensor:
 
 def _elements(registered: Registered, steps: int) -> float:
     """Return the elements sent in a compressed step, of which there were `steps`."""
-    if isinstance(registered, commhooks.Attachment):
+    if isinstance(registered, commhooks.Handle):
         return registered.last_step().payload_bytes / torch.float32.itemsize
     return float(registered.compression_stats()[2] / steps)
 
