@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 
+from commhooks.communicators.collective import ring_bytes
 from commhooks.communicators.links import Link
-from commhooks.control.deciding import Decider, Move, Seen, link_of
-from commhooks.control.rule import FullRule
+from commhooks.control import AdaptiveRule
+from commhooks.control.decider import Decider, StepTimes
+from commhooks.control.link import Link as Found
+from commhooks.control.link import hops_of, link_of, probe_bytes
 from experiments.predicting.step_time import Bucket, Stage, Step, step_time
 
 RANKS = 2
@@ -18,7 +21,7 @@ _READY = (0.06, 0.08, 0.1, 0.12)
 _ELEMENTS = 450_000  # of a bucket
 
 
-def rung(kind: str, payload: int, compression: float, policy: str = "fifo", compute: float = COMPUTE) -> Step:
+def candidate(kind: str, payload: int, compression: float, policy: str = "fifo", compute: float = COMPUTE) -> Step:
     """Return a step whose four buckets each send a payload, after so many seconds of compression."""
     buckets = tuple(
         Bucket(ready * compute / COMPUTE, (Stage(compression / 4, ((kind, payload),)),)) for ready in _READY
@@ -32,11 +35,11 @@ def ladder(policy: str = "fifo", compute: float = COMPUTE) -> list[Step]:
     On a fast link compression costs more than it saves; on a slow one the last two are fastest.
     """
     return [
-        rung("all-reduce", 4 * _ELEMENTS, 0.0, policy, compute),
-        rung("all-reduce", 2 * _ELEMENTS, 0.008, policy, compute),
-        rung("all-to-all", 2 * _ELEMENTS, 0.03, policy, compute),
-        rung("all-reduce", 80_000, 0.02, policy, compute),
-        rung("all-reduce", 20_000, 0.018, policy, compute),
+        candidate("all-reduce", 4 * _ELEMENTS, 0.0, policy, compute),
+        candidate("all-reduce", 2 * _ELEMENTS, 0.008, policy, compute),
+        candidate("all-to-all", 2 * _ELEMENTS, 0.03, policy, compute),
+        candidate("all-reduce", 80_000, 0.02, policy, compute),
+        candidate("all-reduce", 20_000, 0.018, policy, compute),
     ]
 
 
@@ -48,8 +51,8 @@ class Run:
         steps: Sequence[Step],
         link: Callable[[int], Link],
         *,
-        rung: int = 0,
-        rule: FullRule | None = None,
+        candidate: int = 0,
+        rule: AdaptiveRule | None = None,
         noise: float = 0.0,
         late: Callable[[int], float] = lambda step: 0.0,
         late_rank: Callable[[int], float] = lambda step: 0.0,
@@ -58,58 +61,54 @@ class Run:
     ) -> None:
         self.ladder, self.link, self.noise = steps, link, noise
         self.late, self.late_rank = late, late_rank
-        self.decider = Decider(len(steps), RANKS, rung, rule or FullRule())
+        self.decider = Decider(rule or AdaptiveRule(), candidate, [None] * len(steps))
         self.ladder_at = ladder_at or (lambda step: steps)
         self.random = random.Random(seed)
         self.now = 0
         self.seconds: list[float] = []
-        self.rungs: list[int] = []
-        self.moves: list[tuple[int, Move]] = []
+        self.candidates: list[int] = []
+        self.moves: list[tuple[int, int, int]] = []
         self.probes: list[int] = []
 
     def go_on(self, steps: int) -> None:
         """Take so many steps."""
         for _ in range(steps):
             link = self.link(self.now)
-            step = self.ladder_at(self.now)[self.decider.rung]
-            self.rungs.append(self.decider.rung)
+            step = self.ladder_at(self.now)[self.decider.candidate]
+            self.candidates.append(self.decider.candidate)
             seen = self.seen(step, link)
             self.seconds.append(seen.seconds)
             if self.decider.take(seen):
                 self.probes.append(self.now)
-                move = self.decider.decide(self._probed(link))
+                source = self.decider.candidate
+                move = self.decider.decide(self._probed(link, seen.seconds))
                 if move is not None:
-                    self.moves.append((self.now, move))
+                    self.moves.append((self.now, source, move[0]))
             self.now += 1
 
     def moves_after(self, step: int) -> list[tuple[int, int, int]]:
         """Return the moves from a step on: (step, source, target)."""
-        return [(now, move.source, move.target) for now, move in self.moves if now >= step]
+        return [move for move in self.moves if move[0] >= step]
 
     def best(self, link: Link) -> float:
-        """Return the seconds of the fastest rung's step."""
+        """Return the seconds of the fastest candidate's step."""
         return min(step_time(step, link, RANKS).seconds for step in self.ladder)
 
-    def seen(self, step: Step, link: Link) -> Seen:
+    def seen(self, step: Step, link: Link) -> StepTimes:
         """Return what a step shows on a link."""
         time = step_time(step, link, RANKS)
         late = self.late(self.now)
-        payloads: Counter[str] = Counter()
-        numbers: Counter[str] = Counter()
-        for bucket in step.buckets:
-            for stage in bucket.stages:
-                for kind, payload in stage.collectives:
-                    payloads[kind] += payload
-                    numbers[kind] += 1
-        return Seen(
+        collectives = [one for bucket in step.buckets for stage in bucket.stages for one in stage.collectives]
+        return StepTimes(
             seconds=self._noisy(time.seconds) + late + self.late_rank(self.now),
             waiting=self._noisy(time.communication) + late,
             exposed=self._noisy(time.seconds - time.compute) + late + self.late_rank(self.now),
-            sends=tuple((kind, payloads[kind], numbers[kind]) for kind in payloads),
+            data=math.fsum(ring_bytes(kind, payload, RANKS) for kind, payload in collectives),
+            hops=math.fsum(hops_of(kind, RANKS) for kind, _ in collectives),
         )
 
-    def _probed(self, link: Link) -> Link:
-        payload = self.decider.probe_bytes()
+    def _probed(self, link: Link, seconds: float) -> Found:
+        payload = probe_bytes(self.decider.link, seconds, RANKS)
         small, large = (link.transfer("all-reduce", size, RANKS).seconds for size in (4, payload))
         return link_of(self._noisy(small), self._noisy(large), payload, RANKS)
 

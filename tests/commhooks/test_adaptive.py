@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 import commhooks
 from commhooks import Adaptive, Handle, make_compressor
 from commhooks.communicators.links import Link
-from commhooks.control.deciding import Decider, Seen
+from commhooks.control.decider import StepTimes
+from commhooks.control.link import Link as Found
 from tests.commhooks.mirrored import SHAPES, backward, given
 from tests.commhooks.models import digest_of
 from tests.commhooks.simulated_ladder import FAST, SLOW, Run, ladder
@@ -38,6 +40,7 @@ class Simulated:
     ranks = 2
 
     def __init__(self, controller: Adaptive) -> None:
+        self.group = controller._meter.group
         self._run = Run(ladder(), link_at)
         self._controller = controller
         self.now = 0
@@ -45,17 +48,15 @@ class Simulated:
     def start(self) -> None:
         """Do nothing: no clock is read."""
 
-    def seen(self) -> Seen:
-        rungs = [str(rung) for rung in self._controller.ladder]
-        step = ladder()[rungs.index(str(self._controller.compressor))]
+    def step_times(self) -> StepTimes:
+        names = [str(candidate) for candidate in self._controller.ladder]
+        step = ladder()[names.index(str(self._controller.compressor))]
         self.now += 1
         return self._run.seen(step, link_at(self.now - 1))
 
-    def probe(self, decider: Decider) -> Link:
-        return link_at(self.now - 1)
-
-    def gathered(self, text: str) -> list[str]:
-        return [text] * self.ranks
+    def probe(self, link: Found | None, seconds: float) -> Found:
+        found = link_at(self.now - 1)
+        return Found(found.rate, found.latency)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ def test_replicas_are_equal_through_every_move_and_a_resumed_run_is_the_one_that
     state, hooks = first.state_dict(), _attachment_of(first).gathered()
     digests += _steps(rank, model, first, SAVED, END)
     second, again = _controlled(kind)
-    second.load_state_dict({**state, "ladder": list(map(repr, first.ladder))})  # as earlier versions wrote it
+    second.load_state_dict(state)
     _attachment_of(second).load_state_dict(hooks)
     _simulated(second).now = SAVED
     digests_again = _steps(rank, again, second, SAVED, END)
@@ -156,7 +157,7 @@ def a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_stays(
         return told
 
     told = {
-        "one rung": refused(["all-reduce"]),
+        "one candidate": refused(["all-reduce"]),
         "no ladder": refused("all-reduce"),
         "unknown": refused(["all-reduce", "powersdg"]),
         "twice": refused(["all-reduce", "fp16", "fp16"]),
@@ -172,17 +173,11 @@ def a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_stays(
     told["damaged state"] = told_by(lambda: controller.load_state_dict({"ladder": LADDER}))
     state = controller.state_dict()
     damaged: dict[str, Any] = {"ladder": LADDER}
-    elsewhere = {**state, "decider": {**state["decider"], "rung": rank}}
+    elsewhere = {**state, "decider": {**state["decider"], "candidate": rank}}
     told["another rank's state"] = told_by(lambda: controller.load_state_dict(elsewhere))
     told["another rank's damaged state"] = told_by(lambda: controller.load_state_dict(damaged if rank else state))
-    told["no rung"] = told_by(
-        lambda: controller.load_state_dict({**state, "decider": {**state["decider"], "rung": ""}})
-    )
-    made = {"step": -1, "source": "a", "target": "b", "reason": "c"}
-    told["no step"] = told_by(lambda: controller.load_state_dict({**state, "decisions": [made]}))
-    told["no ranks"] = told_by(lambda: controller.load_state_dict({**state, "ranks": "2"}))
-    told["another rule"] = told_by(lambda: controller.load_state_dict({**state, "rule": {**state["rule"], "look": 4}}))
-    told["no rule"] = told_by(lambda: controller.load_state_dict({**state, "rule": {**state["rule"], "urgent": 0}}))
+    refusals = {what: functools.partial(controller.load_state_dict, each) for what, each in _damaged(state).items()}
+    told |= {what: told_by(load) for what, load in refusals.items()}
     assert (controller.state_dict(), str(attachment.compressor)) == (state, str(controller.ladder[0]))
     backward(model, _gradients(0)[rank])
     controller.step()
@@ -194,40 +189,59 @@ def a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_stays(
     alone.close()
     errors = {what: one.error for what, one in told.items()}
     assert errors == dict.fromkeys(told, "SettingsError") | {
+        "another rank's": "SettingsError" if rank else "AttachError",
         "another ladder": "AttachError",
         "another's state": "CheckpointError",
         "damaged state": "CheckpointError",
         "another rank's state": "CheckpointError",
         "another rank's damaged state": "CheckpointError",
-        "no rung": "CheckpointError",
+        "no candidate": "CheckpointError",
         "no step": "CheckpointError",
         "no ranks": "CheckpointError",
         "another rule": "CheckpointError",
         "no rule": "CheckpointError",
+        "fewer samples": "CheckpointError",
         "detached": "AttachError",
     }
-    assert "ladder must have at least two compressors" in told["one rung"].text
+    assert "ladder must have at least two compressors" in told["one candidate"].text
     assert "ladder must have at least two compressors" in told["no ladder"].text
     assert "Did you mean 'powersgd'" in told["unknown"].text
     assert "is there twice" in told["twice"].text
     assert "noop averages nothing" in told["no average"].text
-    assert "must be a rung of the ladder" in told["not in use"].text
+    assert "must be a candidate of the ladder" in told["not in use"].text
     assert "'head.*' must match a parameter's name" in told["this model"].text
-    assert "'powersdg'" in told["another rank's"].text and ("rank 1" in told["another rank's"].text) == (rank == 0)
-    assert "ranks disagree about ladder" in told["another ladder"].text
+    assert "'powersdg'" in told["another rank's"].text
+    assert rank or "rank 1 cannot take part" in told["another rank's"].text
+    assert "ranks disagree: ladder: " in told["another ladder"].text
     assert "ladder: saved" in told["another's state"].text
-    assert "ranks pass different states; by rank: " in told["another rank's state"].text
-    assert ("rank 1: " in told["another rank's damaged state"].text) == (rank == 0)
-    assert "the state is damaged. decisions[0]: Decision(step=-1" in told["no step"].text
-    assert "the state is damaged. ranks: '2'" in told["no ranks"].text
+    assert "state.decider.candidate: 0 (rank 0), 1 (rank 1)" in told["another rank's state"].text
+    assert rank or "rank 1 cannot take part" in told["another rank's damaged state"].text
+    assert "another version of commhooks saved it. state: expected the entries ladder" in told["damaged state"].text
+    assert "state.decider.candidate: expected a whole number" in told["no candidate"].text
+    assert "state.decisions[0].step: expected a whole number of at least 0, got -1" in told["no step"].text
+    assert "state.ranks: expected a whole number of at least 0, got '2'" in told["no ranks"].text
     assert "saved AdaptiveRule(margin=0.05, look=4), now AdaptiveRule(margin" in told["another rule"].text
-    assert "the state is damaged (SettingsError: AdaptiveRule(urgent=0)" in told["no rule"].text
-    assert "in use, bf16, must be a rung" in told["replaced by another"].text
+    assert "the state is damaged. state.decider.rule: AdaptiveRule(look=0)" in told["no rule"].text
+    assert "number of samples: saved 2, now 5" in told["fewer samples"].text
+    assert "in use, bf16, must be a candidate" in told["replaced by another"].text
     assert "at least 2 are needed" in told["one rank"].text
 
 
+def _damaged(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return states of which one entry is damaged, or another controller's."""
+    decider, made = state["decider"], {"step": -1, "source": "a", "target": "b", "reason": "c"}
+    return {
+        "no candidate": {**state, "decider": {**decider, "candidate": ""}},
+        "no step": {**state, "decisions": [made]},
+        "no ranks": {**state, "ranks": "2"},
+        "another rule": {**state, "decider": {**decider, "rule": {"margin": 0.05, "look": 4}}},
+        "no rule": {**state, "decider": {**decider, "rule": {"margin": 0.05, "look": 0}}},
+        "fewer samples": {**state, "decider": {**decider, "samples": decider["samples"][:2]}},
+    }
+
+
 def _replaced_under_it(controller: Adaptive, model: nn.Module, rank: int) -> Told:
-    """Replace the compressor without the controller; it must follow to a rung, and raise for what is none."""
+    """Replace the compressor without the controller; it must follow to a candidate, and raise for what is none."""
     attachment = _attachment_of(controller)
     attachment.replace(controller.ladder[2])
     backward(model, _gradients(1)[rank])
@@ -239,15 +253,15 @@ def _replaced_under_it(controller: Adaptive, model: nn.Module, rank: int) -> Tol
 
 
 @facts
-def what_was_measured_with_another_number_of_ranks_is_measured_anew_on_the_rung_that_was_saved(rank: int) -> None:
+def what_was_measured_with_another_number_of_ranks_is_measured_anew_from_the_saved_candidate(
+    rank: int,
+) -> None:
     model = given("core")
     controller = Adaptive(commhooks.attach(model, "all-reduce"), LADDER)
     _steps(rank, model, controller, 0, 6)
     state = controller.state_dict()
-    assert (state["decider"]["rung"], len(state["decisions"])) == (LADDER.index("int8"), 2)
-    rule = state["rule"] | {"regret": 20}  # a setting of earlier versions
-    controller.load_state_dict({**state, "ranks": 3, "rule": rule})
-    assert controller.state_dict()["rule"] == rule
+    assert (state["decider"]["candidate"], len(state["decisions"])) == (LADDER.index("int8"), 2)
+    controller.load_state_dict({**state, "ranks": 3})
     assert (len(controller.decisions), controller.link) == (2, None)
     assert str(controller.compressor) == str(_attachment_of(controller).compressor) == str(controller.ladder[2])
     _attachment_of(controller).close()

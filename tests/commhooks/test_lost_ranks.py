@@ -32,6 +32,7 @@ SAYS: dict[str, dict[str, tuple[str, ...]]] = {
         "replacing": ("replace before step 2: CollectiveError: barrier failed", NO_ANSWER),
         "the step after": ("replace before step 2: CollectiveError: barrier failed", NO_ANSWER),
         "a large exchange": ("Connection", NO_ANSWER),
+        "a controller": ("Adaptive.step: all-reduce of a measurement failed", NO_ANSWER),
     },
     "late": {
         "the first sparse sum": ("could not connect to every rank within 0.5 s. Missing: rank 1",),

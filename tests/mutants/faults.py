@@ -517,10 +517,10 @@ _PLANNING = [
     Fault(
         name="a margin on the wrong side",
         room="planning",
-        says="The controller moves to a rung that saves less than the margin.",
-        at="commhooks.control.deciding:Decider.decide",
-        old="predicted[best] > (1 - rule.margin) * own",
-        new="predicted[best] > (1 + rule.margin) * own",
+        says="The controller moves to a candidate that saves less than the margin.",
+        at="commhooks.control.decider:Decider.decide",
+        old="predicted[best] > (1 - self.rule.margin) * own",
+        new="predicted[best] > (1 + self.rule.margin) * own",
     ),
 ]
 
