@@ -1,6 +1,6 @@
 """Exchanges over two Gloo groups of the same ranks, each of which carries data in one direction between any two ranks.
 
-Over one group, an announcement "ready to receive" waits behind data for the same rank (`gloo.py`). Here `upward`
+Over one group, an announcement "ready to receive" waits behind data for the same rank. Here `upward`
 carries data to higher ranks, and `downward` data to lower ones, so data and announcements never share a direction of a
 connection. Nor does the thread that sends hold the lock that Gloo's event loop needs to receive.
 """
@@ -11,6 +11,22 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+_LEAST_ROW_OF_TWO = 16 * 1024  # bytes to the other one of two ranks, to go over two groups
+_LEAST_ROW = 128 * 1024  # bytes to each of more
+
+
+def goes_both_ways(kind: str, payload: int, ranks: int) -> bool:
+    """Return whether private groups run a collective over two groups; the answer is the same on all ranks.
+
+    For smaller exchanges a second group costs more than it gains: its threads must wake up too, and among more than two
+    ranks every connection carries an empty message back. With more than two ranks, Gloo's ring is as fast for an
+    all-gather.
+    """
+    if kind == "all-gather":
+        return ranks == 2 and payload >= _LEAST_ROW_OF_TWO
+    least = _LEAST_ROW_OF_TWO if ranks == 2 else _LEAST_ROW
+    return kind == "all-to-all" and ranks > 1 and payload >= least * ranks
 
 
 def all_to_all(upward: Any, downward: Any, tensor: Tensor, room: Tensor) -> list[dist.Work]:

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.communicators.both_ways import all_to_all, gather_of_two
+from commhooks.communicators.both_ways import all_to_all, gather_of_two, goes_both_ways
 from commhooks.communicators.collective import Collective
-from commhooks.communicators.gloo import goes_both_ways
 from commhooks.devices import runs_later
 from commhooks.errors import CollectiveError
 from commhooks.language.requests import Group

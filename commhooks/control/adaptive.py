@@ -19,7 +19,8 @@ from commhooks.control.link import Link
 from commhooks.control.meter import Meter
 from commhooks.control.state import read
 from commhooks.errors import AttachError, CheckpointError, CommHooksError, SettingsError
-from commhooks.hooks.attach import Attachment
+from commhooks.exchange.channel import Channel
+from commhooks.exchange.handle import Handle
 from commhooks.language.compressor import Compressor
 
 
@@ -53,7 +54,7 @@ class Adaptive:
 
     def __init__(
         self,
-        attachment: Attachment,
+        attachment: Handle[Channel],
         ladder: Sequence[Compressor | str],
         *,
         rule: AdaptiveRule | None = None,
@@ -108,7 +109,7 @@ class Adaptive:
         Call it on every rank after the optimizer's step. If no step was synchronised since the last call (gradients are
         being accumulated), it does nothing. If somebody else replaced the attachment's compressor, it goes on from that
         one. Raises `CollectiveError`, which names the ranks, if a rank is gone or does not come within the attachment's
-        `hook_timeout` (on NCCL, the group's own error after its timeout), what `Attachment.replace` raises, and
+        `hook_timeout` (on NCCL, the group's own error after its timeout), what `Handle.replace` raises, and
         `SettingsError` if the compressor in use is no candidate.
         """
         if self._attachment.compressor != self.compressor:
@@ -189,7 +190,7 @@ class Adaptive:
         return Decider(self._rule, candidate, [None] * len(self._ladder))
 
 
-def _checked(attachment: Attachment, ladder: Sequence[Compressor | str]) -> tuple[Compressor, ...]:
+def _checked(attachment: Handle[Channel], ladder: Sequence[Compressor | str]) -> tuple[Compressor, ...]:
     if isinstance(ladder, (str, Compressor)) or len(ladder) < 2:
         raise SettingsError(f"Adaptive(ladder={ladder!r}): ladder must have at least two compressors to choose from.")
     candidates = tuple(attachment.checked(candidate) for candidate in ladder)
@@ -201,7 +202,7 @@ def _checked(attachment: Attachment, ladder: Sequence[Compressor | str]) -> tupl
     return candidates
 
 
-def _in_use(attachment: Attachment, candidates: Sequence[Compressor]) -> int:
+def _in_use(attachment: Handle[Channel], candidates: Sequence[Compressor]) -> int:
     if attachment.compressor not in candidates:
         raise SettingsError(
             f"Adaptive: the compressor in use, {attachment.compressor}, must be a candidate of the ladder "

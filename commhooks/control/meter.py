@@ -17,7 +17,8 @@ from commhooks.control.decider import StepTimes
 from commhooks.control.link import SMALL, Link, hops_of, link_of, probe_bytes
 from commhooks.devices import device_in_use, runs_on_streams
 from commhooks.errors import AttachError, CollectiveError, SettingsError
-from commhooks.hooks.attach import Attachment
+from commhooks.exchange.channel import Channel
+from commhooks.exchange.handle import Handle
 
 _SLICE_SECONDS = 0.2
 """Seconds between two checks of a waiting rank: whether another rank has given up, and whether a roll call is to be
@@ -27,7 +28,7 @@ answered."""
 class Meter:
     """The clock and the exchange: what this rank measured becomes what all ranks know."""
 
-    def __init__(self, attachment: Attachment) -> None:
+    def __init__(self, attachment: Handle[Channel]) -> None:
         group = attachment.process_group
         if group is None:
             raise AttachError("Adaptive: the attachment's process group was destroyed.")

@@ -52,10 +52,9 @@ def simulate(
 ) -> None:
     """Compute step times on clusters of any size."""
     with errors_in_words() as console:
-        from commhooks.communicators.links import Link
-
         from ..estimate.request import count_in, rate_in
         from ..links.link import parse_latency, parse_rate
+        from ..predicting.link import Link
         from ..simulate.request import DEFAULT_HOOKS, SHARDED_HOOKS, Request
         from ..simulate.simulating import simulate as run
         from ..specs import Spec

@@ -17,10 +17,10 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.futures import Future
 
 from commhooks.communicators.collective import KindTraffic
-from commhooks.communicators.gloo import course_of, moved_bytes
 from commhooks.tensors import tensor_bytes
 from ddp_core.collectives import result_of
 
+from ..predicting.gloo import course_of, moved_bytes
 from .link import Wire
 from .waits import WaitClock
 

@@ -8,7 +8,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from commhooks.communicators.collective import ring_bytes
-from commhooks.communicators.links import plain_kind
 from commhooks.units import counted
 
 from ..launch import Send, WorldError
@@ -16,6 +15,7 @@ from ..links.link import LinkSettings, format_rate
 from ..predicting import Profile
 from ..predicting.errors import ProbeError
 from ..predicting.ladder import LEAST_SECONDS, MOST_SECONDS
+from ..predicting.link import plain_kind
 from ..predicting.probes import MOST_DISAGREEMENT, Cost, Probe
 from ..predicting.probing import probe
 from ..report.table import plain_table

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from commhooks.communicators.links import Link
 from commhooks.errors import SettingsError
 
 from . import stored
+from .link import Link
 from .sizes import Shape
 
 BACKENDS = ("gloo", "none")

@@ -1,7 +1,7 @@
 """Each compressor's step time, by arithmetic alone: no processes are started, and no link is used.
 
 The step is predicted (`predicting.py`) from a profile made of tables (`tables.py`) in place of a measured one, over a
-`commhooks.communicators.links.Link` with
+`experiments.predicting.link.Link` with
 
     rate           as stated
     latency        as stated + hop_seconds, for each message that waits for another one
@@ -33,13 +33,13 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from commhooks.communicators.links import Link
 from commhooks.errors import SettingsError
 from commhooks.making import compressor_in_file, make_compressor
 
 from .accuracy import Accuracy, Loss
 from .candidates import DENSE, NOOP, label_in_profile
 from .costs import Backend, Costs, check_backend, copy_seconds
+from .link import Link
 from .paying import RATES, Case, Rates, paying_rates
 from .predicting import Unlinked
 from .sharded import PLAIN, ShardedModule, modules_of, sharded_step

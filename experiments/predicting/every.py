@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from commhooks.communicators.links import Network, Transfer
-
 from .candidates import NOOP
+from .link import Network, Transfer
 from .predicting import step_of
 from .probes import REACH, Probe
 from .profiles import HookProfile, Profile

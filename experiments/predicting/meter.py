@@ -20,7 +20,6 @@ import torch
 
 from commhooks.communicators import Collective, Communicator
 from commhooks.communicators.collective import CollectiveKind
-from commhooks.communicators.links import HALF_SUM, plain_kind
 from commhooks.language.requests import Group, ranks_in
 
 from .errors import ProbeError
@@ -34,6 +33,7 @@ from .ladder import (
     SIZES,
     Rungs,
 )
+from .link import HALF_SUM, plain_kind
 from .probes import Cost, Timing
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from commhooks.communicators.links import Link
-
+from .link import Link
 from .predicting import Unlinked
 from .step_time import StepTime
 

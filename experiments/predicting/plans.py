@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from torch.nn import Module
 
-from commhooks.communicators.links import Network
 from commhooks.errors import SettingsError
 from commhooks.units import seconds_in_words
 from commhooks.unwrapping import find_ddp, trained_parameters
@@ -17,6 +16,7 @@ from .candidates import ALL_REDUCE, NOOP
 from .errors import ProbeError
 from .every import SeldomChoice, seldom_choices
 from .ladder import MOST_SECONDS, seconds_to_reach
+from .link import Network
 from .predicting import (
     Effortless,
     Prediction,

@@ -15,11 +15,11 @@ import math
 from collections.abc import Sequence
 
 from commhooks.communicators.collective import ring_bytes
-from commhooks.communicators.links import Link, Network, Transfer, plain_kind
 from commhooks.language.compressor import Compressor
 from commhooks.making import compressor_in_file
 
 from .errors import ProfileError
+from .link import Link, Network, Transfer, plain_kind
 from .probes import Probe
 from .profiles import BucketProfile, GradientProfile, HookProfile, Profile, RoundProfile
 from .sizes import MIB

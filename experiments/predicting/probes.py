@@ -23,11 +23,11 @@ from typing import NamedTuple
 import numpy as np
 
 from commhooks.communicators.collective import KINDS, ring_bytes
-from commhooks.communicators.links import HALF_SUM, Transfer, plain_kind
 from commhooks.errors import SettingsError
 
 from . import stored
 from .errors import ProbeError
+from .link import HALF_SUM, Transfer, plain_kind
 from .profiles import Seconds
 from .solvers import optimize
 
@@ -216,7 +216,7 @@ class Probe:
         if ranks != self.ranks:
             raise SettingsError(
                 f"Probe.transfer(ranks={ranks}): it was measured with {self.ranks} ranks, and is valid for those only; "
-                "probe with as many ranks as you train with, or compute with commhooks.communicators.links.Link."
+                "probe with as many ranks as you train with, or compute with experiments.predicting.link.Link."
             )
         if kind not in self.costs:
             raise SettingsError(

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from commhooks.communicators import Collective
-from commhooks.communicators.links import HALF_SUM
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context, Exchange, begin_exchange, map_requests
 from commhooks.language.requests import Asked, Judge, Request
 from commhooks.wrappers.wrapper import Wrapper
 
+from .link import HALF_SUM
 from .profiles import Sends
 
 

@@ -14,8 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from commhooks.communicators.links import Network
-
+from .link import Network
 from .step_time import Bucket, Stage, Step, StepTime, step_time
 
 _SETTLING, _COUNTED = 32, 4  # rounds: a link that carries too little falls behind by a part of a round in each

@@ -23,12 +23,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from commhooks.communicators.links import OF_PYTORCH
 from commhooks.compressors.codecs.codec import Codec
 from commhooks.compressors.codecs.passes import payloads_of
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.lanes import HEADER_BYTES
 
+from .link import OF_PYTORCH
 from .payloads import rounds_of_shards
 from .profiles import Sends
 from .sizes import FORWARD_SHARE, Shape

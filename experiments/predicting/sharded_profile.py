@@ -12,9 +12,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from commhooks.communicators.links import Network
-
 from .candidates import NOOP
+from .link import Network
 from .predicting import compressor_of
 from .profiles import GradientProfile, HookProfile, Profile
 from .sharded import PLAIN, ShardedModule, sharded_step

@@ -32,7 +32,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from commhooks.communicators.links import Network, Transfer
+from .link import Network, Transfer
 
 POLICIES = ("fifo", "fused")
 _NO_TIME = 1e-12  # seconds: differences that come from rounding

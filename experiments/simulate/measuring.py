@@ -13,7 +13,6 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from commhooks.communicators.links import Link
 from commhooks.errors import CommHooksError
 
 from ..hooks import make_hook, policy_of
@@ -24,6 +23,7 @@ from ..planning.profiling import Asked as ProfileAsked
 from ..planning.profiling import check_asked, profile_step, stepper
 from ..predicting import stored
 from ..predicting.candidates import label_in_profile
+from ..predicting.link import Link
 from ..predicting.payloads import rounds_of
 from ..predicting.predicting import predict
 from ..predicting.profiles import Profile

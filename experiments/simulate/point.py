@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commhooks.communicators.links import Link
-
+from ..predicting.link import Link
 from ..predicting.step_time import StepTime
 
 

@@ -6,11 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from commhooks.communicators.links import Link
-
 from ..hooks import make_hook
 from ..links.link import format_rate
 from ..predicting.costs import check_backend
+from ..predicting.link import Link
 from ..predicting.step_time import Step
 from ..report.words import listed
 from ..runs import Compute

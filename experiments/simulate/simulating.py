@@ -13,7 +13,6 @@ from functools import partial
 
 from rich.console import Console
 
-from commhooks.communicators.links import Link
 from commhooks.units import bytes_in_words, counted, seconds_in_words, three_digits
 
 from ..launch import torchrun_world
@@ -23,6 +22,7 @@ from ..predicting import stored
 from ..predicting.candidates import DENSE, NOOP, label_in_profile
 from ..predicting.costs import Backend, Costs, HookCosts, copy_seconds
 from ..predicting.estimates import MATRIX
+from ..predicting.link import Link
 from ..predicting.predicting import Unlinked
 from ..predicting.profiles import Profile
 from ..predicting.seldom import round_time

@@ -7,11 +7,11 @@ import random
 from collections.abc import Callable, Sequence
 
 from commhooks.communicators.collective import ring_bytes
-from commhooks.communicators.links import Link
 from commhooks.control import AdaptiveRule
 from commhooks.control.decider import Decider, StepTimes
 from commhooks.control.link import Link as Found
 from commhooks.control.link import hops_of, link_of, probe_bytes
+from experiments.predicting.link import Link
 from experiments.predicting.step_time import Bucket, Stage, Step, step_time
 
 RANKS = 2

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks import Adaptive, Handle, make_compressor
-from commhooks.communicators.links import Link
 from commhooks.control.decider import StepTimes
 from commhooks.control.link import Link as Found
+from experiments.predicting.link import Link
 from tests.commhooks.mirrored import SHAPES, backward, given
 from tests.commhooks.models import digest_of
 from tests.commhooks.simulated_ladder import FAST, SLOW, Run, ladder

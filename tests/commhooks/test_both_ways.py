@@ -11,9 +11,10 @@ from torch import Tensor
 
 import commhooks
 from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator
+from commhooks.communicators.both_ways import goes_both_ways
 from commhooks.communicators.connection import Address, Connection
-from commhooks.communicators.gloo import course_of, goes_both_ways
 from commhooks.language.requests import Group
+from experiments.predicting.gloo import course_of
 from tests.commhooks.ranks import exit_code_of_a_fork
 from tests.world import on_ranks
 

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import commhooks
-from commhooks.communicators.links import Link, Transfer
 from commhooks.errors import SettingsError
 from experiments import predicting
 from experiments.predicting.candidates import DENSE
 from experiments.predicting.costs import FILE, Costs, HookCosts, Sample, copy_seconds
 from experiments.predicting.estimates import FASTER
+from experiments.predicting.link import Link, Transfer
 from experiments.predicting.paying import Case, paying_rates
 from experiments.predicting.payloads import rounds_of
 from experiments.predicting.predicting import Unlinked

@@ -14,10 +14,10 @@ from torch._C._distributed_c10d import HashStore
 
 import commhooks
 import ddp_core
-from commhooks.communicators.links import HALF_SUM
 from commhooks.errors import SettingsError
 from experiments.predicting import Plan, Probe, Profile, plan
 from experiments.predicting.errors import ProbeError
+from experiments.predicting.link import HALF_SUM
 from experiments.predicting.plans import BUCKET_CAPS_MB, code_for
 from experiments.predicting.predicting import link_like, predict, rate_for, recut
 from experiments.predicting.probes import MEASURED, Cost, Timing

@@ -15,10 +15,10 @@ from torch._C._distributed_c10d import HashStore
 
 from commhooks.communicators import Collective
 from commhooks.communicators.collective import KINDS, ring_bytes
-from commhooks.communicators.links import HALF_SUM, Link, Transfer
 from commhooks.errors import SettingsError
 from experiments.predicting.errors import ProbeError
 from experiments.predicting.ladder import SIZES, ladders_of
+from experiments.predicting.link import HALF_SUM, Link, Transfer
 from experiments.predicting.probes import MEASURED, Cost, Probe, Timing
 from experiments.predicting.probing import probe, probe_over
 from experiments.predicting.profiles import RoundProfile, Seconds

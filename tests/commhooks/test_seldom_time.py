@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from commhooks.communicators.links import Link
+from experiments.predicting.link import Link
 from experiments.predicting.seldom import Rounds, part_of, round_time
 from experiments.predicting.step_time import Bucket, Stage, Step, step_time
 

@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 import commhooks
-from commhooks.communicators.links import OF_PYTORCH, Link
 from commhooks.errors import SettingsError
 from experiments import predicting
 from experiments.predicting.costs import HookCosts, Sample
+from experiments.predicting.link import OF_PYTORCH, Link
 from experiments.predicting.payloads import rounds_of_shards
 from experiments.predicting.predicting import NoLink, probed_link
 from experiments.predicting.profiles import GradientProfile, HookProfile, Profile, RoundProfile

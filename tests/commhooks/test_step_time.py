@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from commhooks.communicators import Collective
 from commhooks.communicators.collective import KINDS
-from commhooks.communicators.links import Link, Transfer
 from experiments.links.link import LinkSettings
+from experiments.predicting.link import Link, Transfer
 from experiments.predicting.step_time import Bucket, Stage, Step, step_time
 from tests.tiers import A_ROW
 

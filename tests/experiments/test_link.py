@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commhooks.communicators import Collective
-from commhooks.communicators.gloo import Course, course_of
 from commhooks.language import Group
 from experiments.links.link import EmulatedLink, LinkSettings, Wire, format_rate, parse_latency, parse_rate
+from experiments.predicting.gloo import Course, course_of
 
 
 @pytest.mark.parametrize(

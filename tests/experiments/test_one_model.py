@@ -10,11 +10,11 @@ from typing import NamedTuple
 import pytest
 from torch import nn
 
-from commhooks.communicators.links import Link
 from experiments import predicting
 from experiments.predicting import Profile
 from experiments.predicting.candidates import DENSE, label_in_profile
 from experiments.predicting.costs import Backend, Costs
+from experiments.predicting.link import Link
 from experiments.predicting.predicting import Unlinked
 from experiments.predicting.series import Counted, Series
 from experiments.predicting.sizes import square_matrices

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from commhooks.communicators.links import Link
 from experiments import predicting
 from experiments.commands.cli import app
 from experiments.commands.simulate import numbers_in
@@ -23,6 +22,7 @@ from experiments.predicting.candidates import ALL_REDUCE, DENSE, NOOP
 from experiments.predicting.costs import BACKENDS, Costs, HookCosts
 from experiments.predicting.errors import ProfileError
 from experiments.predicting.estimates import MATRIX
+from experiments.predicting.link import Link
 from experiments.predicting.predicting import predict
 from experiments.predicting.profiles import (
     BucketProfile,

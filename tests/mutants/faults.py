@@ -494,7 +494,7 @@ _PLANNING = [
         name="a host that is not full",
         room="planning",
         says="A link is shared by as many ranks as a host may have, even if there are fewer.",
-        at="commhooks.communicators.links:Link._legs",
+        at="experiments.predicting.link:Link._legs",
         old="self.rate / min(ranks, self.ranks_per_host)",
         new="self.rate / self.ranks_per_host",
     ),

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from commhooks.communicators.gloo import FRAMING
 from experiments.cluster import why_not
 from experiments.links.link import LinkSettings
+from experiments.predicting.gloo import FRAMING
 from experiments.results.summary import steps_to, target_loss, total_seconds, unprobed
 from experiments.runs import RunResult, RunSettings
 from experiments.sweeps.execute import execute

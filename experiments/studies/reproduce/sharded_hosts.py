@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from commhooks.communicators.gloo import ACKNOWLEDGEMENT, FRAMING
-from commhooks.communicators.links import OF_PYTORCH, Link
 from commhooks.units import counted, three_digits
 from experiments.cluster import hosts_on
 from experiments.hooks import gather_of, make_hook, reduction_of
@@ -26,6 +24,8 @@ from experiments.results.summary import Spread
 from experiments.specs import Spec
 from experiments.tasks import load_task
 
+from ...predicting.gloo import ACKNOWLEDGEMENT, FRAMING
+from ...predicting.link import OF_PYTORCH, Link
 from ...predicting.predicting import NoLink
 from ...predicting.sharded import PLAIN, modules_of, sharded_step
 from ...predicting.step_time import Step, step_time

@@ -15,8 +15,6 @@ from typing import Any
 
 from scipy.optimize import brentq
 
-from commhooks.communicators.gloo import ACKNOWLEDGEMENT, FRAMING
-from commhooks.communicators.links import Link
 from commhooks.units import counted, three_digits
 from experiments.cluster import hosts_on
 from experiments.launch import on_ranks, run_world
@@ -28,6 +26,8 @@ from experiments.seldom import Seldom, exchanged
 from experiments.specs import Spec, is_seldom
 
 from ...predicting.candidates import label_in_profile
+from ...predicting.gloo import ACKNOWLEDGEMENT, FRAMING
+from ...predicting.link import Link
 from ...predicting.predicting import predict, step_of
 from ...predicting.seldom import Rounds, round_time
 from ...predicting.step_time import Bucket, Stage

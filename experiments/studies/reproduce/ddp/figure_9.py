@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.futures import Future
 
-from commhooks.communicators.links import Link
 from commhooks.tensors import tensor_bytes
 from commhooks.units import counted, three_digits
 from ddp_core import GradBucket
@@ -36,6 +35,7 @@ from experiments.results.medians import Ratio, milliseconds
 from experiments.training.stepper import Stepper, same_step
 from experiments.turns import as_given, turns_of
 
+from ....predicting.link import Link
 from ....predicting.step_time import Bucket, Stage, Step, step_time
 from ..notes import Notes
 from ..reproduction import Reproduction

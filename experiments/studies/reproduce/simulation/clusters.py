@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from commhooks.communicators.links import Link
 from commhooks.units import seconds_in_words, three_digits
 from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, format_rate, parse_rate
@@ -38,6 +37,7 @@ from experiments.turns import in_turns
 
 from ....predicting import Profile, stored
 from ....predicting.candidates import label_in_profile
+from ....predicting.link import Link
 from ....predicting.predicting import Unlinked
 from ....predicting.step_time import Step, StepTime
 from ...predictions.steps import measure_steps

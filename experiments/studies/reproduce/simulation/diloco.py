@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from commhooks.communicators.links import Link
 from commhooks.units import three_digits
 from experiments.report.blocks import Block, Table
 from experiments.report.words import percent
 
+from ....predicting.link import Link
 from ....predicting.step_time import Bucket, Stage, Step, step_time
 from ..notes import Notes
 from ..reproduction import Reproduction

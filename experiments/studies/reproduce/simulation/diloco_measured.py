@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from commhooks.communicators.links import Link
 from experiments.links.link import format_rate
 from experiments.report.blocks import Block, Table
 from experiments.report.words import percent
 
+from ....predicting.link import Link
 from ....predicting.seldom import Rounds, round_time
 from ....predicting.step_time import Bucket, Stage
 from ..notes import Notes

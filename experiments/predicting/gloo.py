@@ -17,14 +17,15 @@ the other, and an all-gather (in halves) the time of three halves. In a longer r
 receives from the other.
 
 The private groups of attachments and exchangers therefore come in pairs, one for each direction
-([`both_ways.py`](both_ways.py)), for exchanges that are large enough. Between two ranks these take the time of their
-bytes. Among more, a late rank still sends some of its data to one rank before it announces itself to another.
+(`commhooks/communicators/both_ways.py`), for exchanges that are large enough. Between two ranks these take the time of
+their bytes. Among more, a late rank still sends some of its data to one rank before it announces itself to another.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from commhooks.communicators.both_ways import goes_both_ways
 from commhooks.communicators.collective import ring_bytes
 
 MTU = 1500  # bytes of an Ethernet frame's content
@@ -36,8 +37,6 @@ MESSAGE_BYTES = 390
 """Bytes of a message in addition to its data: its header and two announcements (ready to send, ready to receive), in
 three frames of 48 bytes, each with 66 bytes of packet headers; and part of an acknowledgement. Measured: 380 to 413."""
 _UNFAIR_SHARES = 1.5  # an all-to-all of more than two ranks over one group: measured 1.4 to 1.7 times
-_LEAST_ROW_OF_TWO = 16 * 1024  # bytes to the other one of two ranks, to go over two groups
-_LEAST_ROW = 128 * 1024  # bytes to each of more
 _AHEAD = (
     250_000  # bytes: about what a socket takes for one rank before another one's announcement; measured 130 to 310 kB
 )
@@ -67,19 +66,6 @@ class Course:
 
 
 NOTHING = Course(0, 0, 0, 0)
-
-
-def goes_both_ways(kind: str, payload: int, ranks: int) -> bool:
-    """Return whether private groups run a collective over two groups; the answer is the same on all ranks.
-
-    For smaller exchanges a second group costs more than it gains: its threads must wake up too, and among more than two
-    ranks every connection carries an empty message back. With more than two ranks, Gloo's ring is as fast for an
-    all-gather.
-    """
-    if kind == "all-gather":
-        return ranks == 2 and payload >= _LEAST_ROW_OF_TWO
-    least = _LEAST_ROW_OF_TWO if ranks == 2 else _LEAST_ROW
-    return kind == "all-to-all" and ranks > 1 and payload >= least * ranks
 
 
 def course_of(kind: str, payload: int, ranks: int, *, is_sparse: bool = False, is_private: bool = True) -> Course:
