@@ -12,7 +12,7 @@ import commhooks
 from commhooks import Checkpoint, Handle, PowerSGDState, make_compressor, powerSGD_hook
 from commhooks.codecs import Int8
 from commhooks.control import AdaptiveRule
-from commhooks.exchange.channel import Channel
+from commhooks.exchange.feed import Channel
 from commhooks.language import Compressor
 from experiments import predicting
 from experiments.predicting import Plan, Probe, Profile

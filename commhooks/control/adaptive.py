@@ -19,7 +19,7 @@ from commhooks.control.link import Link
 from commhooks.control.meter import Meter
 from commhooks.control.state import read
 from commhooks.errors import AttachError, CheckpointError, CommHooksError, SettingsError
-from commhooks.exchange.channel import Channel
+from commhooks.exchange.feed import Channel
 from commhooks.exchange.handle import Handle
 from commhooks.language.compressor import Compressor
 

@@ -17,7 +17,7 @@ from commhooks.control.decider import StepTimes
 from commhooks.control.link import SMALL, Link, hops_of, link_of, probe_bytes
 from commhooks.devices import device_in_use, runs_on_streams
 from commhooks.errors import AttachError, CollectiveError, SettingsError
-from commhooks.exchange.channel import Channel
+from commhooks.exchange.feed import Channel
 from commhooks.exchange.handle import Handle
 
 _SLICE_SECONDS = 0.2

@@ -20,8 +20,8 @@ from commhooks.compressors.codecs import Vote
 from commhooks.engine.engine import Engine
 from commhooks.errors import CommHooksError, CompressorError, SettingsError
 from commhooks.exchange.buckets import FlatBucket, InTurns, allocated, places_of
-from commhooks.exchange.channel import Channel, checked_compressor
-from commhooks.exchange.feed import ONLY, Feed
+from commhooks.exchange.checks import checked_compressor
+from commhooks.exchange.feed import ONLY, Channel, Feed
 from commhooks.exchange.handle import Handle
 from commhooks.exchange.options import Options, check_flags, settings_of
 from commhooks.language.compressor import Compressor, inner_of
@@ -307,7 +307,7 @@ class TensorFeed(Feed):
             return error
         return None
 
-    def plug(self, handle: Handle[Any]) -> None:
+    def plug(self, channels: Mapping[str, Any]) -> None:
         """Do nothing: rounds begin when the user says so."""
 
     def unplug(self) -> None:

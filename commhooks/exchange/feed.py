@@ -1,26 +1,136 @@
-"""What differs between the ways in: the tensors that state is kept for, who calls with what memory, what to undo."""
+"""Feeds, which say what differs between the ways in, and their channels: which tensors, who calls, what to undo."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.errors import SettingsError
-from commhooks.exchange.channel import Channel
+from commhooks.engine.engine import Engine
+from commhooks.engine.resume import differences, lay_out, restore, snapshot_of
+from commhooks.errors import AttachError, CheckpointError, SettingsError
+from commhooks.exchange.checks import check_compressor_for, checked_compressor
 from commhooks.language.compressor import Compressor
-from commhooks.scheduling.ledger import Statistics
+from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.state.memory import MemoryReport, added
+from commhooks.state.snapshot import LoadRules, Snapshot
+from commhooks.state.table import StateTable
 from ddp_core.guard import Guard
-
-if TYPE_CHECKING:
-    from commhooks.exchange.handle import Handle
 
 ONLY = "gradients"
 """The channel of a feed that has one; its state is saved without the name."""
+
+
+class Channel:
+    """One engine of an exchange: its compressor, counts, memory and state."""
+
+    def __init__(self, label: str, engine: Engine, feed: Feed) -> None:
+        self.label = label
+        """Its name in the handle, and in saved state if there are several."""
+        self.engine = engine
+        """What averages its buckets."""
+        self._feed = feed
+
+    def __str__(self) -> str:
+        """Return a summary: the compressor, the ranks, any failure, and the statistics so far."""
+        engine = self.engine
+        where = f"rank {engine.line.rank} of {engine.line.world_size}, policy {engine.policy!r}"
+        failure = engine.failure()
+        state = f"\nended by: {failure}" if failure is not None else "\nclosed" if engine.lane.is_closed else ""
+        return f"{engine.compressor}\n{where}{state}\n{self.statistics()}"
+
+    @property
+    def name(self) -> str:
+        """Its name in errors."""
+        return self.engine.lane.title
+
+    @property
+    def compressor(self) -> Compressor:
+        """The compressor in use."""
+        return self.engine.compressor
+
+    @property
+    def state(self) -> StateTable:
+        """The compressor's state, by parameter."""
+        return self.engine.state
+
+    @property
+    def steps(self) -> int:
+        """The number of steps, or rounds, begun so far."""
+        return self.engine.step
+
+    def statistics(self) -> Statistics:
+        """Return this rank's totals so far."""
+        return self.engine.statistics()
+
+    def last_step(self) -> Statistics:
+        """Return this rank's counts for the last complete step."""
+        return self.engine.lane.ledger.last_step()
+
+    def by_parameter(self) -> dict[str, ParameterTraffic]:
+        """Return each parameter's share of this rank's totals so far, by name."""
+        return self.engine.lane.ledger.by_parameter()
+
+    def memory(self) -> MemoryReport:
+        """Return the bytes in use on this rank, by purpose."""
+        return self.engine.memory()
+
+    def open(self) -> None:
+        """Connect to the other ranks now; raise `AttachError` if they disagree."""
+        self.engine.open(self._device, self.refusal_of(self.compressor))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.engine.state.named().values())).device
+
+    def refusal_of(self, compressor: Compressor) -> SettingsError | None:
+        """Return why a compressor cannot average these tensors on this rank; None if it can."""
+        try:
+            check_compressor_for(compressor, self.engine.state.named(), self.engine.line)
+        except SettingsError as error:
+            return error
+        return self._feed.refusal_of(compressor)
+
+    def candidate(self, compressor: Compressor | str) -> tuple[Compressor, SettingsError | None]:
+        """Return the compressor, and the error if this rank cannot switch to it, for all ranks to learn of."""
+        if self.engine.lane.is_closed:
+            raise AttachError(f"replace: {self._feed.ended}.")
+        if not self.engine.state.named():
+            raise AttachError("replace: the parameters' names are not known yet; see PowerSGDState.bind.")
+        try:
+            candidate = checked_compressor("replace", compressor)
+        except SettingsError as refusal:
+            return self.compressor, refusal
+        return candidate, self.refusal_of(candidate)
+
+    def replace(self, compressor: Compressor | str) -> None:
+        """Switch to another compressor from the next step on; see `Handle.replace`."""
+        candidate, refusal = self.candidate(compressor)
+        self.engine.replace(candidate, self._device, refusal)
+
+    def snapshot(self) -> Snapshot:
+        """Return the state, with the tensors themselves."""
+        # Allocate now everything that the state will ever hold: torch.distributed.checkpoint loads only into existing
+        # tensors, and may be given the state_dict of a run that has taken no step. And after `replace`, what the next
+        # step would start from scratch is saved as it will be.
+        lay_out(self.engine, self._feed.sparse)
+        return snapshot_of(self.engine, self._feed.bucket_plan())
+
+    def differences(self, snapshot: object, rules: LoadRules) -> list[str]:
+        """List every difference between a snapshot and this run that would cause an error on loading."""
+        if not isinstance(snapshot, Snapshot):
+            return ["hooks: it was saved with the state of several channels, such as DiLoCo's"]
+        return differences(self.engine, snapshot, rules)
+
+    def restore(self, snapshot: Snapshot | CheckpointError, rules: LoadRules) -> None:
+        """Restore a snapshot; if it does not match, or is an error, raise on every rank and change nothing."""
+        restore(self.engine, snapshot, rules, self._feed.uncut_steps)
+        if isinstance(snapshot, Snapshot):
+            self._feed.load_bucket_plan(snapshot.bucket_plan)
 
 
 class Feed(ABC):
@@ -76,8 +186,8 @@ class Feed(ABC):
         return None
 
     @abstractmethod
-    def plug(self, handle: Handle[Any]) -> None:
-        """Have buckets run through the handle's channels from now on."""
+    def plug(self, channels: Mapping[str, Any]) -> None:
+        """Have buckets run through the channels' engines from now on; all ranks have agreed."""
 
     @abstractmethod
     def unplug(self) -> None:

@@ -17,8 +17,8 @@ from commhooks.communicators.ranks import Ranks
 from commhooks.engine.engine import Engine
 from commhooks.engine.resume import agreed
 from commhooks.errors import AttachError, CheckpointError, SettingsError
-from commhooks.exchange.channel import Channel, checked_compressor, complete, inventory_of
-from commhooks.exchange.feed import ONLY, Feed
+from commhooks.exchange.checks import checked_compressor, complete, inventory_of
+from commhooks.exchange.feed import ONLY, Channel, Feed
 from commhooks.exchange.metrics import Writer, metrics_of, write_to
 from commhooks.exchange.options import Options, Settings, settings_of
 from commhooks.exchange.watching import Watch, optimizer_of
@@ -97,7 +97,7 @@ class Handle(Mapping[str, One]):
         try:
             for channel in self._channels().values():
                 channel.open()
-            self._feed.plug(self)
+            self._feed.plug(self._made)
         except BaseException:
             self.close()
             raise

@@ -15,8 +15,7 @@ from torch.nn import Module
 from commhooks.communicators.parent_group import group_or_default
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError
-from commhooks.exchange.channel import Channel
-from commhooks.exchange.feed import ONLY, Feed
+from commhooks.exchange.feed import ONLY, Channel, Feed
 from commhooks.exchange.handle import Handle, open_exchange
 from commhooks.exchange.options import Options, settings_of
 from commhooks.hooks.facts import (
@@ -101,13 +100,14 @@ class DDPFeed(Feed):
         """Return the parameters, by name."""
         return {ONLY: dict(self.named)}
 
-    def plug(self, handle: Handle[Any]) -> None:
+    def plug(self, channels: Mapping[str, Any]) -> None:
         """Register the hook on the model, unless it still is."""
-        ddp, engine = self._ddp(), handle[ONLY].engine
+        ddp, engine = self._ddp(), channels[ONLY].engine
         assert ddp is not None and isinstance(engine.line, ProcessGroupLine), "attach holds it, and makes no other"
         self._engine = engine
-        seconds = engine.line.timeout if handle.hook_timeout is None else handle.hook_timeout
-        self._socket.plug_in(handle, engine, ddp, seconds)
+        line: ProcessGroupLine = engine.line
+        seconds = line.timeout if line.hook_timeout is None else line.hook_timeout
+        self._socket.plug_in(engine, ddp, seconds)
         self.is_guarded = guard_wrapper(ddp, self.named, self._guard_mode, seconds) is not None
 
     def unplug(self) -> None:

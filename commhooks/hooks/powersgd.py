@@ -19,8 +19,7 @@ from commhooks.compressors import PowerSGD
 from commhooks.compressors.powersgd.matrices import MatrixRule
 from commhooks.engine.engine import Engine
 from commhooks.errors import CheckpointError, HookTypeError, SettingsError
-from commhooks.exchange.channel import Channel
-from commhooks.exchange.feed import ONLY, Feed
+from commhooks.exchange.feed import ONLY, Channel, Feed
 from commhooks.exchange.handle import Handle
 from commhooks.exchange.options import Settings, settings_of
 from commhooks.hooks.default import on_wire
@@ -68,7 +67,7 @@ class StateFeed(Feed):
         """Return no tensors: a hook learns of its parameters from buckets, and of their names from `bind`."""
         return {ONLY: {}}
 
-    def plug(self, handle: Handle[Any]) -> None:
+    def plug(self, channels: Mapping[str, Any]) -> None:
         """Do nothing: the DDP calls the hook."""
 
     def unplug(self) -> None:

@@ -101,20 +101,18 @@ class Socket:
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
-        self.handle: object = None
-        """The handle, kept alive while its engine is plugged in, even if nobody else refers to it."""
         self._group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self._registered = False
         self._removable: Any = None
 
-    def plug_in(self, handle: object, engine: Engine, model: Module, seconds: float) -> None:
+    def plug_in(self, engine: Engine, model: Module, seconds: float) -> None:
         """Run `engine` from now on; register the hook on the model unless it is still registered.
 
         If a DDP limits its wait for a hook, as ddp_core's does, the limit is raised above `seconds`, the scheduler's
         limit of one collective, since the DDP's covers a whole bucket. Only a scheduler that hangs should reach it.
         """
         self._group = weakref.ref(group_or_default(getattr(model, "process_group", None)))
-        self.handle, self.engine = handle, engine
+        self.engine = engine
         if self._registered:
             return
         register: Any = model.register_comm_hook
@@ -130,7 +128,7 @@ class Socket:
 
     def release(self) -> None:
         """Drop the engine, and remove the hook if the DDP allows it, as ddp_core's does."""
-        self.handle = self.engine = None
+        self.engine = None
         if self._removable is not None and hasattr(self._removable, "remove"):
             # After a backward pass that was cut short, ddp_core's raises: the hook stays registered, and runs an
             # all-reduce.

@@ -10,7 +10,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from commhooks.errors import AttachError
-from commhooks.exchange.channel import Channel
+from commhooks.exchange.feed import Channel
 from commhooks.exchange.handle import Handle
 from commhooks.integrations.common import Compression, CompressionOptions, check_framework_has_no_hook, require
 from commhooks.integrations.rank_files import load_rank_files, save_rank_files

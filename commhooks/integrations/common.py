@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from commhooks.errors import AttachError, CheckpointError, SettingsError
-from commhooks.exchange.channel import Channel
+from commhooks.exchange.feed import Channel
 from commhooks.exchange.handle import Handle
 from commhooks.exchange.options import Options, settings_of
 from commhooks.hooks.attach import attach

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from commhooks.errors import AttachError, CheckpointError, CommHooksError, SettingsError
-from commhooks.exchange.channel import Channel
+from commhooks.exchange.feed import Channel
 from commhooks.exchange.handle import Handle
 from commhooks.integrations.common import (
     Compression,

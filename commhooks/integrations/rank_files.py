@@ -19,7 +19,7 @@ from commhooks.checkpoints.disk import read_tensors, write_tensors
 from commhooks.checkpoints.writer import Writer
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import CheckpointError
-from commhooks.exchange.channel import Channel
+from commhooks.exchange.feed import Channel
 from commhooks.exchange.handle import Handle
 from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
 

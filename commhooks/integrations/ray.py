@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from commhooks.checkpoints.disk import read_tensors
 from commhooks.errors import CheckpointError, SettingsError
-from commhooks.exchange.channel import Channel
+from commhooks.exchange.feed import Channel
 from commhooks.exchange.handle import Handle
 from commhooks.integrations.common import Compression, CompressionOptions, require
 from commhooks.language.compressor import Compressor

@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from commhooks.communicators import Collective, Communicator, Pending
 from commhooks.errors import AttachError, CollectiveError, SettingsError
-from commhooks.exchange.channel import Channel
+from commhooks.exchange.feed import Channel
 from commhooks.exchange.handle import Handle
 from commhooks.hooks.attach import attach
 from commhooks.hooks.facts import searches_for_unused

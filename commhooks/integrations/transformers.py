@@ -8,7 +8,7 @@ from typing import Any, Self, Unpack
 
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import AttachError, CheckpointError
-from commhooks.exchange.channel import Channel
+from commhooks.exchange.feed import Channel
 from commhooks.exchange.handle import Handle
 from commhooks.integrations.common import Compression, CompressionOptions, require
 from commhooks.integrations.rank_files import load_rank_files, save_rank_files

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from commhooks.communicators.parent_group import group_or_default, name_and_store
 from commhooks.errors import SettingsError
-from commhooks.exchange.channel import checked_compressor
+from commhooks.exchange.checks import checked_compressor
 from commhooks.exchange.exchanger import check_takes_weights
 from commhooks.exchange.options import is_whole
 from commhooks.exchange.watching import optimizer_of

@@ -14,8 +14,8 @@ from torch.nn import Module
 from commhooks.communicators.beginning import agree
 from commhooks.compressors.codecs.codec import Codec
 from commhooks.errors import AttachError, SettingsError
-from commhooks.exchange.channel import Channel, checked_compressor
-from commhooks.exchange.feed import Feed
+from commhooks.exchange.checks import checked_compressor
+from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.handle import Handle, open_exchange
 from commhooks.exchange.options import Options, settings_of
 from commhooks.exchange.watching import ReductionsGuard
@@ -130,19 +130,19 @@ class ModulesFeed(Feed):
             "all-reduce, fp16, bf16, top-k, random-k and codes of blocks such as int8 can."
         )
 
-    def plug(self, handle: Handle[Any]) -> None:
+    def plug(self, channels: Mapping[str, Any]) -> None:
         """Register the modules' reduce-scatters and all-gathers."""
-        assert isinstance(handle.line, ProcessGroupLine), "attach_sharded makes no other"
+        line: ProcessGroupLine = next(iter(channels.values())).engine.line
         pool, gathers = Pool(), dict[str, Gather]()
         self.gathers = Gathers(gathers)
         for unit in self._gathered:
             assert self._code is not None, "nothing is gathered without"
-            gathers[unit.name] = Gather(unit, self._code, handle.line, pool)
+            gathers[unit.name] = Gather(unit, self._code, line, pool)
             gathers[unit.name].open(self.names + unit.fingerprint(frozen=True))
         # From here on nothing waits for other ranks.
         for name, unit in self._units.items():
             self._runs[name] = runs = ReduceScatter(
-                unit, handle[name].engine, self._memory, [*self._like[name].values()]
+                unit, channels[name].engine, self._memory, [*self._like[name].values()]
             )
             unit.module.set_custom_reduce_scatter(runs)  # type: ignore[arg-type]  # it has the methods of FSDP2's class
             unit.send_unused()  # a step's size must not differ

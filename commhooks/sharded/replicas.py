@@ -22,9 +22,9 @@ from commhooks.communicators.beginning import agree, share_from_rank_0
 from commhooks.communicators.parent_group import group_or_default
 from commhooks.devices import keep_until_read
 from commhooks.errors import AttachError, SettingsError
-from commhooks.exchange.channel import Channel, checked_compressor
+from commhooks.exchange.checks import checked_compressor
 from commhooks.exchange.exchanger import TensorChannel, TensorFeed
-from commhooks.exchange.feed import Feed
+from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.handle import Handle, open_exchange
 from commhooks.exchange.options import Options, settings_of
 from commhooks.language.compressor import Compressor
@@ -402,28 +402,28 @@ class ReplicasFeed(TensorFeed):
         self._passes = Passes()
         self._is_first = False
 
-    def plug(self, handle: Handle[Any]) -> None:
+    def plug(self, channels: Mapping[str, Any]) -> None:
         """Copy rank 0's parameters and buffers to all replicas, and hook into the modules' reduce-scatters."""
         model = self._model()
         assert model is not None, "attach_replicas holds it"
         caches = kept_buffers(model, saved=False)
         share_from_rank_0(self.caller, everything_kept(model), caches, self.process_group, AttachError)
-        self._is_first = handle.rank_and_world_size[0] == 0
+        self._is_first = next(iter(channels.values())).engine.line.rank == 0
         every = [unit for units in self._units.values() for unit in units]
-        check = functools.partial(_check_parameters, _held_by(model, every), every, next(iter(handle.values())))
+        check = functools.partial(_check_parameters, _held_by(model, every), every, next(iter(channels.values())))
         # Before FSDP2's own, which overwrites what was put in a shard's place.
         self._on_model = [model.register_forward_pre_hook(check, prepend=True)]
         # as Any: for mypy, FSDPModule is no Module
         modules: dict[Any, Unit | None] = {model: None} | {unit.module: unit for unit in every}
         self._on_model += self._passes.follow(modules)
         for name, units in self._units.items():
-            at_the_end = AtTheEnd(units, handle[name], self._passes) if self._is_fused else None
+            at_the_end = AtTheEnd(units, channels[name], self._passes) if self._is_fused else None
             if at_the_end is not None:
                 self._passes.may_send_less = units
                 self._on_model += at_the_end.follow(modules)
             for unit in units:
                 self._hooks[unit] = hook = (
-                    PerModule(unit, handle[name], self._passes) if at_the_end is None else at_the_end.hook_of(unit)
+                    PerModule(unit, channels[name], self._passes) if at_the_end is None else at_the_end.hook_of(unit)
                 )
                 unit.set_all_reduce_hook(hook)
                 if not self._is_fused:

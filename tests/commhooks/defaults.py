@@ -179,8 +179,8 @@ def sharded(rank: int, way: str, compressor: str, around: Around) -> list[Tensor
     inputs = gradients(rank, 0)[0].view(-1)[: 24 * 8].view(8, 24)
     found: list[Tensor] = []
     with around():
-        group = (mesh.get_group("replicas"),) if way == "attach_replicas" else ()
-        handle = getattr(commhooks, way)(model, compressor, *group)
+        group = {"process_group": mesh.get_group("replicas")} if way == "attach_replicas" else {}
+        handle = getattr(commhooks, way)(model, compressor, **group)
         for _ in range(STEPS):
             model.zero_grad()
             model(inputs).square().mean().backward()
