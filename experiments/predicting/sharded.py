@@ -25,7 +25,7 @@ from torch import nn
 
 from commhooks.communicators.links import OF_PYTORCH
 from commhooks.compressors.codecs.codec import Codec
-from commhooks.compressors.codecs.passes import payloads_of
+from commhooks.compressors.kernels.codes import payloads_of
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.lanes import HEADER_BYTES
 

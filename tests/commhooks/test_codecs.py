@@ -30,8 +30,8 @@ from commhooks.codecs import (
     TernGrad,
     Vote,
 )
-from commhooks.compressors.codecs.packing import pack, pack_signs, unpack_into, unpack_signs
 from commhooks.language.loss import error_of
+from commhooks.packing import pack_blocks, pack_signs, unpack_blocks_into, unpack_signs
 from tests import bounds
 from tests.commhooks.workers import Workers, largest, normal, zeros
 
@@ -400,9 +400,9 @@ def residual_after(steps: int, codec: Codec, damping: float) -> float:
 def test_packed_numbers_come_back(bits: int) -> None:
     most = 2 ** (bits - 1) - 1
     numbers = torch.randint(-most, most + 1, (5, 64), generator=torch.Generator().manual_seed(bits)).float()
-    packed = pack(numbers, bits)
+    packed = pack_blocks(numbers, bits)
     assert (packed.dtype, packed.shape) == (torch.int8, (5, 8 * bits))
-    assert torch.equal(unpack_into(packed, bits, torch.empty(5, 64)), numbers)
+    assert torch.equal(unpack_blocks_into(packed, bits, torch.empty(5, 64)), numbers)
     # Byte k holds the k-th number of each part, as digits of a number in base 2**bits.
     powers = 2.0 ** (bits * torch.arange(8 // bits))
     assert torch.equal(packed.float(), powers @ numbers.view(5, 8 // bits, -1))

@@ -24,10 +24,8 @@ from commhooks.compressors.powersgd.blind_rows import Probe, replace_blind_rows,
 from commhooks.compressors.powersgd.matrices import MatrixForm
 from commhooks.compressors.powersgd.precision import in_full
 from commhooks.devices import runs_later
-from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Context
-from commhooks.language.requests import Layout, Part
-from commhooks.language.tile import Tile, TileStack, form_together
+from commhooks.language import BucketView, Context, Layout, Part, Slot, Tile
+from commhooks.language.tile import TileStack, form_together
 from commhooks.tensors import computing_dtype
 
 Item = TypeVar("Item")
@@ -107,7 +105,7 @@ class _Block(NamedTuple):
     """r×rows: the matching columns of the matrix's P."""
 
 
-class _InBlocks:
+class _Banded:
     """A matrix in blocks of rows."""
 
     def __init__(self, x: LowRankMatrix, place: int, P: Tensor, Q: Tensor) -> None:
@@ -202,7 +200,7 @@ class LowRankGroup:
         most = STACK_ELEMENTS // (n * m) if is_small else 1
         chunks = zip(range(0, k, most), self.P.split(most), self.Q.split(most), strict=True)
         self.products: list[_Products] = [
-            _SideBySide(matrices[at : at + len(P)], at, P, Q) if len(P) > 1 else _InBlocks(matrices[at], at, P[0], Q[0])
+            _SideBySide(matrices[at : at + len(P)], at, P, Q) if len(P) > 1 else _Banded(matrices[at], at, P[0], Q[0])
             for at, P, Q in chunks
         ]
 
