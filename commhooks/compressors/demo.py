@@ -35,12 +35,10 @@ from commhooks.compressors.dct import cosines, shrinking, transform
 from commhooks.compressors.kernels.sums import add_in_rank_order, runs_of
 from commhooks.compressors.tiles import MeanOver, Tiling, senders
 from commhooks.compressors.whole import average_whole
-from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import FEEDBACK_LAWS, Compressor, Context, Exchange, side_by_side
-from commhooks.language.loss import Loss, Sends
+from commhooks.language import FEEDBACK_LAWS, BucketView, Compressor, Context, Exchange, Loss, Sends, Slot, Tile
+from commhooks.language.compressor import side_by_side
 from commhooks.language.requests import AllGather, Judge, Part
 from commhooks.language.settings import refusal, setting
-from commhooks.language.tile import Tile
 from commhooks.packing import pack_integers, unpack_integers
 
 

@@ -23,13 +23,10 @@ from torch import Tensor
 
 from commhooks.compressors.sparse.gathering import Sent, SparsePlan, gather
 from commhooks.compressors.sparse.indices import Indices, largest_error
-from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import FEEDBACK_LAWS, Compressor, Context, Exchange
+from commhooks.language import FEEDBACK_LAWS, BucketView, Compressor, Context, Exchange, Loss, Sends, Slot, setting
 from commhooks.language.entries import RESIDUAL, Declared, Entry
-from commhooks.language.loss import Loss, Sends
 from commhooks.language.memory import add_residuals
 from commhooks.language.place import Place
-from commhooks.language.settings import setting
 
 _FIRST_RATIO = 0.25
 _STAGES = 4

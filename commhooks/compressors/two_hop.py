@@ -26,17 +26,14 @@ from commhooks.compressors.dealing import Deal, ShardDeal
 from commhooks.compressors.kernels.codes import CodecPasses, CodePlaces, passes_for, payloads_of
 from commhooks.compressors.whole import average_whole
 from commhooks.errors import SettingsError
+from commhooks.language import FEEDBACK_LAWS, Compressor, Context, Entry, Exchange, Loss, Place, Sends, Tile, setting
 from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import FEEDBACK_LAWS, Compressor, Context, Exchange, side_by_side
-from commhooks.language.entries import Declared, Entry
-from commhooks.language.loss import Loss, Sends
+from commhooks.language.compressor import side_by_side
+from commhooks.language.entries import Declared
 from commhooks.language.memory import surely
 from commhooks.language.noise import Keys, Noise
-from commhooks.language.place import Place
 from commhooks.language.randomness import stable_seed
 from commhooks.language.requests import AllGather, AllReduce, AllToAll, Flags, Judge, MessageBuffer, Part
-from commhooks.language.settings import setting
-from commhooks.language.tile import Tile
 from commhooks.tensors import computing_dtype, mean_in_order
 
 SERVER_ERROR = "server error"
