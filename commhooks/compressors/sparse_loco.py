@@ -7,7 +7,7 @@ magnitude (above the mean magnitude or not); an element is sent as the number of
 The authors' code (tplr-ai/templar) averages over the ranks that sent an element, and clips each rank's message to the
 median norm: `mean_over="senders"` and `clip_to_median=True`.
 Bytes on the wire: 64·12/8 + 64·2/8 = 112 for a tile of 4,096 elements, and four means of 4 bytes for each parameter.
-The places of a bucket are sent in two runs, of their lowest 8 bits and of the other 4 (bits.py), and then the bins.
+The places of a bucket are sent in two runs, of their lowest 8 bits and of the other 4 (packing.py), and then the bins.
 Biased: the residual fades, by a factor of 0.95 per step in the paper, and the faded part is never sent. ω for n
 elements is at most 1 - 1/(4n), if magnitudes differ most; for normally distributed ones it is slightly above top-k's.
 Weakness: every rank receives all others' messages, so the bytes grow with the number of ranks. On a CPU a step takes as

@@ -227,6 +227,7 @@ class TwoHop(Compressor):
 
         A block is coded if it lies within one shard; the rest of a shard is sent uncompressed.
         """
+        # Eager: compiled passes would give scales that are sums other last bits than sharded runs have had so far.
         passes = CodecPasses(self.codec, self.damping)
         n, at_once = self.codec.block, passes.blocks_at_once(bucket.memory.device)
         deal = bucket.plan((self, "shards"), lambda: ShardDeal(bucket, n, at_once, context))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import commhooks
-from commhooks import ErrorFeedback, PerParameter, SettingsError, StartAfter, TwoHop
+from commhooks import CompressorError, ErrorFeedback, PerParameter, SettingsError, StartAfter, TwoHop
 from commhooks.codecs import (
     E3M0,
     FP8,
@@ -504,6 +504,24 @@ def test_a_subclass_that_decodes_otherwise_is_decoded_so_everywhere() -> None:
         for codec in (Int8(stochastic=False), Doubled(stochastic=False))
     )
     assert (of_heir - 4 * of_base).abs().max() <= 0.1 * largest(of_base)  # in two hops
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneWay(Codec):
+    """Encodes only."""
+
+    block: int = 8
+
+    def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
+        return [blocks]
+
+    def relative_error(self) -> float:
+        return 0.0
+
+
+def test_a_codec_that_decodes_nothing_is_refused_when_it_is_made() -> None:
+    with pytest.raises(CompressorError, match=r"OneWay has no way back: define decode\(code\) or decode_into"):
+        OneWay()
 
 
 def test_ties_of_two_ranks_are_decided_by_a_coin() -> None:

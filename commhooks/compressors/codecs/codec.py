@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from commhooks.errors import CompressorError
 from commhooks.language.settings import check_settings, refusal, setting
 from commhooks.language.spelling import spelled
 from commhooks.tensors import computing_dtype
@@ -31,7 +32,7 @@ class Codec(ABC):
         check_settings(self)
         kind = type(self)
         if kind.decode is Codec.decode and kind.decode_into is Codec.decode_into:
-            raise TypeError(f"{kind.__name__} must define decode or decode_into.")
+            raise CompressorError(f"{kind.__name__} has no way back: define decode(code) or decode_into(code, blocks).")
         if self.block % self.multiple:
             raise refusal(self, "block", f"must be a multiple of {self.multiple}")
 
