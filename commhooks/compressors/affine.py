@@ -17,11 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.language.loss import Loss, Sends
-from commhooks.language.requests import AllGather, Judge, Part
-from commhooks.language.settings import setting
+from commhooks.language import AllGather, BucketView, Compressor, Context, Exchange, Judge, Loss, Part, Sends, setting
 from commhooks.tensors import power_below, smallest
 
 

@@ -11,9 +11,7 @@ import dataclasses
 
 from torch import Tensor
 
-from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.language.requests import AllReduce, Part, ReduceScatter
+from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Part, ReduceScatter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,8 @@ from torch import Tensor
 
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import SettingsError
-from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.language.loss import Loss, Sends
-from commhooks.language.requests import AllReduce, AllToAll, Judge, Part
-from commhooks.language.shards import Flags
+from commhooks.language import AllReduce, AllToAll, BucketView, Compressor, Context, Exchange, Judge, Loss, Part, Sends
+from commhooks.language.requests import Flags
 from commhooks.tensors import mean_in_order
 
 

@@ -12,16 +12,12 @@ import numpy
 import torch
 from torch import Tensor
 
-from commhooks.compressors.codecs.passes import Places
+from commhooks.compressors.kernels.codes import CodePlaces
 from commhooks.compressors.powersgd.matrices import MatrixForm
 from commhooks.devices import copied_to
-from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Context
+from commhooks.language import BucketView, Context, Layout, Slot, Tile
 from commhooks.language.entries import first_server
-from commhooks.language.memory import elements_at_once
 from commhooks.language.noise import Keys
-from commhooks.language.requests import Layout
-from commhooks.language.tile import Tile
 
 
 class Share(NamedTuple):
@@ -31,11 +27,11 @@ class Share(NamedTuple):
     rows: slice
 
 
-class Piece(NamedTuple):
+class CodedPiece(NamedTuple):
     """Some of a bucket's blocks, one after another in its memory, and the places of their codes in messages."""
 
     tile: Tile
-    places: Places
+    places: CodePlaces
 
 
 class Deal:
@@ -78,12 +74,12 @@ class Deal:
         on_device = (
             copied_to(device, torch.from_numpy(one.copy())).split(self.sizes) for one in (servers, places, flat)
         )
-        self.pieces = [Piece(tile, Places(*own)) for tile, *own in zip(tiles, *on_device, strict=True)]
+        self.pieces = [CodedPiece(tile, CodePlaces(*own)) for tile, *own in zip(tiles, *on_device, strict=True)]
         of_rows = numpy.full(ranks * self.longest, total)
         of_rows[flat] = numpy.arange(total)
         unused = numpy.flatnonzero(of_rows == total)
         rows = (unused // self.longest, unused % self.longest, unused)
-        self.padding = Places(*(copied_to(device, torch.from_numpy(one)) for one in rows))
+        self.padding = CodePlaces(*(copied_to(device, torch.from_numpy(one)) for one in rows))
         """The places of rows without a block."""
         named = [
             Keys.of("", 0, block),
@@ -115,52 +111,45 @@ def _runs(slots: Sequence[Slot], block: int) -> Iterator[list[Slot]]:
         yield run
 
 
-class Column(NamedTuple):
-    """The first places, in each row of a message of shards, of a slot's blocks and of the ends of its shards."""
+class ShardShare(NamedTuple):
+    """A slot's shard on this rank: its blocks in each row of a message, and the elements beyond them in another."""
 
-    block: int
-    end: int
+    slot: Slot
+    blocks: slice
+    ends: slice
 
 
-class Columns(NamedTuple):
-    """The division of rows of a message of shards among slots: room for the most that any rank has of each."""
+class ShardDeal:
+    """The assignment of a bucket of shards to the ranks that own them: row r of a message is rank r's.
 
-    columns: Sequence[Column]
-    blocks: int
-    ends: int
-    block: int
-    at_once: int
-    keys: Sequence[Keys]
-    """The keys of every slot's shards, in the order of `tiles`."""
+    Each slot has room in every row for the most blocks, and the most elements beyond them, that any rank has of it.
+    """
 
-    @classmethod
-    def of(cls, bucket: BucketView, block: int) -> Columns:
-        """Divide a bucket of shards."""
-        columns, blocks, ends, keys = [], 0, 0, []
-        for slot in bucket.slots:
-            columns.append(Column(blocks, ends))
-            lengths = [tile.gradient.numel() for tile in slot.shards]
-            keys += [Keys.of(f"{slot.name}/{rank}", n // block, block) for rank, n in enumerate(lengths)]
-            blocks += max(length // block for length in lengths)
-            ends += max(length % block for length in lengths)
+    def __init__(self, bucket: BucketView, block: int, at_once: int, context: Context) -> None:
         device = bucket.memory.device
-        keys = [own.on(device) for own in keys]
-        return cls(columns, blocks, ends, block, max(1, elements_at_once(device) // block), keys)
-
-    def tiles(self, bucket: BucketView) -> Iterator[tuple[Tile, int, Column, Keys]]:
-        """Yield every slot's shards: the tile, its rank, the slot's columns, and its blocks' keys."""
-        keys = iter(self.keys)
-        for slot, column in zip(bucket.slots, self.columns, strict=True):
-            for rank, tile in enumerate(slot.shards):
-                yield tile, rank, column, next(keys)
-
-    def places(self, rank: int, first: int, blocks: int) -> Places:
-        """Return the places of consecutive rows of one rank."""
-        rows = torch.arange(first, first + blocks, dtype=torch.int64, device=self.keys[0].rows.device)
-        return Places(torch.full_like(rows, rank), rows, rows + rank * self.blocks)
-
-    def pieces(self, memory: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield some blocks of 1-D memory at a time, [blocks, n], each time after the number of the first."""
-        blocks = memory.view(-1, self.block)
-        for start in range(0, len(blocks), self.at_once):
-            yield start, blocks[start : start + self.at_once]
+        tiles, of_ranks, of_rows = list[Tile](), list[Tensor](), list[Tensor]()
+        self.shares = list[ShardShare]()
+        self.rest = list[tuple[Tile, int, slice]]()
+        """The elements beyond shards' blocks, with their rank and their place in its row."""
+        self.longest = self.ends = 0
+        """The numbers of blocks and of other elements in a row."""
+        keys = [Keys.of("", 0, block)]
+        for slot in bucket.slots:
+            lengths = [tile.gradient.numel() for tile in slot.shards]
+            for rank, (tile, length) in enumerate(zip(slot.shards, lengths, strict=True)):
+                whole = length // block
+                tiles += tile.rows(MatrixForm(whole, block), at_once) if whole else []
+                of_rows.append(torch.arange(self.longest, self.longest + whole, dtype=torch.int64, device=device))
+                of_ranks.append(torch.full_like(of_rows[-1], rank))
+                ends = slice(self.ends, self.ends + length % block)
+                self.rest += [(rest, rank, ends) for rest in tile.rest(whole * block)]
+                keys.append(Keys.of(f"{slot.name}/{rank}", whole, block))
+                if rank == context.rank:
+                    self.shares.append(ShardShare(slot, slice(self.longest, self.longest + whole), ends))
+            self.longest += max(length // block for length in lengths)
+            self.ends += max(length % block for length in lengths)
+        self.keys = Keys.together(keys).on(device)
+        self.sizes = [len(tile.gradient) for tile in tiles]
+        ranks, rows = torch.cat(of_ranks), torch.cat(of_rows)
+        places = (one.split(self.sizes) for one in (ranks, rows, ranks * self.longest + rows))
+        self.pieces = [CodedPiece(tile, CodePlaces(*own)) for tile, *own in zip(tiles, *places, strict=True)]

@@ -31,17 +31,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commhooks.compressors.bits import pack, unpack
 from commhooks.compressors.dct import cosines, shrinking, transform
-from commhooks.compressors.sparse.gathering import add_in_rank_order, runs_of
+from commhooks.compressors.kernels.sums import add_in_rank_order, runs_of
 from commhooks.compressors.tiles import MeanOver, Tiling, senders
 from commhooks.compressors.whole import average_whole
-from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import FEEDBACK_LAWS, Compressor, Context, Exchange, side_by_side
-from commhooks.language.loss import Loss, Sends
+from commhooks.language import FEEDBACK_LAWS, BucketView, Compressor, Context, Exchange, Loss, Sends, Slot, Tile
+from commhooks.language.compressor import side_by_side
 from commhooks.language.requests import AllGather, Judge, Part
 from commhooks.language.settings import refusal, setting
-from commhooks.language.tile import Tile
+from commhooks.packing import pack_integers, unpack_integers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,18 +107,18 @@ class DeMo(Compressor):
         sent = tiling.count * min(self.k, tiling.a * tiling.b)
         return self.one_bit or sent * (4 + 2) <= 4 * parameter.numel()
 
-    def _plan(self, bucket: BucketView) -> tuple[list[_Place], list[tuple[Slot, Tile]]]:
+    def _plan(self, bucket: BucketView) -> tuple[list[_Transformed], list[tuple[Slot, Tile]]]:
         """Return the places of parameters to transform, and the slots to average uncompressed."""
         slots = bucket.filled
         places = [self._place(slot) for slot in slots if self.pays(slot.parameter)]
         return places, [(slot, slot.tile) for slot in slots if not self.pays(slot.parameter)]
 
-    def _gather(self, bucket: BucketView, places: list[_Place]) -> Exchange:
+    def _gather(self, bucket: BucketView, places: list[_Transformed]) -> Exchange:
         """Gather every rank's coefficients; the mean is the inverse transform of their sum, in rank order."""
         own = [self._largest(place.coefficients()) for place in places]
         parts = []
         for place, (values, at) in zip(places, own, strict=True):
-            parts += [place.slot.part(pack(values < 0, 1) if self.one_bit else values), place.slot.part(at)]
+            parts += [place.slot.part(pack_integers(values < 0, 1) if self.one_bit else values), place.slot.part(at)]
         if self.one_bit:
             largest = torch.stack([values.abs().amax() for values, _ in own]).amax()
             parts.append(Part(largest.reshape(1), bucket.layout))
@@ -142,10 +140,10 @@ class DeMo(Compressor):
             # Signs cannot show an inf, so the verdict does.
             place.slot.write((mean.sign_() if self.sign else mean).add_(torch.where(finite, 0.0, torch.nan)))
 
-    def _place(self, slot: Slot) -> _Place:
+    def _place(self, slot: Slot) -> _Transformed:
         tiling = Tiling.of(slot.parameter, self.chunk)
         left, right = (cosines(side, slot.room) * shrinking(side) for side in (tiling.a, tiling.b))
-        return _Place(slot, tiling, left, right)
+        return _Transformed(slot, tiling, left, right)
 
     def _largest(self, C: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest coefficients [T, k] of C [T, ab] and their places; zeros come last: they have no sign."""
@@ -153,14 +151,14 @@ class DeMo(Compressor):
         values = C.gather(1, at)
         return values, at.masked_fill(values == 0, C.shape[1]).to(torch.int16)
 
-    def _values(self, sent: Tensor, like: Tensor, place: _Place) -> Tensor:
+    def _values(self, sent: Tensor, like: Tensor, place: _Transformed) -> Tensor:
         """Return all ranks' coefficients [W, T, k]; bits stand for coefficients of 1 and -1."""
         if not self.one_bit:
             return sent
-        return (1 - 2 * unpack(sent, 1, tuple(like.shape)).to(like.dtype)) * place.shrunk
+        return (1 - 2 * unpack_integers(sent, 1, tuple(like.shape)).to(like.dtype)) * place.shrunk
 
 
-class _Place(NamedTuple):
+class _Transformed(NamedTuple):
     """A parameter's place in a bucket, its tiles, and the bases of their sides, times powers of two."""
 
     slot: Slot

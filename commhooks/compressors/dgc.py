@@ -21,15 +21,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from commhooks.compressors.sparse.gathering import Plan, Sent, gather
+from commhooks.compressors.sparse.gathering import Sent, SparsePlan, gather
 from commhooks.compressors.sparse.indices import Indices, largest_error
-from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import FEEDBACK_LAWS, Compressor, Context, Exchange
+from commhooks.language import FEEDBACK_LAWS, BucketView, Compressor, Context, Exchange, Loss, Sends, Slot, setting
 from commhooks.language.entries import RESIDUAL, Declared, Entry
-from commhooks.language.loss import Loss, Sends
 from commhooks.language.memory import add_residuals
 from commhooks.language.place import Place
-from commhooks.language.settings import setting
 
 _FIRST_RATIO = 0.25
 _STAGES = 4
@@ -84,16 +81,16 @@ class DGC(Compressor):
         if not bucket.filled:
             return
         ratio = self.ratio_of(context.step)
-        plan = bucket.plan((self, ratio), lambda: Plan.of(bucket, self.indices, ratio, by_slot=True))
+        plan = bucket.plan((self, ratio), lambda: SparsePlan.of(bucket, self.indices, ratio, by_slot=True))
         sent = []
         for piece in plan.pieces:
-            slot = piece.members[0].slot
+            slot = piece.slot
             v = self._velocity(slot, context)
             add_residuals([v], [slot.state(RESIDUAL)])
             sent.append(Sent.largest_of(piece, v))
         finite, received = yield from gather(plan, sent, context)
         for own, of_all in zip(sent, received, strict=True):
-            slot = own.piece.members[0].slot
+            slot = own.piece.slot
             u = self._velocity(slot, context)  # recomputed, to avoid keeping those of all slots
             v = slot.form().copy_(u)
             add_residuals([v], [slot.state(RESIDUAL)])

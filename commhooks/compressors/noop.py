@@ -10,8 +10,7 @@ import dataclasses
 
 from torch import Tensor
 
-from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange
+from commhooks.language import BucketView, Compressor, Context, Exchange
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,13 +24,10 @@ from torch import Tensor
 
 from commhooks.compressors.codecs.vote import Vote
 from commhooks.compressors.two_hop import TwoHop
-from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Compressor, Context, Exchange, map_requests
-from commhooks.language.entries import Declared, Entry
-from commhooks.language.loss import Loss, Sends
-from commhooks.language.place import Place
+from commhooks.language import BucketView, Compressor, Context, Entry, Exchange, Loss, Place, Sends, Slot, setting
+from commhooks.language.compressor import map_requests
+from commhooks.language.entries import Declared
 from commhooks.language.requests import Asked, Judge
-from commhooks.language.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

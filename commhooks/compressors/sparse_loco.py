@@ -7,7 +7,7 @@ magnitude (above the mean magnitude or not); an element is sent as the number of
 The authors' code (tplr-ai/templar) averages over the ranks that sent an element, and clips each rank's message to the
 median norm: `mean_over="senders"` and `clip_to_median=True`.
 Bytes on the wire: 64·12/8 + 64·2/8 = 112 for a tile of 4,096 elements, and four means of 4 bytes for each parameter.
-The places of a bucket are sent in two runs, of their lowest 8 bits and of the other 4 (bits.py), and then the bins.
+The places of a bucket are sent in two runs, of their lowest 8 bits and of the other 4 (packing.py), and then the bins.
 Biased: the residual fades, by a factor of 0.95 per step in the paper, and the faded part is never sent. ω for n
 elements is at most 1 - 1/(4n), if magnitudes differ most; for normally distributed ones it is slightly above top-k's.
 Weakness: every rank receives all others' messages, so the bytes grow with the number of ranks. On a CPU a step takes as
@@ -19,7 +19,6 @@ Legend: T tiles of a×b elements; k sent of each tile; W ranks.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,17 +26,15 @@ import numpy
 import torch
 from torch import Tensor
 
-from commhooks.compressors.bits import pack, unpack
-from commhooks.compressors.sparse.gathering import Received, are_formed_together, runs_of
-from commhooks.compressors.tiles import MeanOver, Tiling, senders, without_padding
+from commhooks.compressors.kernels.selection import four_bins, largest_of_tiles
+from commhooks.compressors.kernels.sums import PackedNumbers, runs_of, write_sum_of_tiles
+from commhooks.compressors.sparse.gathering import are_formed_together
+from commhooks.compressors.tiles import MeanOver, TiledParameter, TiledPiece, Tiling, without_padding
 from commhooks.devices import copied_to
-from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import FEEDBACK_LAWS, Compressor, Context, Exchange
-from commhooks.language.loss import Loss, Sends
+from commhooks.language import FEEDBACK_LAWS, BucketView, Compressor, Context, Exchange, Loss, Sends, Tile, setting
 from commhooks.language.requests import AllGather, Judge, Layout, Part
-from commhooks.language.settings import refusal, setting
-from commhooks.language.tile import Tile
-from commhooks.native.largest import MOST, Grid, Packed, Selection
+from commhooks.language.settings import refusal
+from commhooks.packing import pack_integers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,111 +88,62 @@ class SparseLoCo(Compressor):
         if not bucket.filled:
             return
         plan = bucket.plan(self, lambda: _Plan.of(bucket, self.k, self.chunk))
-        own = [_encoded(member, piece.tile.form()) for piece in plan.pieces for member in piece.members]
+        own = [_encoded(one, piece.tile.form()) for piece in plan.pieces for one in piece.parameters]
         means, places, bins = (torch.cat(parts) for parts in zip(*((one[:3]) for one in own), strict=True))
-        codes = pack(places, self._place_bits), pack(bins, 2)
+        codes = pack_integers(places, self._place_bits), pack_integers(bins, 2)
         parts = [Part(means, plan.layout_of_means), *(Part(code, plan.layout) for code in codes)]
         answers = yield AllGather(*parts, last=True)
 
-        received = self._decoded(plan, answers)
-        sums = (of_all.overwrite(piece.tile.room) for piece, of_all in zip(plan.pieces, received, strict=True))
+        received = self._received(plan, *answers)
+        sums = (self._mean(piece, piece.tile.room, received) for piece in plan.pieces)
         finite = yield Judge(answers[0], *plan.pieces[0].tile.in_own_range(sums))
         values = means.index_select(0, plan.first_bins + bins)
         indices = torch.cat([one.indices for one in own])
-        if plan.is_padded:
+        if any(piece.is_padded for piece in plan.pieces):
             values, indices = without_padding(values, indices)
-        for piece, of_all in zip(plan.pieces, received, strict=True):
+        for piece in plan.pieces:
             M = piece.tile.form()
             M.index_add_(0, indices[piece.entries], values[piece.entries], alpha=-1)
             piece.tile.keep(M, finite)
-            piece.tile.write(of_all.overwrite(piece.tile.room))
+            piece.tile.write(self._mean(piece, piece.tile.room, received))
 
-    def _decoded(self, plan: _Plan, answers: Sequence[Tensor]) -> Sequence[Received | _Codes]:
-        """Decode the ranks' means [W, 4S], packed places and packed bins."""
-        W, entries = len(answers[0]), plan.layout.elements
-        means = answers[0].view(W, -1, 4)
-        selection = Selection.chosen(means) if plan.is_small else None
+    def _received(self, plan: _Plan, means: Tensor, places: Tensor, bins: Tensor) -> _TileMessages:
+        """Return what all ranks' bins [W, 4S] stand for, and the packed places and bins."""
+        means = means.view(len(means), -1, 4)
+        packed = (PackedNumbers(codes, bits, plan.entries) for codes, bits in ((places, self._place_bits), (bins, 2)))
+        received = _TileMessages(means, *packed)
         if self.clip_to_median:
-            bins = unpack(answers[2], 2, (entries,))
-            factors = [
-                _to_the_median(means[:, number], bins[:, member.entries]) for number, member in enumerate(plan.members)
+            bins = received.bins.numbers
+            clipped = [
+                _to_the_median(means[:, one.number], bins[:, one.entries])
+                for piece in plan.pieces
+                for one in piece.parameters
             ]
-            means = means * torch.stack(factors, dim=1)
-        if self.mean_over == "ranks":
-            means = means / W
-            if selection is not None:
-                codes = Packed(answers[1], self._place_bits, entries, 0), Packed(answers[2], 2, entries, 0)
-                return [_Codes(selection, piece, means, *codes) for piece in plan.pieces]
-        places, bins = unpack(answers[1], self._place_bits, (entries,)), unpack(answers[2], 2, (entries,))
-        values = means.flatten(1).gather(1, bins.add_(plan.first_bins).long())
-        received = []
-        for piece in plan.pieces:
-            indices = torch.cat([member.indices(places[:, member.entries]) for member in piece.members], dim=1)
-            own = values[:, piece.entries]
-            if plan.is_padded:
-                own, indices = without_padding(own, indices)
-            if self.mean_over == "senders":
-                own = own / senders(own, indices, piece.tile.gradient.numel())
-            received.append(Received([(indices, own, piece.runs)], []))
-        return received
+            means = means * torch.stack(clipped, dim=1)
+        return received._replace(means=means / len(means) if self.mean_over == "ranks" else means)
+
+    def _mean(self, piece: TiledPiece, memory: Tensor, received: _TileMessages) -> Tensor:
+        """Overwrite memory with the mean of a piece, and return it."""
+        return write_sum_of_tiles(memory, piece, *received, self.mean_over)
 
     @property
     def _place_bits(self) -> int:
         return (self.chunk**2 - 1).bit_length()
 
 
-class _Member(NamedTuple):
-    """A parameter, its tiles, and its place in its piece and in the message."""
-
-    slot: Slot
-    number: int
-    """Its index among the bucket's."""
-    tiling: Tiling
-    k: int
-    """The number of elements sent of each tile."""
-    starts: Tensor
-    """[T, 1]: the index of each tile's first element in the piece's memory."""
-    sides: Tensor
-    """[2, T, 1]: the numbers of rows and columns of each tile that are no padding."""
-    place: slice
-    entries: slice
-
-    def indices(self, places: Tensor) -> Tensor:
-        """Return the indices into the piece's memory of places [..., T·k] in tiles; of padding, -1."""
-        return self.tiling.indices(places.unflatten(-1, (-1, self.k)), self.starts, self.sides).flatten(-2)
-
-    @property
-    def grid(self) -> Grid:
-        """The same for compiled code."""
-        return self.tiling.sending(self.k)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Piece:
-    """A tile of memory with some parameters."""
-
-    tile: Tile
-    members: Sequence[_Member]
-    entries: slice
-
-    @functools.cached_property
-    def runs(self) -> Sequence[int]:
-        """`runs_of` its entries, tile by tile."""
-        return runs_of(share for member in self.members for share in [member.k] * member.tiling.count)
-
-
 class _Plan(NamedTuple):
     """The message of a bucket: entries, tile by tile, and the means of each parameter's bins."""
 
-    pieces: Sequence[_Piece]
-    members: Sequence[_Member]
+    pieces: Sequence[TiledPiece]
     layout: Layout
     layout_of_means: Layout
     first_bins: Tensor
     """[entries]: the number of the first bin of each entry's parameter."""
-    is_padded: bool
-    is_small: bool
-    """True if compiled code can process its tiles."""
+
+    @property
+    def entries(self) -> int:
+        """The number of entries."""
+        return self.layout.elements
 
     @classmethod
     def of(cls, bucket: BucketView, k: int, chunk: int) -> _Plan:
@@ -203,50 +151,41 @@ class _Plan(NamedTuple):
         slots, device = bucket.filled, bucket.memory.device
         is_one = are_formed_together(bucket)
         dtype = torch.int32 if bucket.memory.numel() < 1 << 31 else torch.int64
-        members, offset, first = list[_Member](), 0, 0
-        for slot in slots:
+        found, offset, first = list[TiledParameter](), 0, 0
+        for number, slot in enumerate(slots):
             tiling, elements = Tiling.of(slot.parameter, chunk), slot.gradient.numel()
             of_tile = min(k, tiling.a * tiling.b)
             starts = copied_to(device, tiling.starts(dtype).add_(offset))
-            end = first + tiling.count * of_tile
-            place = slice(offset, offset + elements)
             sides = copied_to(device, tiling.sides(dtype))
-            members.append(_Member(slot, len(members), tiling, of_tile, starts, sides, place, slice(first, end)))
-            offset, first = offset + elements if is_one else 0, end
-        pieces = [_Piece(member.slot.tile, [member], member.entries) for member in members]
-        if is_one:
-            pieces = [_Piece(bucket.tiles[0], members, slice(0, first))]
+            memory, entries = slice(offset, offset + elements), slice(first, first + tiling.count * of_tile)
+            found.append(TiledParameter(slot, number, tiling, of_tile, starts, sides, memory, entries))
+            offset, first = offset + elements if is_one else 0, entries.stop
+        together = [(bucket.tiles[0], found)] if is_one else [(one.slot.tile, [one]) for one in found]
         names = [slot.name for slot in slots]
-        counts = [member.entries.stop - member.entries.start for member in members]
+        counts = [one.entries.stop - one.entries.start for one in found]
         first_bins = torch.from_numpy(numpy.repeat(numpy.arange(0, 4 * len(slots), 4, dtype=numpy.int32), counts))
         return cls(
-            pieces,
-            members,
+            [_piece(*one) for one in together],
             Layout(tuple(names), tuple(counts)),
             Layout(tuple(names), (4,) * len(names)),
             copied_to(device, first_bins),
-            any(member.tiling.is_padded for member in members),
-            all(member.tiling.a * member.tiling.b <= MOST for member in members),
         )
 
 
-class _Codes(NamedTuple):
-    """All ranks' messages for one piece, which compiled code decodes and adds up."""
+def _piece(tile: Tile, parameters: Sequence[TiledParameter]) -> TiledPiece:
+    shares = [one.k for one in parameters for _ in range(one.tiling.count)]
+    return TiledPiece(
+        tile, parameters, slice(parameters[0].entries.start, parameters[-1].entries.stop), runs_of(shares)
+    )
 
-    selection: Selection
-    piece: _Piece
+
+class _TileMessages(NamedTuple):
+    """All ranks' messages."""
+
     means: Tensor
-    """[W, S, 4], divided by W."""
-    places: Packed
-    bins: Packed
-
-    def overwrite(self, memory: Tensor) -> Tensor:
-        """Overwrite 1-D memory of the tile's size with the mean, added up in rank order, and return it."""
-        for member in self.piece.members:
-            places, bins = (packed._replace(first=member.entries.start) for packed in (self.places, self.bins))
-            means = self.means[:, member.number]
-            self.selection.sum_of_tiles(member.grid, memory[member.place], places, bins, means)
-        return memory
+    """[W, S, 4]: what each parameter's bins stand for, divided by W for a mean over all ranks."""
+    places: PackedNumbers
+    bins: PackedNumbers
 
 
 class _Encoded(NamedTuple):
@@ -262,24 +201,17 @@ class _Encoded(NamedTuple):
     """[T·k], into the piece's memory; of padding, -1."""
 
 
-def _encoded(member: _Member, memory: Tensor) -> _Encoded:
+def _encoded(parameter: TiledParameter, memory: Tensor) -> _Encoded:
     """Return the largest elements of each tile of one parameter in a piece's memory."""
-    places = member.tiling.largest(memory[member.place], member.k).to(member.starts.dtype).flatten()
-    indices = member.indices(places)
-    if member.tiling.is_padded:
+    found = largest_of_tiles(parameter.tiling, memory[parameter.memory], parameter.k)
+    places = found.to(parameter.starts.dtype).flatten()
+    indices = parameter.indices(places)
+    if parameter.tiling.is_padded:
         values = memory.index_select(0, indices.clamp(min=0)).masked_fill_(indices < 0, 0.0)
     else:
         values = memory.index_select(0, indices)
-    selection = Selection.chosen(values)
-    if selection is not None:
-        bins, means = selection.bins(values)
-        return _Encoded(means, places, bins, indices)
-    shrunk = torch.where(values.abs().amax() > 2**60, 2.0**-60, 1.0)  # no sum of values overflows
-    values = values * shrunk
-    bins = 2 * (values < 0).int() + (values.abs() > values.abs().mean())
-    members = bins == torch.arange(4, dtype=torch.int64, device=bins.device).unsqueeze(1)  # 4×Tk
-    means = torch.where(members, values, 0.0).sum(1) / members.sum(1).clamp_(min=1)
-    return _Encoded(means / shrunk, places, bins, indices)
+    bins, means = four_bins(values)
+    return _Encoded(means, places, bins, indices)
 
 
 def _to_the_median(means: Tensor, bins: Tensor) -> Tensor:

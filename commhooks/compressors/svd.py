@@ -23,11 +23,8 @@ from torch import Tensor
 
 from commhooks.compressors.powersgd.matrices import MatrixForm, error_of_rank, form_of
 from commhooks.compressors.powersgd.precision import in_full
-from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.language.loss import Loss, Sends
+from commhooks.language import BucketView, Compressor, Context, Exchange, Loss, Sends, Slot, setting
 from commhooks.language.requests import AllGather, AllReduce, Judge, Request
-from commhooks.language.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

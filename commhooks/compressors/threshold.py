@@ -20,12 +20,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from commhooks.compressors.sparse.gathering import Piece, Sent
+from commhooks.compressors.sparse.gathering import Sent, SparsePiece
 from commhooks.compressors.sparse.indices import Indices, largest_error
 from commhooks.compressors.sparse.own_places import OwnPlaces
-from commhooks.language.compressor import Context
-from commhooks.language.loss import Loss
-from commhooks.language.settings import setting
+from commhooks.language import Context, Loss, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,7 @@ class Threshold(OwnPlaces):
         """The coding of indices, and the fraction of the elements that a message holds."""
         return self.indices, self.capacity
 
-    def sent_of(self, piece: Piece, context: Context) -> Sent:
+    def sent_of(self, piece: SparsePiece, context: Context) -> Sent:
         """Choose the largest elements, with zeros in place of those that have not reached the threshold."""
         own = Sent.largest_of(piece, piece.tile.form())
         is_small = own.values.abs() < self.threshold * context.loss_scale  # false for NaN, which has to be sent

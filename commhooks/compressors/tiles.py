@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from commhooks.compressors.powersgd.matrices import MatrixForm, form_of
-from commhooks.compressors.sparse.largest import AT_ONCE, largest
-from commhooks.devices import runs_later
-from commhooks.native.largest import MOST, Grid, Selection
+from commhooks.language import Slot, Tile
+from commhooks.native.largest import Grid
 
 MeanOver = Literal["ranks", "senders"]
 """The divisor of an element's sum: the number of all ranks, or of the ranks that sent the element."""
@@ -117,22 +116,48 @@ class Tiling:
         """The distances in memory between neighbours in a column, and in a row."""
         return (1, self.form.n) if self.form.transposed else (self.form.m, 1)
 
-    def largest(self, memory: Tensor, k: int) -> Tensor:
-        """Return the places [Y·X, k] in their tiles of the k elements of each tile with the largest magnitudes."""
-        selection = Selection.chosen(memory) if self.a * self.b <= MOST else None
-        if selection is not None:
-            return selection.largest_of_tiles(self.sending(k), memory)
-        rows = self.grid[0]
-        height = rows if runs_later(memory) else max(1, AT_ONCE // (self.grid[1] * self.a * self.b))
-        found = [largest(band.flatten(1), k) for band in self.bands(memory, height)]
-        return found[0] if len(found) == 1 else torch.cat(found)
-
     def join(self, tiles: Tensor) -> Tensor:
         """Return the elements of tiles [Y·X, a, b], 1-D, without the padding."""
         (n, m, transposed), (Y, X) = self.form, self.grid
         whole = tiles.view(Y, X, self.a, self.b).transpose(1, 2).reshape(Y * self.a, X * self.b)
         matrix = whole[:n, :m]
         return (matrix.t() if transposed else matrix).reshape(-1)[: self.elements]
+
+
+class TiledParameter(NamedTuple):
+    """A parameter in tiles, and its place in a piece of memory and in a message."""
+
+    slot: Slot
+    number: int
+    """Its index among the bucket's."""
+    tiling: Tiling
+    k: int
+    """The number of elements sent of each tile."""
+    starts: Tensor
+    """[T, 1]: the index of each tile's first element in the piece's memory."""
+    sides: Tensor
+    """[2, T, 1]: the numbers of rows and columns of each tile that are no padding."""
+    memory: slice
+    entries: slice
+
+    def indices(self, places: Tensor) -> Tensor:
+        """Return the indices into the piece's memory of places [..., T·k] in tiles; of padding, -1."""
+        return self.tiling.indices(places.unflatten(-1, (-1, self.k)), self.starts, self.sides).flatten(-2)
+
+
+class TiledPiece(NamedTuple):
+    """A range of memory with some parameters in tiles."""
+
+    tile: Tile
+    parameters: Sequence[TiledParameter]
+    entries: slice
+    runs: Sequence[int]
+    """The numbers of entries to add at a time; see `add_in_rank_order`."""
+
+    @property
+    def is_padded(self) -> bool:
+        """True if tiles have more elements than their parameters."""
+        return any(one.tiling.is_padded for one in self.parameters)
 
 
 def senders(values: Tensor, places: Tensor, elements: int) -> Tensor:

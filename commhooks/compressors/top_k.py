@@ -16,12 +16,10 @@ import dataclasses
 
 from torch import Tensor
 
-from commhooks.compressors.sparse.gathering import Piece, Sent
+from commhooks.compressors.sparse.gathering import Sent, SparsePiece
 from commhooks.compressors.sparse.indices import Indices, largest_error
 from commhooks.compressors.sparse.own_places import OwnPlaces
-from commhooks.language.compressor import Context
-from commhooks.language.loss import Loss
-from commhooks.language.settings import setting
+from commhooks.language import Context, Loss, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,7 @@ class TopK(OwnPlaces):
         """The coding of indices, and the fraction of the elements that is sent."""
         return self.indices, self.ratio
 
-    def sent_of(self, piece: Piece, context: Context) -> Sent:
+    def sent_of(self, piece: SparsePiece, context: Context) -> Sent:
         """Choose the largest elements."""
         return Sent.largest_of(piece, piece.tile.form())
 

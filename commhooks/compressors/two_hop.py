@@ -22,22 +22,18 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
-from commhooks.compressors.codecs.compiled import passes_for
-from commhooks.compressors.codecs.passes import Passes, payloads_of
-from commhooks.compressors.dealing import Columns, Deal
+from commhooks.compressors.dealing import Deal, ShardDeal
+from commhooks.compressors.kernels.codes import CodecPasses, CodePlaces, passes_for, payloads_of
 from commhooks.compressors.whole import average_whole
 from commhooks.errors import SettingsError
+from commhooks.language import FEEDBACK_LAWS, Compressor, Context, Entry, Exchange, Loss, Place, Sends, Tile, setting
 from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import FEEDBACK_LAWS, Compressor, Context, Exchange, side_by_side
-from commhooks.language.entries import Declared, Entry
-from commhooks.language.loss import Loss, Sends
+from commhooks.language.compressor import side_by_side
+from commhooks.language.entries import Declared
 from commhooks.language.memory import surely
 from commhooks.language.noise import Keys, Noise
-from commhooks.language.place import Place
 from commhooks.language.randomness import stable_seed
-from commhooks.language.requests import AllGather, AllReduce, AllToAll, Judge, Part, Rows
-from commhooks.language.settings import setting
-from commhooks.language.shards import Flags
+from commhooks.language.requests import AllGather, AllReduce, AllToAll, Flags, Judge, MessageBuffer, Part
 from commhooks.tensors import computing_dtype, mean_in_order
 
 SERVER_ERROR = "server error"
@@ -142,22 +138,23 @@ class TwoHop(Compressor):
         exchanges = [self._average_blocks(passes, deal, bucket, context)] if deal.coded else []
         return side_by_side([*exchanges, average_whole(deal.rest)] if deal.rest else exchanges)
 
-    def _average_blocks(self, passes: Passes, deal: Deal, bucket: BucketView, context: Context) -> Exchange:
+    def _average_blocks(self, passes: CodecPasses, deal: Deal, bucket: BucketView, context: Context) -> Exchange:
         payloads = payloads_of(self.codec, computing_dtype(bucket.memory.dtype))
         kinds = [((deal.longest, *shape), dtype) for shape, dtype in payloads]
-        message = Rows(kinds, deal.ranks, bucket.borrow, to_all=False)
+        message = MessageBuffer(kinds, deal.ranks, bucket.borrow, to_all=False)
         flaw = self._send(passes, message.places, deal, bucket, context)
+        for payload in message.places if len(deal.padding.rows) else ():
+            payload[deal.padding.ranks, deal.padding.rows] = 0
         if flaw is None:
             received = yield AllToAll(*message.parts(deal.layout))  # each [W, b, ...]
         else:
             # Sent as a mean, although it is only 0 or NaN, so that it can be packed with the rest.
             flawed = AllReduce(deal.coded[0].part(flaw), average=True)
             received, (flaw,) = yield AllToAll(*message.parts(deal.layout)), flawed
-        knows_unsent = not bucket.scratch.is_needed  # `form` returns the bucket's own memory, where what is left out is
-        if knows_unsent:
+        if not bucket.scratch.is_needed:  # what is left out is in the bucket's memory: nothing is decoded again
             bucket.give_back(message.memory)
 
-        coded = Rows(kinds, deal.ranks, bucket.borrow, to_all=True)
+        coded = MessageBuffer(kinds, deal.ranks, bucket.borrow, to_all=True)
         left = self._serve(passes, received, coded.places, deal, bucket, context)
         del received
         bucket.give_back(message.room)
@@ -172,16 +169,17 @@ class TwoHop(Compressor):
             share.slot.commit(SERVER_ERROR, left[share.rows], finite)
         is_sound = flaw is None or surely(flaw == 0)
         for tile, places in deal.pieces:
-            if tile.keeps:
-                M = tile.form()
-                if not knows_unsent:
-                    M.sub_(passes.write(message.places, places, torch.empty_like(M)))
-                tile.keep(M, finite)
+            _keep_unsent(passes, tile, message.places, places, bucket, finite)
             mean = passes.write(gathered, places, tile.room)
             tile.write(mean if is_sound else mean.add_(*flaws))
 
     def _send(
-        self, passes: Passes, message: Sequence[Tensor], deal: Deal, bucket: BucketView, context: Context
+        self,
+        passes: CodecPasses,
+        message: Sequence[Tensor],
+        deal: Deal | ShardDeal,
+        bucket: BucketView,
+        context: Context,
     ) -> Tensor | None:
         """Encode all blocks into a message; return [0], or [NaN] if codes hide one, or None if they show it."""
         flaws = []
@@ -190,13 +188,11 @@ class TwoHop(Compressor):
             keeps = tile.keeps and not bucket.scratch.is_needed
             flaw = passes.send(tile.form(), noise, message, places, keeps=keeps)
             flaws += [] if flaw is None else [flaw]
-        for payload in message if len(deal.padding.rows) else ():
-            payload[deal.padding.ranks, deal.padding.rows] = 0
         return torch.stack(flaws).sum(0, keepdim=True, dtype=torch.float32) if flaws else None
 
     def _serve(
         self,
-        passes: Passes,
+        passes: CodecPasses,
         received: Sequence[Tensor],
         coded: Sequence[Tensor],
         deal: Deal,
@@ -231,48 +227,51 @@ class TwoHop(Compressor):
 
         A block is coded if it lies within one shard; the rest of a shard is sent uncompressed.
         """
-        plan = bucket.plan(self, lambda: Columns.of(bucket, self.codec.block))
-        passes = Passes(self.codec, self.damping)
-        seen: list[Tensor] = []
-        shape, dtype = (len(bucket.memory), plan.blocks), computing_dtype(bucket.memory.dtype)
-        sent = [bucket.memory.new_zeros(*shape, *rows, dtype=kind) for rows, kind in payloads_of(self.codec, dtype)]
-        ends = bucket.memory.new_zeros(len(bucket.memory), plan.ends, dtype=dtype)
-        for tile, row, column, keys in plan.tiles(bucket):
-            noise = self._noise(keys, context, "own")
-            M = tile.form()
-            whole = len(M) // self.codec.block * self.codec.block
-            ends[row, column.end : column.end + len(M) - whole] = M[whole:]
-            seen += [M.abs().amax()] if len(M) else []
-            for start, blocks in plan.pieces(M[:whole]):
-                own = slice(start, start + len(blocks))
-                places = plan.places(row, column.block + start, len(blocks))
-                passes.send(blocks, noise and noise.at(own), sent, places, keeps=False)
-                code = [payload[row, column.block + start : column.block + own.stop] for payload in sent]
-                seen += [one.abs().amax() for one in self.codec.evidence(code)]
-                seen += tile.in_own_range(map(passes.decode, [code]))
+        # Eager: compiled passes would give scales that are sums other last bits than sharded runs have had so far.
+        passes = CodecPasses(self.codec, self.damping)
+        n, at_once = self.codec.block, passes.blocks_at_once(bucket.memory.device)
+        deal = bucket.plan((self, "shards"), lambda: ShardDeal(bucket, n, at_once, context))
+        ranks, dtype = len(bucket.memory), computing_dtype(bucket.memory.dtype)
+        kinds = payloads_of(self.codec, dtype)
+        sent = [bucket.memory.new_zeros(ranks, deal.longest, *shape, dtype=kind) for shape, kind in kinds]
+        ends = bucket.memory.new_zeros(ranks, deal.ends, dtype=dtype)
+        flaw = self._send(passes, sent, deal, bucket, context)
+        for tile, row, own in deal.rest:
+            ends[row, own] = tile.form()
+        decoded = (passes.write(sent, places, torch.empty_like(tile.room)) for tile, places in deal.pieces)
+        seen = [ends, *passes.evidence(sent), *bucket.slots[0].shards[0].in_own_range(decoded)]
+        seen += [] if flaw is None else [flaw]
         is_flagged = bucket.keeps or not self.codec.shows_non_finite
-        flags = [Flags.of(seen, context.world_size)] if is_flagged else []
+        flags = [Flags.of(seen, ranks)] if is_flagged else []
         *received, of_ends = yield AllToAll(*flags, *map(Part, sent), Part(ends), last=True)
 
-        flaw = received.pop(0) if is_flagged else ends.new_zeros(())
+        flaws = received.pop(0) if is_flagged else ends.new_zeros(())
         if bucket.keeps:
-            finite = yield Judge(flaw)
-            for tile, row, column, _ in plan.tiles(bucket):
-                M = tile.form()
-                for start, blocks in plan.pieces(M[: len(M) // self.codec.block * self.codec.block]):
-                    own = slice(column.block + start, column.block + start + len(blocks))
-                    blocks.sub_(passes.decode([payload[row, own] for payload in sent]))
-                M[len(M) // self.codec.block * self.codec.block :] = 0
-                tile.keep(M, finite)
-        for slot, column in zip(bucket.slots, plan.columns, strict=True):
-            whole = len(slot.mean) // self.codec.block * self.codec.block
-            for start, place in plan.pieces(slot.mean[:whole]):
-                own = slice(column.block + start, column.block + start + len(place))
-                place.copy_(passes.mean([payload[:, own] for payload in received]))
-            first, *others = of_ends[:, column.end : column.end + len(slot.mean) - whole]
-            slot.mean[whole:] = mean_in_order(first, others, context.world_size)
+            finite = yield Judge(flaws)
+            for tile, places in deal.pieces:
+                _keep_unsent(passes, tile, sent, places, bucket, finite)
+            for tile, _, _ in deal.rest:
+                tile.keep(tile.room.zero_(), finite)
+        for slot, blocks, own in deal.shares:
+            coded, rest = slot.mean.tensor_split([(blocks.stop - blocks.start) * n])
+            pieces = zip(*(payload[:, blocks].split(at_once, 1) for payload in received), strict=True)
+            for place, theirs in zip(coded.view(-1, n).split(at_once), pieces, strict=True) if len(coded) else ():
+                place.copy_(passes.mean(theirs))
+            first, *others = of_ends[:, own]
+            rest.copy_(mean_in_order(first, others, ranks))
             if not self.codec.shows_non_finite:
-                slot.mean.add_(flaw.sum())
+                slot.mean.add_(flaws.sum())
+
+
+def _keep_unsent(
+    passes: CodecPasses, tile: Tile, sent: Sequence[Tensor], places: CodePlaces, bucket: BucketView, finite: Tensor
+) -> None:
+    """Keep what the code of a tile's blocks leaves out, which `_send` has left in the bucket's memory if it is wide."""
+    if tile.keeps:
+        M = tile.form()
+        if bucket.scratch.is_needed:
+            M.sub_(passes.write(sent, places, torch.empty_like(M)))
+        tile.keep(M, finite)
 
 
 def _split(noise: Noise | None, sizes: Sequence[int]) -> Iterable[Noise | None]:

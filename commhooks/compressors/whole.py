@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commhooks.language.bucket import Slot
-from commhooks.language.compressor import Exchange
-from commhooks.language.requests import AllReduce, Judge
-from commhooks.language.tile import Tile
+from commhooks.language import AllReduce, Exchange, Judge, Slot, Tile
 
 
 def average_whole(tiles: Sequence[tuple[Slot, Tile]]) -> Exchange:

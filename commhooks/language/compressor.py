@@ -22,9 +22,8 @@ from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.place import Place
 from commhooks.language.registry import name_of
-from commhooks.language.requests import AllToAll, Asked, Judge, Request
+from commhooks.language.requests import AllToAll, Asked, Flags, Judge, Request
 from commhooks.language.settings import check_settings
-from commhooks.language.shards import Flags
 from commhooks.language.spelling import Spelling, spelled
 
 Exchange = Generator[Asked, Any, None]

@@ -12,13 +12,13 @@ import dataclasses
 import functools
 import math
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
-from commhooks.tensors import tensor_bytes
+from commhooks.tensors import all_finite, tensor_bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Part:
     in_place: bool = False
     """True if a sum may be written into the tensor, which is then the answer: nothing is copied if it is sent alone. No
     other part that is requested at the same time may share its memory."""
-    rows: Rows | None = None
+    rows: MessageBuffer | None = None
     """The memory in which the tensor is a place, if it is exchanged together with the other places there."""
     borrow: Borrow | None = None
     """A function that lends memory, until the exchange ends, for sending a sum in another dtype; None: it is
@@ -70,7 +70,20 @@ class Part:
         return self.tensor.dtype if self.wire is None else self.wire
 
 
-class Rows:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flags(Part):
+    """A part of an all-to-all, [world size, 1], that tells every rank whether this one is sending inf or NaN.
+
+    The answer is the same on every rank, 0 for each rank or NaN: pass it to `Judge`.
+    """
+
+    @classmethod
+    def of(cls, sent: Iterable[Tensor], world_size: int) -> Flags:
+        """Return the flags of a rank that sends these tensors, or codes of them."""
+        return cls(torch.where(all_finite(sent), 0.0, torch.nan).expand(world_size, 1))
+
+
+class MessageBuffer:
     """Memory for a message with several parts side by side, and for its answer.
 
     The message of an all-gather is one row of bytes, that of an all-to-all (with `ranks`) one for each rank. The widest
@@ -193,7 +206,7 @@ class Request(ABC):
         return not (self.parts[0].tensor.is_sparse or any(self.part_bytes))
 
 
-class Sum(Request):
+class Reduction(Request):
     """A request for sums over the ranks or, with `average`, means."""
 
     is_sum: ClassVar[bool] = True
@@ -207,7 +220,7 @@ class Sum(Request):
         return type(self)(*parts, average=self.average, last=self.last, group=self.group)
 
 
-class AllReduce(Sum):
+class AllReduce(Reduction):
     """A request for the sum over the ranks of each part or, with `average`, its mean.
 
     For a mean, the division precedes the cast to `Part.wire`, and is done in the part's own dtype: a sum that the
@@ -235,7 +248,7 @@ class AllToAll(Request):
     kind: ClassVar[str] = "all-to-all"
 
 
-class ReduceScatter(Sum):
+class ReduceScatter(Reduction):
     """A request for sums or means, one for each rank: rank r's answer is the sum or mean of row r over the ranks.
 
     Every part is [world size, ...], and is sent in its own dtype; for a mean, the division comes first, as in

@@ -33,7 +33,7 @@ typedef struct {
     float *means; /* [4] */
 } Bins;
 
-/* Of each rank, `total` numbers in runs of bytes (bits.py), of which those from `first` on count. */
+/* Of each rank, `total` numbers in runs of bytes (packing.py), of which those from `first` on count. */
 typedef struct {
     const uint8_t *codes;
     int64_t rank, bits, total, first;

@@ -51,7 +51,7 @@ class Grid(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Numbers that `commhooks.compressors.bits` has packed, and the first one that counts."""
+    """Numbers that `commhooks.packing` has packed, and the first one that counts."""
 
     codes: Tensor
     """[W, bytes], uint8."""
@@ -62,7 +62,7 @@ class Packed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Selection:
+class SparseKernels:
     """The functions at one level.
 
     They raise `CompressorError` for tensors that are not as they say, before anything is written, and for places beyond

@@ -14,7 +14,7 @@ import os
 import struct
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ _ARGUMENTS = (ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p)
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class CodeFormat:
     """A kind of code, for blocks of `block` elements.
 
     Raises `SettingsError` if there is no such kind, or none for this block and these levels.
@@ -69,7 +69,7 @@ class Form:
         object.__setattr__(self, "payloads", (*scales, (_BYTES, self.block * bits // 8, 1)))
 
 
-class Noise(NamedTuple):
+class NoiseTable(NamedTuple):
     """Random numbers of k blocks: number j of block i is ((table[rows[i], j] + shifts[i]) mod 2^16 + 1/2) / 2^16."""
 
     table: Tensor
@@ -80,77 +80,51 @@ class Noise(NamedTuple):
     """[k], int16, uint16, int32 or int64, of which the low 16 bits count."""
 
 
-class Message(NamedTuple):
-    """Payloads of a message that were checked against a form, once for many passes."""
-
-    form: Form
-    payloads: Sequence[Tensor]
-    """The tensors, kept so that the addresses stay valid."""
-    shape: tuple[int, ...]
-    """[W, b] or, of one rank's rows, [k]."""
-    arguments: Sequence[int]
-    """The address and two strides in bytes, of the scales and of the bytes; zeros if there are no scales."""
-
-    @classmethod
-    def of(cls, form: Form, payloads: Sequence[Tensor], dim: int = 3) -> Self:
-        """Check payloads with `dim` dimensions. Raises `CompressorError` if they are not those of the form."""
-        payloads = tuple(payloads)
-        return cls(form, payloads, *_message(form, payloads, dim))
-
-
-@dataclasses.dataclass(frozen=True)
-class Passes:
-    """The three passes at one level.
+class CodeKernels:
+    """The three passes of a form of code at one level; decoded values are multiplied by `damping`.
 
     They raise `CompressorError` for tensors that are not as they say, before anything is written, and for rows that do
     not exist, when some of the blocks may have been changed. Larger runs are divided among `torch.get_num_threads()`
     threads.
     """
 
-    level: str
-
-    @classmethod
-    def chosen(cls) -> Self | None:
-        """Return the passes to use, or None if all are eager. Raises `SettingsError` as `commhooks.compiled` does."""
-        level = library.chosen()
-        return None if level is None else cls(level)
+    def __init__(self, level: str, form: CodeFormat, damping: float = 1.0) -> None:
+        self.level = level
+        self.form = form
+        self._settings = *form.packed, damping
+        self._message: tuple[Sequence[Tensor], tuple[int, ...], Sequence[int]] | None = None
 
     def send(
         self,
-        form: Form,
         blocks: Tensor,
-        sent: Sequence[Tensor] | Message,
-        *,
+        sent: Sequence[Tensor],
         rows: Tensor | None = None,
-        first: int = 0,
-        noise: Noise | None = None,
+        noise: NoiseTable | None = None,
+        *,
         keeps: bool = True,
-        damping: float = 1.0,
     ) -> int:
-        """Encode blocks [k, block] into rows of a message, `sent`, [W, b, ...] for each payload, or `Message.of` it.
+        """Encode blocks [k, block] into rows of a message, `sent`, [W, b, ...] for each payload.
 
-        Block i takes row q % b of rank q // b, where q is `rows[i]` (int64 [k]), or `first + i`. If `keeps`, what the
-        code leaves out takes the place of the blocks: x - decoded · damping. Returns the fp32 bits of a vote's largest
-        magnitude, which are at least 0x7f800000 if it is inf or NaN; 0 for other codes.
+        Block i takes row q % b of rank q // b, where q is `rows[i]` (int64 [k]), or i. If `keeps`, what the code leaves
+        out takes the place of the blocks: x - decoded · damping. Returns the fp32 bits of a vote's largest magnitude,
+        which are at least 0x7f800000 if it is inf or NaN; 0 for other codes.
         """
-        k = _blocks(form, blocks, "blocks")
-        (ranks, b), message = _looked_at(form, sent)
+        k = _blocks(self.form, blocks, "blocks")
+        (ranks, b), message = self._looked_at(sent)
         packed = _SEND.pack(
-            *(*form.packed, damping, *message, _rows(rows, k), first, b, ranks * b),
-            *(blocks.data_ptr(), *_noise(form, noise, k), keeps),
+            *(*self._settings, *message, _rows(rows, k), 0, b, ranks * b),
+            *(blocks.data_ptr(), *_noise(self.form, noise, k), keeps),
         )
-        return _run("send", self.level, form, noise is not None, k, packed)
+        return self._run("send", noise is not None, k, packed)
 
     def serve(
         self,
-        form: Form,
         received: Sequence[Tensor],
         coded: Sequence[Tensor],
+        noise: NoiseTable | None = None,
         *,
         error: Tensor | None = None,
         left: Tensor | None = None,
-        noise: Noise | None = None,
-        damping: float = 1.0,
     ) -> None:
         """Encode the means of blocks that all ranks have sent: `received`, [W, k, ...], into `coded`, [k, ...].
 
@@ -158,42 +132,46 @@ class Passes:
         power of two that is at most 1/W. `error` [k, block] is added to them, and `left` [k, block], which may be
         `error`, becomes what the code leaves out: y - decoded · damping.
         """
-        (ranks, k), of_all = _message(form, received, 3)
-        (rows,), own = _message(form, coded, 2)
+        (ranks, k), of_all = _message(self.form, received, 3)
+        (rows,), own = _message(self.form, coded, 2)
         if rows != k:
             raise CompressorError(f"coded must have {k} rows (got {rows}).")
         for tensor, name in ((error, "error"), (left, "left")):
-            if tensor is not None and _blocks(form, tensor, name) != k:
+            if tensor is not None and _blocks(self.form, tensor, name) != k:
                 raise CompressorError(f"{name} must have {k} blocks (got {len(tensor)}).")
-        packed = _SERVE.pack(
-            *(*form.packed, damping, *of_all, ranks, *own),
-            0 if error is None else error.data_ptr(),
-            0 if left is None else left.data_ptr(),
-            *_noise(form, noise, k),
-        )
-        _run("serve", self.level, form, noise is not None, k, packed)
+        addresses = [0 if one is None else one.data_ptr() for one in (error, left)]
+        packed = _SERVE.pack(*self._settings, *of_all, ranks, *own, *addresses, *_noise(self.form, noise, k))
+        self._run("serve", noise is not None, k, packed)
 
-    def write(
-        self,
-        form: Form,
-        gathered: Sequence[Tensor] | Message,
-        blocks: Tensor,
-        *,
-        rows: Tensor | None = None,
-        first: int = 0,
-        damping: float = 1.0,
-    ) -> None:
+    def write(self, gathered: Sequence[Tensor], blocks: Tensor, rows: Tensor | None = None) -> None:
         """Decode rows of a message, `gathered`, [W, b, ...], into blocks [k, block]: decoded · damping.
 
         Rows are those of `send`.
         """
-        k = _blocks(form, blocks, "blocks")
-        (ranks, b), message = _looked_at(form, gathered)
-        packed = _WRITE.pack(*(*form.packed, damping, *message, _rows(rows, k), first, b, ranks * b, blocks.data_ptr()))
-        _run("write", self.level, form, False, k, packed)
+        k = _blocks(self.form, blocks, "blocks")
+        (ranks, b), message = self._looked_at(gathered)
+        packed = _WRITE.pack(*self._settings, *message, _rows(rows, k), 0, b, ranks * b, blocks.data_ptr())
+        self._run("write", False, k, packed)
+
+    def _looked_at(self, payloads: Sequence[Tensor]) -> tuple[tuple[int, ...], Sequence[int]]:
+        """Return the shape and the arguments of a message [W, b, ...], which is checked once for many passes."""
+        if self._message is None or self._message[0] is not payloads:
+            self._message = payloads, *_message(self.form, payloads, 3)
+        return self._message[1:]
+
+    def _run(self, name: str, draws: bool, k: int, packed: bytes) -> int:
+        """Call a function for k blocks, and return the largest result; passes.h has the numbers of errors."""
+        worst, result = over_threads(name, self.level, k, self.form.block, packed)
+        if worst >= 0:
+            return result
+        if worst == -1:
+            raise MemoryError(f"a mean of {self.form.block} elements")
+        if worst == -2:
+            raise CompressorError(f"compiled passes of {self.form!r}: a row is beyond the message's, or the noise's.")
+        raise CompressorError(f"compiled passes of {self.form!r} {'take no' if draws else 'need'} noise.")
 
 
-def _blocks(form: Form, blocks: Tensor, name: str) -> int:
+def _blocks(form: CodeFormat, blocks: Tensor, name: str) -> int:
     """Return the number of blocks. Raises `CompressorError` if they are not [k, block], fp32 and contiguous."""
     if (
         blocks.dtype is not torch.float32
@@ -214,16 +192,7 @@ def _rows(rows: Tensor | None, k: int) -> int:
     return rows.data_ptr()
 
 
-def _looked_at(form: Form, message: Sequence[Tensor] | Message) -> tuple[tuple[int, ...], Sequence[int]]:
-    """Return the shape and the arguments of a message [W, b, ...]."""
-    if not isinstance(message, Message):
-        return _message(form, message, 3)
-    if (message.form is not form and message.form != form) or len(message.shape) != 2:
-        raise CompressorError(f"a message [W, b, ...] of {message.form!r} was given to the passes of {form!r}.")
-    return message.shape, message.arguments
-
-
-def _message(form: Form, payloads: Sequence[Tensor], dim: int) -> tuple[tuple[int, ...], list[int]]:
+def _message(form: CodeFormat, payloads: Sequence[Tensor], dim: int) -> tuple[tuple[int, ...], list[int]]:
     """Return the dimensions before the last, and the addresses of scales and bytes, each with two strides in bytes.
 
     The dimensions are ranks, if there are three, and rows; the strides too. Without scales their numbers are 0.
@@ -247,7 +216,7 @@ def _message(form: Form, payloads: Sequence[Tensor], dim: int) -> tuple[tuple[in
     return before, arguments
 
 
-def _noise(form: Form, noise: Noise | None, k: int) -> tuple[int, ...]:
+def _noise(form: CodeFormat, noise: NoiseTable | None, k: int) -> tuple[int, ...]:
     """Return the addresses, the number of rows of the table, and the bytes from shift to shift; zeros for no noise."""
     if noise is None:
         return 0, 0, 0, 0, 0
@@ -280,14 +249,6 @@ def _in_words(dtypes: Set[torch.dtype]) -> str:
     return " or ".join(sorted(map(str, dtypes)))
 
 
-def _run(name: str, level: str, form: Form, draws: bool, k: int, packed: bytes) -> int:
-    """Call a function for k blocks, and return the largest result."""
-    worst, result = over_threads(name, level, k, form.block, packed)
-    if worst < 0:
-        _fail(worst, form, draws)
-    return result
-
-
 def over_threads(name: str, level: str, k: int, elements: int, packed: bytes) -> tuple[int, int]:
     """Call a function for k blocks of `elements`, on as many threads as pay; return the extreme results."""
     call = library.function(name, level, _ARGUMENTS)
@@ -301,15 +262,6 @@ def over_threads(name: str, level: str, k: int, elements: int, packed: bytes) ->
     running = [pool.submit(call, start, end, packed) for start, end in itertools.pairwise(ends)]
     results = [one.result() for one in running]
     return min(results), max(results)
-
-
-def _fail(result: int, form: Form, draws: bool) -> None:
-    """Raise the error that a function has returned; passes.h has the numbers."""
-    if result == -1:
-        raise MemoryError(f"a mean of {form.block} elements")
-    if result == -2:
-        raise CompressorError(f"compiled passes of {form!r}: a row is beyond the message's, or the noise's.")
-    raise CompressorError(f"compiled passes of {form!r} {'take no' if draws else 'need'} noise.")
 
 
 @functools.cache

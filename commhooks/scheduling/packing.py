@@ -28,8 +28,8 @@ from commhooks.language.requests import (
     Group,
     Part,
     ReduceScatter,
+    Reduction,
     Request,
-    Sum,
     cuts_of,
     ranks_in,
 )
@@ -122,7 +122,7 @@ class _Sum(Message):
     def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
         pieces = [piece for part, sizes in zip(parts, self._sizes, strict=True) for piece in _split(part.tensor, sizes)]
         torch._foreach_copy_(self._places, [pieces[number] for number in self._order])
-        if isinstance(request, Sum) and request.average and world_size > 1:
+        if isinstance(request, Reduction) and request.average and world_size > 1:
             self.memory.div_(world_size)
         return Collective("all-reduce", self.memory.to(self._wire), group=request.group)
 
@@ -163,7 +163,7 @@ class _Rows(Message):
 
     def pack(self, parts: Sequence[Part], request: Request, world_size: int) -> Collective:
         memory, first, rows, room = self.memory, parts[0].tensor, parts[0].rows, None
-        is_mean = isinstance(request, Sum) and request.average and world_size > 1
+        is_mean = isinstance(request, Reduction) and request.average and world_size > 1
         if rows is not None and rows.are_all_of(parts):
             memory, room = rows.memory.view(self._dtype), rows.room.view(self._dtype)
         elif not self._is_kept and len(parts) == 1 and first.dtype == memory.dtype and first.is_contiguous():
@@ -328,7 +328,7 @@ def check(request: Request, world_size: int) -> None:
         )
     if request.group is not None:
         _check_group(request.group, request, world_size)
-    if isinstance(request, Sum) and request.average:
+    if isinstance(request, Reduction) and request.average:
         for part in request.parts:
             if not (part.tensor.is_floating_point() or part.tensor.is_complex()):
                 raise CompressorError(

@@ -20,15 +20,14 @@ from torch._compile import _disable_dynamo
 
 from commhooks.compressors.cast import Cast
 from commhooks.compressors.codecs.codec import Codec
-from commhooks.compressors.codecs.compiled import passes_for
-from commhooks.compressors.codecs.passes import Places, payloads_of
+from commhooks.compressors.kernels.codes import CodePlaces, passes_for, payloads_of
 from commhooks.compressors.two_hop import TwoHop
 from commhooks.devices import future_on, mark_of
 from commhooks.errors import AttachError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange
 from commhooks.language.lending import Pool
-from commhooks.language.requests import AllGather, Layout, Part, Rows
+from commhooks.language.requests import AllGather, Layout, MessageBuffer, Part
 from commhooks.language.spelling import DTYPES, parse
 from commhooks.making import make_compressor
 from commhooks.scheduling.lanes import Lane
@@ -127,14 +126,14 @@ class Cut:
             _append(self.plain, Run(first + whole, others, of_rest))
             first, of_blocks, of_rest = first + whole + others, of_blocks + whole, of_rest + others
 
-    def pieces(self, at_once: int, rank: int, device: torch.device) -> Iterator[tuple[slice, Places]]:
+    def pieces(self, at_once: int, rank: int, device: torch.device) -> Iterator[tuple[slice, CodePlaces]]:
         """Yield slices of at most `at_once` blocks' elements, with the blocks' places in a rank's message."""
         for run in self.coded:
             begin, end = run.sent // self.block, (run.sent + run.elements) // self.block
             for block in range(begin, end, at_once):
                 rows = torch.arange(block, min(block + at_once, end), dtype=torch.int64, device=device)
                 first = run.first + (block - begin) * self.block
-                places = Places(torch.full_like(rows, rank), rows, rows + rank * self.blocks)
+                places = CodePlaces(torch.full_like(rows, rank), rows, rows + rank * self.blocks)
                 yield slice(first, first + len(rows) * self.block), places
 
 
@@ -150,7 +149,7 @@ def gather_cast(dtype: torch.dtype, bucket: BucketView, ranks: int) -> Exchange:
     """Gather a row [n], the bucket's memory, in a dtype if that is narrower, into the bucket's output [W·n]."""
     row = bucket.memory
     narrows = dtype.itemsize < row.element_size()
-    message = Rows([(row.shape, dtype if narrows else row.dtype)], ranks, bucket.borrow, to_all=True)
+    message = MessageBuffer([(row.shape, dtype if narrows else row.dtype)], ranks, bucket.borrow, to_all=True)
     message.places[0].copy_(row)
     (rows,) = yield AllGather(*message.parts(bucket.layout), last=True)
     bucket.mean.view(ranks, -1).copy_(rows)
@@ -163,7 +162,7 @@ def gather_codes(codec: Codec, cut: Cut, bucket: BucketView, ranks: int) -> Exch
     passes = passes_for(codec, None, kind, device)
     at_once = passes.blocks_at_once(device)
     kinds = [((cut.blocks, *shape), dtype) for shape, dtype in payloads_of(codec, kind)]
-    message = Rows([*kinds, ((cut.rest,), row.dtype)], ranks, bucket.borrow, to_all=True)
+    message = MessageBuffer([*kinds, ((cut.rest,), row.dtype)], ranks, bucket.borrow, to_all=True)
     *codes, rest = message.places
     of_one_rank = [code.unsqueeze(0) for code in codes]
     for own, places in cut.pieces(at_once, 0, device):

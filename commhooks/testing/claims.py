@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.codecs import Codec
-from commhooks.compressors.codecs.passes import payloads_of
+from commhooks.compressors.kernels.codes import payloads_of
 from commhooks.compressors.noop import NoOp
 from commhooks.language.compressor import Compressor, inner_of
 from commhooks.testing.bounds import of_conservation, unit_roundoff

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from commhooks.compressors.codecs.codec import Codec
-from commhooks.compressors.codecs.passes import payloads_of
+from commhooks.compressors.kernels.codes import payloads_of
 from commhooks.language.compressor import Compressor
 from commhooks.scheduling.lanes import HEADER_BYTES
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import commhooks
-from commhooks import ErrorFeedback, PerParameter, SettingsError, StartAfter, TwoHop
+from commhooks import CompressorError, ErrorFeedback, PerParameter, SettingsError, StartAfter, TwoHop
 from commhooks.codecs import (
     E3M0,
     FP8,
@@ -30,8 +30,8 @@ from commhooks.codecs import (
     TernGrad,
     Vote,
 )
-from commhooks.compressors.codecs.packing import pack, pack_signs, unpack_into, unpack_signs
 from commhooks.language.loss import error_of
+from commhooks.packing import pack_blocks, pack_signs, unpack_blocks_into, unpack_signs
 from tests import bounds
 from tests.commhooks.workers import Workers, largest, normal, zeros
 
@@ -400,9 +400,9 @@ def residual_after(steps: int, codec: Codec, damping: float) -> float:
 def test_packed_numbers_come_back(bits: int) -> None:
     most = 2 ** (bits - 1) - 1
     numbers = torch.randint(-most, most + 1, (5, 64), generator=torch.Generator().manual_seed(bits)).float()
-    packed = pack(numbers, bits)
+    packed = pack_blocks(numbers, bits)
     assert (packed.dtype, packed.shape) == (torch.int8, (5, 8 * bits))
-    assert torch.equal(unpack_into(packed, bits, torch.empty(5, 64)), numbers)
+    assert torch.equal(unpack_blocks_into(packed, bits, torch.empty(5, 64)), numbers)
     # Byte k holds the k-th number of each part, as digits of a number in base 2**bits.
     powers = 2.0 ** (bits * torch.arange(8 // bits))
     assert torch.equal(packed.float(), powers @ numbers.view(5, 8 // bits, -1))
@@ -504,6 +504,24 @@ def test_a_subclass_that_decodes_otherwise_is_decoded_so_everywhere() -> None:
         for codec in (Int8(stochastic=False), Doubled(stochastic=False))
     )
     assert (of_heir - 4 * of_base).abs().max() <= 0.1 * largest(of_base)  # in two hops
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneWay(Codec):
+    """Encodes only."""
+
+    block: int = 8
+
+    def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
+        return [blocks]
+
+    def relative_error(self) -> float:
+        return 0.0
+
+
+def test_a_codec_that_decodes_nothing_is_refused_when_it_is_made() -> None:
+    with pytest.raises(CompressorError, match=r"OneWay has no way back: define decode\(code\) or decode_into"):
+        OneWay()
 
 
 def test_ties_of_two_ranks_are_decided_by_a_coin() -> None:

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 import commhooks
 from commhooks import SettingsError
 from commhooks.codecs import FP8, MXFP4, QSGD, Codec, Half, Int4, Int8, Natural, Sign, TernGrad, Vote
-from commhooks.compressors.codecs import compiled
-from commhooks.compressors.codecs.compiled import CompiledPasses, passes_for
-from commhooks.compressors.codecs.passes import Passes, Places
+from commhooks.compressors.kernels import codes
+from commhooks.compressors.kernels.codes import CodecPasses, CodePlaces, passes_for
 from commhooks.language.noise import Keys, Noise
 from commhooks.native import library
-from commhooks.native.passes import Passes as NativePasses
+from commhooks.native.passes import CodeKernels
 from tests import bounds
 from tests.tiers import in_turn, thorough
 from tests.world import on_ranks
@@ -58,9 +57,9 @@ def message_for(codec: Codec, blocks: Tensor) -> list[Tensor]:
     return [torch.zeros(RANKS, SERVED, *one.shape[1:], dtype=one.dtype) for one in code]
 
 
-def places() -> Places:
+def places() -> CodePlaces:
     rows = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(3))
-    return Places(rows // SERVED, rows % SERVED, rows)
+    return CodePlaces(rows // SERVED, rows % SERVED, rows)
 
 
 @needs_library
@@ -72,7 +71,7 @@ def places() -> Places:
 def test_compiled_passes_are_the_eager_ones(codec: Codec, level: str) -> None:
     """Bit for bit, but for scales that are sums: those are within n·ε, and so may be what is rounded by them."""
     blocks, noise = given(codec)
-    eager, fast = Passes(codec, 0.75), CompiledPasses(codec, 0.75, NativePasses(level))
+    eager, fast = CodecPasses(codec, 0.75), CodecPasses(codec, 0.75, level)
     sent, sent_fast = message_for(codec, blocks), message_for(codec, blocks)
     unsent, unsent_fast = blocks.clone(), blocks.clone()
     eager.send(unsent, noise, sent, places(), keeps=True)
@@ -93,6 +92,10 @@ def test_compiled_passes_are_the_eager_ones(codec: Codec, level: str) -> None:
     check_code(codec, coded, coded_fast, finite.all(0))
     same = torch.stack([(a == b).all(1) for a, b in zip(coded, coded_fast, strict=True)]).all(0)
     assert equal(left[same], left_fast[same])
+
+
+def is_compiled(passes: CodecPasses) -> bool:
+    return passes._native is not None
 
 
 def sums(codec: Codec) -> bool:
@@ -124,25 +127,27 @@ def check_code(codec: Codec, eager: Sequence[Tensor], fast: Sequence[Tensor], fi
 
 @needs_library
 def test_passes_that_do_not_agree_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(passes_for(Int8(block=40), None, *ON_CPU), CompiledPasses)
+    assert is_compiled(passes_for(Int8(block=40), None, *ON_CPU))
 
-    def wrong(passes: CompiledPasses, message: Sequence[Tensor], places: Places, blocks: Tensor) -> Tensor:
-        return Passes.write(passes, message, places, blocks).add_(1e-3)
+    def wrong(kernels: CodeKernels, message: Sequence[Tensor], blocks: Tensor, rows: Tensor | None = None) -> None:
+        write(kernels, message, blocks, rows)
+        blocks.add_(1e-3)
 
-    monkeypatch.setattr(CompiledPasses, "write", wrong)
+    write = CodeKernels.write
+    monkeypatch.setattr(CodeKernels, "write", wrong)
     with pytest.warns(UserWarning, match=r"compiled passes \(\w+\) of Int8\(block=44, .* do not agree"):
-        assert type(passes_for(Int8(block=44), None, *ON_CPU)) is Passes
+        assert not is_compiled(passes_for(Int8(block=44), None, *ON_CPU))
 
 
 def test_others_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library.VARIABLE, "off")
-    assert type(passes_for(Int8(), None, *ON_CPU)) is Passes
+    assert not is_compiled(passes_for(Int8(), None, *ON_CPU))
     monkeypatch.delenv(library.VARIABLE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a library that is not built
-        assert type(passes_for(Half(dtype=torch.bfloat16), None, *ON_CPU)) is Passes
-        assert type(passes_for(Int8(), None, torch.float64, CPU)) is Passes
-        assert type(passes_for(Int8(), None, torch.float32, torch.device("meta"))) is Passes
+        assert not is_compiled(passes_for(Half(dtype=torch.bfloat16), None, *ON_CPU))
+        assert not is_compiled(passes_for(Int8(), None, torch.float64, CPU))
+        assert not is_compiled(passes_for(Int8(), None, torch.float32, torch.device("meta")))
 
 
 class WithoutSmall(Int8):
@@ -156,8 +161,8 @@ class WithoutSmall(Int8):
 @needs_library
 def test_a_subclass_that_encodes_otherwise_is_eager() -> None:
     """Blocks in which it differs may be too rare to be found by a comparison."""
-    assert compiled._agree(WithoutSmall(), NativePasses(LEVELS[0]))
-    assert type(passes_for(WithoutSmall(), None, *ON_CPU)) is Passes
+    assert codes._agree(WithoutSmall(), LEVELS[0])
+    assert not is_compiled(passes_for(WithoutSmall(), None, *ON_CPU))
 
 
 @needs_library

@@ -21,8 +21,8 @@ from torch import Tensor
 
 import commhooks
 from commhooks import CompressorError, SettingsError
-from commhooks.native import library
-from commhooks.native.passes import Form, Message, Noise, Passes
+from commhooks.native import library, passes
+from commhooks.native.passes import CodeFormat, CodeKernels, NoiseTable
 from tests.commhooks.native_oracle import Array, Oracle
 from tests.tiers import in_turn
 
@@ -58,10 +58,14 @@ class Case:
 
     def __init__(self, name: str, block: int, seed: int = 0) -> None:
         kind, levels, self.draws, _ = KINDS[name]
-        self.form, self.oracle = Form(kind, block, levels), Oracle(kind, levels)
+        self.form, self.oracle = CodeFormat(kind, block, levels), Oracle(kind, levels)
         self.random = numpy.random.default_rng([seed, block])
         self.rows = max(1, 65536 // block)
         self.table = self.random.integers(0, 65536, (self.rows, block), dtype=numpy.uint16)
+
+    def at(self, level: str, damping: float = 1.0) -> CodeKernels:
+        """Return the passes at a level."""
+        return CodeKernels(level, self.form, damping)
 
     def blocks(self, k: int) -> Array:
         """Return blocks of all magnitudes, some with zeros, -0, denormal numbers, equal ones, or a power of two."""
@@ -72,14 +76,14 @@ class Case:
         x = numpy.where(what == 2, x * 2.0 ** self.random.integers(-30, 1, x.shape), x)
         return x.clip(-3e38, 3e38).astype(numpy.float32)
 
-    def noise(self, k: int) -> tuple[Noise | None, Array | None]:
+    def noise(self, k: int) -> tuple[NoiseTable | None, Array | None]:
         """Return noise for k blocks, and all that they draw [k, block]."""
         if not self.draws:
             return None, None
         rows = self.random.integers(0, self.rows, k, dtype=numpy.int32)
         shifts = self.random.integers(0, 65536, k, dtype=numpy.uint16)
         kind = self.random.choice(["int16", "uint16", "int32", "int64"])
-        noise = Noise(torch.from_numpy(self.table), torch.from_numpy(rows), torch.from_numpy(shifts.astype(kind)))
+        noise = NoiseTable(torch.from_numpy(self.table), torch.from_numpy(rows), torch.from_numpy(shifts.astype(kind)))
         return noise, self.table[rows] + shifts[:, None]
 
     def message(self, ranks: int, b: int) -> list[Tensor]:
@@ -127,7 +131,6 @@ def test_a_library_that_was_built_is_in_use() -> None:
 @every_kind_at_a_level
 def test_codes_and_what_they_leave_out_are_those_of_the_formats(name: str, level: str) -> None:
     """Thousands of blocks of many sizes for each kind and level; scales that are sums are within n·eps."""
-    passes = Passes(level)
     for block in sizes_of(name):
         case = Case(name, block)
         b, ranks, damping = min(1200, 15_000 // block), 3, [1.0, 0.7][block % 3 == 0]
@@ -135,7 +138,7 @@ def test_codes_and_what_they_leave_out_are_those_of_the_formats(name: str, level
         x, (noise, draws) = case.blocks(k), case.noise(k)
         rows = case.random.permutation(k)
         left, sent = torch.from_numpy(x.copy()), case.message(ranks, b)
-        passes.send(case.form, left, sent, rows=torch.from_numpy(rows), noise=noise, damping=damping)
+        case.at(level, damping).send(left, sent, rows=torch.from_numpy(rows), noise=noise)
 
         code = [array.reshape(k, -1)[rows] for array in case.arrays(sent)]
         expected = case.oracle.encode(x, draws)
@@ -152,27 +155,26 @@ def test_codes_and_what_they_leave_out_are_those_of_the_formats(name: str, level
             same(left, x - decoded)
 
         unchanged, again = torch.from_numpy(x), case.message(ranks, b)
-        passes.send(case.form, unchanged, again, rows=torch.from_numpy(rows), noise=noise, keeps=False)
+        case.at(level).send(unchanged, again, rows=torch.from_numpy(rows), noise=noise, keeps=False)
         same(unchanged, x.copy())
         for own, other in zip(case.arrays(again), case.arrays(sent), strict=True):
             same(own, other)
         written = torch.empty(k, block)
-        passes.write(case.form, sent, written, rows=torch.from_numpy(rows), damping=damping)
+        case.at(level, damping).write(sent, written, rows=torch.from_numpy(rows))
         same(written, decoded)
-        passes.write(case.form, sent, written[:-1], first=1, damping=damping)
-        same(written[:-1], case.oracle.decode([a.reshape(k, -1) for a in case.arrays(sent)], block, damping)[1:])
+        case.at(level, damping).write(sent, written)
+        same(written, case.oracle.decode([a.reshape(k, -1) for a in case.arrays(sent)], block, damping))
 
 
 @needs_library
 @every_kind_at_a_level
 def test_means_are_sums_in_rank_order_and_are_encoded_with_the_error(name: str, level: str) -> None:
-    passes = Passes(level)
     for block, ranks in itertools.product(sizes_of(name)[1:6:2], (1, 2, 3, 8, 11)):
         case = Case(name, block, seed=ranks)
         k = 20
         received = case.message(ranks, k)
         x = case.blocks(ranks * k)
-        passes.send(case.form, torch.from_numpy(x), received, noise=case.noise(ranks * k)[0], keeps=False)
+        case.at(level).send(torch.from_numpy(x), received, noise=case.noise(ranks * k)[0], keeps=False)
         with numpy.errstate(all="ignore"):
             y = case.oracle.mean(case.arrays(received), block, 0.9)
             error = (y * numpy.float32(0.3)).astype(numpy.float32)
@@ -180,7 +182,7 @@ def test_means_are_sums_in_rank_order_and_are_encoded_with_the_error(name: str, 
         for given, expected in ((None, y), (error, y_and_error)):
             left, coded = torch.zeros(k, block), [payload[0] for payload in case.message(1, k)]
             error_given = None if given is None else torch.from_numpy(given)
-            passes.serve(case.form, received, coded, error=error_given, left=left, noise=noise, damping=0.9)
+            case.at(level, 0.9).serve(received, coded, error=error_given, left=left, noise=noise)
             code = case.arrays(coded)
             if case.form.kind in OF_SUMS:
                 numpy.testing.assert_allclose(
@@ -192,7 +194,7 @@ def test_means_are_sums_in_rank_order_and_are_encoded_with_the_error(name: str, 
             with numpy.errstate(all="ignore"):
                 same(left, expected - case.oracle.decode(code, block, 0.9))
             again = [payload[0] for payload in case.message(1, k)]
-            passes.serve(case.form, received, again, error=error_given, noise=noise, damping=0.9)
+            case.at(level, 0.9).serve(received, again, error=error_given, noise=noise)
             for own, other in zip(case.arrays(again), code, strict=True):
                 same(own, other)
 
@@ -204,12 +206,12 @@ def test_all_levels_compute_the_same_bits(name: str) -> None:
         case = Case(name, block, seed=1)
         x, (noise, _), (other_noise, _), results = case.blocks(42), case.noise(42), case.noise(21), []
         for level in LEVELS:
-            passes, written, served = Passes(level), torch.empty(42, block), torch.empty(21, block)
+            written, served = torch.empty(42, block), torch.empty(21, block)
             left, sent = torch.from_numpy(x.copy()), case.message(2, 21)
-            passes.send(case.form, left, sent, noise=noise)
-            passes.write(case.form, sent, written)
+            case.at(level).send(left, sent, noise=noise)
+            case.at(level).write(sent, written)
             coded = [payload[0] for payload in case.message(1, 21)]
-            passes.serve(case.form, sent, coded, error=left[:21], left=served, noise=other_noise)
+            case.at(level).serve(sent, coded, error=left[:21], left=served, noise=other_noise)
             results.append([*(one.numpy() for one in (left, written, served)), *case.arrays(sent), *case.arrays(coded)])
         for other in results[1:]:
             for own, expected in zip(other, results[0], strict=True):
@@ -225,7 +227,7 @@ def test_a_block_that_is_not_finite_shows_in_its_scales_alone(name: str) -> None
         x = case.blocks(12).clip(-1e38, 1e38)
         x[3, 5] = x[7, block - 1] = value
         sent = case.message(1, 12)
-        largest = Passes(level).send(case.form, torch.from_numpy(x), sent, noise=case.noise(12)[0])
+        largest = case.at(level).send(torch.from_numpy(x), sent, noise=case.noise(12)[0])
         assert (largest >= 0x7F800000) == (name == "vote"), (level, value)
         scales = case.arrays(sent)[0][0]
         finite = scales != 255 if name == "mxfp4" else numpy.isfinite(scales)
@@ -237,7 +239,7 @@ def test_a_block_that_is_not_finite_shows_in_its_scales_alone(name: str) -> None
 def test_a_vote_returns_its_largest_magnitude(level: str) -> None:
     case = Case("vote", 128)
     x = case.blocks(30)
-    largest = Passes(level).send(case.form, torch.from_numpy(x.copy()), case.message(3, 10), noise=case.noise(30)[0])
+    largest = case.at(level).send(torch.from_numpy(x.copy()), case.message(3, 10), noise=case.noise(30)[0])
     assert largest == numpy.abs(x).max().view(numpy.int32)
 
 
@@ -246,16 +248,16 @@ def test_a_vote_returns_its_largest_magnitude(level: str) -> None:
 def test_threads_change_nothing(name: str) -> None:
     """Three threads, for more blocks than each must have."""
     case, k, ranks = Case(name, 1024), 300, 4
-    x, (noise, _), passes, results = case.blocks(k), case.noise(k), Passes(LEVELS[0]), []
+    x, (noise, _), level, results = case.blocks(k), case.noise(k), LEVELS[0], []
     for threads in (1, 3):
         torch.set_num_threads(threads)
         left, sent = torch.from_numpy(x.copy()), case.message(1, k)
-        largest = passes.send(case.form, left, sent, noise=noise)
+        largest = case.at(level).send(left, sent, noise=noise)
         received = [payload.expand(ranks, *payload.shape[1:]) for payload in sent]
         coded, error = [payload[0] for payload in case.message(1, k)], torch.zeros_like(left)
-        passes.serve(case.form, received, coded, error=left, left=error, noise=noise)
-        written = torch.empty(k - 5, 1024)
-        passes.write(case.form, sent, written, first=5)
+        case.at(level).serve(received, coded, error=left, left=error, noise=noise)
+        written = torch.empty(k, 1024)
+        case.at(level).write(sent, written)
         results.append([left, error, written, *sent, *coded, torch.tensor([largest], dtype=torch.int32)])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)) or torch.equal(one, other)
@@ -266,31 +268,31 @@ def test_threads_change_nothing(name: str) -> None:
 def test_a_forked_process_has_threads_of_its_own() -> None:
     """The child makes no tensors: PyTorch's own threads do not survive a fork."""
     case, k = Case("int8-nearest", 128), 3000
-    x, sent, passes = torch.from_numpy(case.blocks(k)), case.message(1, k), Passes(LEVELS[0])
+    x, sent, level = torch.from_numpy(case.blocks(k)), case.message(1, k), LEVELS[0]
     torch.set_num_threads(2)
-    passes.send(case.form, x, sent)
+    case.at(level).send(x, sent)
     child = os.fork()
     if child == 0:
         signal.alarm(20)  # it would wait for ever for threads that only the parent has
-        passes.send(case.form, x, sent)
+        case.at(level).send(x, sent)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 
 
 @needs_library
 def test_tensors_that_are_not_as_they_must_be_are_refused() -> None:
-    case, passes = Case("int8", 128), Passes(LEVELS[0])
+    case, level = Case("int8", 128), LEVELS[0]
     x, sent, (noise, _) = torch.ones(6, 128), case.message(2, 3), case.noise(6)
     assert noise is not None
-    send = passes.send
+    send = case.at(level).send
     for wrong in (x.double(), x[:, :64], x.t().contiguous().t(), x.to("meta"), x[0]):
         with pytest.raises(
             CompressorError, match=r"need blocks on a CPU, \[k, 128\], contiguous, of torch.float32 \(got"
         ):
-            send(case.form, wrong, sent, noise=noise)
+            send(wrong, sent, noise=noise)
     for rows in (torch.arange(5), torch.arange(6).int(), torch.arange(12)[::2]):
         with pytest.raises(CompressorError, match=r"need rows on a CPU, \[6\], contiguous, of torch.int64"):
-            send(case.form, x, sent, noise=noise, rows=rows)
+            send(x, sent, noise=noise, rows=rows)
     for payloads, what in (
         ([], "has 2 payloads .got 0."),
         (sent[:1], "has 2 payloads .got 1."),
@@ -301,7 +303,7 @@ def test_tensors_that_are_not_as_they_must_be_are_refused() -> None:
         ([sent[0].double(), sent[1]], r"need a payload on a CPU, \[2, 3, 1\], of torch.float32"),
     ):
         with pytest.raises(CompressorError, match=what):
-            send(case.form, x, payloads, noise=noise)
+            send(x, payloads, noise=noise)
     for change, what in (
         ({"table": noise.table[:, :64]}, r"table on a CPU, \[R, 128\]"),
         ({"rows": noise.rows.long()}, r"rows on a CPU, \[6\], contiguous, of torch.int32"),
@@ -311,57 +313,47 @@ def test_tensors_that_are_not_as_they_must_be_are_refused() -> None:
         ),
     ):
         with pytest.raises(CompressorError, match=what):
-            send(case.form, x, sent, noise=noise._replace(**change))
+            send(x, sent, noise=noise._replace(**change))
     with pytest.raises(CompressorError, match="coded must have 3 rows .got 2."):
-        passes.serve(case.form, sent, [payload[0, :2] for payload in sent], noise=noise)
+        case.at(level).serve(sent, [payload[0, :2] for payload in sent], noise=noise)
     with pytest.raises(CompressorError, match="left must have 3 blocks .got 6."):
-        passes.serve(case.form, sent, [payload[0] for payload in sent], left=x, noise=noise)
+        case.at(level).serve(sent, [payload[0] for payload in sent], left=x, noise=noise)
     assert torch.equal(x, torch.ones(6, 128)) and all((payload == 1).all() for payload in sent)
 
 
 @needs_library
-def test_a_message_is_looked_at_once_for_many_passes_of_its_own_form() -> None:
-    case, passes = Case("int8", 128), Passes(LEVELS[0])
-    noise, _ = case.noise(6)
-    messages = [case.message(2, 3) for _ in range(2)]
-    for sent in (messages[0], Message.of(case.form, messages[1])):
-        passes.send(case.form, torch.arange(768.0).view(6, 128), sent, noise=noise)
-        passes.write(case.form, sent, torch.empty(6, 128))
-    assert all(map(torch.equal, *messages))
-    with pytest.raises(
-        CompressorError, match=r"a message \[W, b, ...\] of Form\(kind='uniform', block=128, levels=127"
-    ):
-        passes.write(Form("sign", 128), Message.of(case.form, messages[0]), torch.empty(6, 128))
-    with pytest.raises(CompressorError, match="need a payload on a CPU"):
-        Message.of(case.form, [payload.double() for payload in messages[0]])
+def test_a_message_is_looked_at_once_for_many_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("int8", 128)
+    kernels, (noise, _), sent = case.at(LEVELS[0]), case.noise(6), case.message(2, 3)
+    kernels.send(torch.arange(768.0).view(6, 128), sent, noise=noise)
+    monkeypatch.setattr(passes, "_message", None)
+    kernels.write(sent, torch.empty(6, 128))
 
 
 @needs_library
 @pytest.mark.parametrize("level", LEVELS)
 def test_rows_beyond_a_message_or_a_table_are_refused(level: str) -> None:
-    case, passes = Case("int8", 128), Passes(level)
+    case = Case("int8", 128)
     x, sent, (noise, _) = torch.ones(6, 128), case.message(2, 3), case.noise(6)
     assert noise is not None
     for row in (-1, 6, 2**40):
         with pytest.raises(CompressorError, match="a row is beyond the message's, or the noise's"):
-            passes.send(case.form, x, sent, noise=noise, rows=torch.tensor([0, 1, 2, 3, 4, row]))
+            case.at(level).send(x, sent, noise=noise, rows=torch.tensor([0, 1, 2, 3, 4, row]))
         with pytest.raises(CompressorError, match="a row is beyond"):
-            passes.write(case.form, sent, x, rows=torch.tensor([0, 1, 2, 3, 4, row]))
-    with pytest.raises(CompressorError, match="a row is beyond"):
-        passes.send(case.form, x, sent, noise=noise, first=1)
+            case.at(level).write(sent, x, rows=torch.tensor([0, 1, 2, 3, 4, row]))
     for row in (-1, 512):
         with pytest.raises(CompressorError, match="a row is beyond"):
-            passes.send(case.form, x, sent, noise=noise._replace(rows=torch.full((6,), row, dtype=torch.int32)))
+            case.at(level).send(x, sent, noise=noise._replace(rows=torch.full((6,), row, dtype=torch.int32)))
 
 
 @needs_library
 def test_noise_is_given_to_codes_that_draw_and_to_no_others() -> None:
-    passes, x = Passes(LEVELS[0]), torch.ones(6, 128)
+    level, x = LEVELS[0], torch.ones(6, 128)
     vote, sign = Case("vote", 128), Case("sign", 128)
-    with pytest.raises(CompressorError, match=r"Form\(kind='vote', block=128, levels=0\) need noise"):
-        passes.send(vote.form, x, vote.message(1, 6))
+    with pytest.raises(CompressorError, match=r"CodeFormat\(kind='vote', block=128, levels=0\) need noise"):
+        vote.at(level).send(x, vote.message(1, 6))
     with pytest.raises(CompressorError, match="take no noise"):
-        passes.send(sign.form, x, sign.message(1, 6), noise=vote.noise(6)[0])
+        sign.at(level).send(x, sign.message(1, 6), noise=vote.noise(6)[0])
 
 
 @pytest.mark.parametrize(
@@ -380,7 +372,7 @@ def test_noise_is_given_to_codes_that_draw_and_to_no_others() -> None:
 )
 def test_a_form_that_does_not_exist_is_refused(kind: str, block: int, levels: int, what: str) -> None:
     with pytest.raises(SettingsError, match=what):
-        Form(kind, block, levels)
+        CodeFormat(kind, block, levels)
 
 
 @pytest.fixture
@@ -395,8 +387,8 @@ def placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reason_warned_once() -> str:
     """Return why there are no compiled passes, as `compiled` and one warning say."""
     with pytest.warns(UserWarning, match="commhooks has no compiled passes") as warned:
-        found, again, passes = commhooks.compiled(), commhooks.compiled(), Passes.chosen()
-    assert again == found and passes is None
+        found, again, level = commhooks.compiled(), commhooks.compiled(), library.chosen()
+    assert again == found and level is None
     assert len(warned) == 1 and found.reason in str(warned[0].message)
     assert (found.level, found.levels, found.kinds) == (None, (), ())
     assert str(found) == f"compiled passes: none, since {found.reason}"
@@ -439,7 +431,7 @@ def test_off_is_no_warning(placed: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(library.VARIABLE, "off")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert Passes.chosen() is None and commhooks.compiled().level is None
+        assert library.chosen() is None and commhooks.compiled().level is None
 
 
 def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +443,7 @@ def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_level_of_no_library_is_refused(placed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library.VARIABLE, "plain")
     with pytest.raises(SettingsError, match="COMMHOOKS_COMPILED is 'plain', but they are not built"):
-        Passes.chosen()
+        library.chosen()
 
 
 @needs_library
@@ -462,7 +454,7 @@ def test_a_level_that_the_processor_does_not_have_is_refused(monkeypatch: pytest
         commhooks.compiled()
     library.function.cache_clear()
     with pytest.raises(SettingsError, match="there is no level 'avx512'"):
-        Passes("avx512").write(Form("sign", 8), Case("sign", 8).message(1, 1), torch.zeros(1, 8))
+        CodeKernels("avx512", CodeFormat("sign", 8)).write(Case("sign", 8).message(1, 1), torch.zeros(1, 8))
 
 
 @needs_library
@@ -472,10 +464,10 @@ def test_the_variable_chooses_a_level_and_the_highest_is_taken_without(
 ) -> None:
     monkeypatch.delenv(library.VARIABLE, raising=False)
     found = commhooks.compiled()
-    assert found.level == LEVELS[0] and found.levels == LEVELS and Passes.chosen() == Passes(LEVELS[0])
+    assert found.level == LEVELS[0] and found.levels == LEVELS and library.chosen() == LEVELS[0]
     assert str(found).startswith(f"compiled passes: {LEVELS[0]} (the highest that this processor has; of ")
     monkeypatch.setenv(library.VARIABLE, level)
-    assert Passes.chosen() == Passes(level)
+    assert library.chosen() == level
     assert f"{level} (COMMHOOKS_COMPILED says so" in str(commhooks.compiled())
 
 

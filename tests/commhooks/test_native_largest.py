@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from commhooks import CompressorError, make_compressor
-from commhooks.compressors.bits import pack, packed_bytes
-from commhooks.compressors.sparse.gathering import add_in_rank_order
+from commhooks.compressors.kernels.sums import add_in_rank_order
 from commhooks.compressors.tiles import Tiling
 from commhooks.native import library
-from commhooks.native.largest import MOST, Packed, Selection
+from commhooks.native.largest import MOST, Packed, SparseKernels
+from commhooks.packing import pack_integers, packed_bytes
 from tests.commhooks.workers import Workers, normal, zeros
 from tests.tiers import A_ROW
 
@@ -56,20 +56,20 @@ def test_the_values_of_the_largest_are_those_of_top_k(level: str, kind: str) -> 
     sizes = ((1, 1), (2, 1), (3, 3), (17, 1), (17, 5), (100, 50), (1000, 999), (4096, 41), (4099, 410), (MOST, 656))
     for n, k in sizes:
         rows = HARD[kind](drawn(5, n, seed=n))
-        assert_largest(rows, Selection(level).largest(rows, k), k)
+        assert_largest(rows, SparseKernels(level).largest(rows, k), k)
 
 
 def test_all_levels_find_the_same_also_of_equal_magnitudes() -> None:
     for kind in HARD.values():
         rows = kind(drawn(9, 4096))
-        first, *others = [Selection(level).largest(rows, 64) for level in LEVELS]
-        alone = torch.cat([Selection(LEVELS[0]).largest(row.unsqueeze(0), 64) for row in rows])
+        first, *others = [SparseKernels(level).largest(rows, 64) for level in LEVELS]
+        alone = torch.cat([SparseKernels(LEVELS[0]).largest(row.unsqueeze(0), 64) for row in rows])
         assert all(torch.equal(first, other) for other in (*others, alone)), "whatever the block before was"
 
 
 def test_the_worst_blocks_take_a_bounded_time() -> None:
     """Each count reads what is counted once, and there are at most some 80; measured 7 times the usual, at most."""
-    selection, usual = Selection(LEVELS[0]), drawn(500, 4096)
+    selection, usual = SparseKernels(LEVELS[0]), drawn(500, 4096)
 
     def seconds(rows: Tensor) -> float:
         times = []
@@ -92,13 +92,13 @@ def test_the_largest_of_tiles_are_those_of_the_tiles_cut_out(level: str, shape: 
         parameter = parameter.mT.contiguous().mT
     tiling, memory = Tiling.of(parameter, 16), drawn(parameter.numel())
     k = min(5, tiling.a * tiling.b)
-    assert_largest(tiling.cut(memory).flatten(1), Selection(level).largest_of_tiles(tiling.sending(k), memory), k)
+    assert_largest(tiling.cut(memory).flatten(1), SparseKernels(level).largest_of_tiles(tiling.sending(k), memory), k)
 
 
 def rows_of(numbers: Tensor, bits: int) -> Tensor:
     """Return the codes [W, bytes] of numbers [W, n], as part of a wider message."""
     message = torch.zeros(len(numbers), packed_bytes(numbers.shape[1], bits) + 3, dtype=torch.uint8)
-    message[:, 3:] = torch.stack([pack(own, bits) for own in numbers])
+    message[:, 3:] = torch.stack([pack_integers(own, bits) for own in numbers])
     return message[:, 3:]
 
 
@@ -115,7 +115,7 @@ def test_sums_have_the_bits_of_eager_ones(level: str, bits: int, ranks: int) -> 
     at = (places + torch.arange(0, blocks * n, n).view(-1, 1)).flatten(1)
     add_in_rank_order(expected, at, values / ranks, [blocks * k])
     summed = torch.full((blocks, n), math.nan)
-    Selection(level).sum(summed, Packed(rows_of(numbers, bits), bits, numbers.shape[1], before), values)
+    SparseKernels(level).sum(summed, Packed(rows_of(numbers, bits), bits, numbers.shape[1], before), values)
     assert torch.equal(summed.flatten(), expected)
 
 
@@ -124,16 +124,16 @@ def test_a_place_beyond_its_block_is_an_error_and_changes_no_other_memory(level:
     memory = torch.full((3, 100), 7.0)
     codes = Packed(rows_of(torch.tensor([[5, 200]]), 12), 12, 2, 0)
     with pytest.raises(CompressorError, match="beyond its block: its message is damaged"):
-        Selection(level).sum(memory[1:2], codes, torch.ones(1, 2))
+        SparseKernels(level).sum(memory[1:2], codes, torch.ones(1, 2))
     grid = Tiling.of(torch.zeros(10, 10), 16).sending(2)
     bins = Packed(rows_of(torch.tensor([[1, 2]]), 2), 2, 2, 0)
     with pytest.raises(CompressorError, match="beyond its block"):
-        Selection(level).sum_of_tiles(grid, memory[1], codes, bins, torch.ones(1, 4))
+        SparseKernels(level).sum_of_tiles(grid, memory[1], codes, bins, torch.ones(1, 4))
     assert (memory[::2] == 7).all()
 
 
 def test_tensors_that_are_not_as_the_functions_need_them_are_errors() -> None:
-    selection, blocks = Selection(LEVELS[0]), drawn(4, 100)
+    selection, blocks = SparseKernels(LEVELS[0]), drawn(4, 100)
     grid = Tiling.of(torch.zeros(20, 20), 16).sending(3)
     codes = Packed(rows_of(torch.zeros(2, 40, dtype=torch.int64), 12), 12, 40, 0)
     wrong: list[Callable[[], object]] = [

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commhooks import DGC, ErrorFeedback, RandomK, Threshold, TopK, make_compressor
+from commhooks.compressors.kernels.selection import largest
 from commhooks.compressors.sparse.indices import Bitmap, InBlocks, Indices, coding_of, codings_of
-from commhooks.compressors.sparse.largest import largest
 from commhooks.language import Compressor, Context
 from commhooks.state.table import StateTable
 from tests.bounds import assert_equal_in_float64

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from commhooks import Compressor, DeMo, ErrorFeedback, SettingsError, SparseLoCo, make_compressor
-from commhooks.compressors.bits import pack, packed_bytes, unpack
 from commhooks.compressors.dct import cosines, transform
 from commhooks.compressors.tiles import MeanOver, Tiling
+from commhooks.packing import pack_integers, packed_bytes, unpack_integers
 from tests.bounds import IN_FLOAT64
 from tests.commhooks.workers import Workers, normal, zeros
 from tests.flat_cost import RESNET18, Shapes, traffic_of
@@ -78,11 +78,11 @@ def test_a_tile_is_a_square_of_the_matrix() -> None:
 @pytest.mark.parametrize("shape", [(3, 5), (16,), (1,)], ids=str)
 def test_packed_numbers_come_back_from_as_few_bytes_as_their_runs_need(bits: int, shape: tuple[int, ...]) -> None:
     numbers = torch.randint(0, 2**bits, (2, *shape), generator=torch.Generator().manual_seed(bits))
-    packed = torch.stack([pack(own, bits) for own in numbers])
+    packed = torch.stack([pack_integers(own, bits) for own in numbers])
     assert packed.dtype == torch.uint8 and packed.shape == (2, packed_bytes(math.prod(shape), bits))
     runs = bits // 8 + (bits % 8).bit_count()  # each in whole bytes
     assert 0 <= packed.shape[1] - math.ceil(math.prod(shape) * bits / 8) < runs
-    assert torch.equal(unpack(packed, bits, shape), numbers.int())
+    assert torch.equal(unpack_integers(packed, bits, shape), numbers.int())
 
 
 # --- references -------------------------------------------------------------------------------------------------------

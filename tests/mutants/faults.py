@@ -320,7 +320,7 @@ _CODECS = [
         name="the server error is never sent",
         room="codecs",
         says="Eager passes do not add the last step's error of a served block to its mean.",
-        at="commhooks.compressors.codecs.passes:Passes.serve",
+        at="commhooks.compressors.kernels.codes:CodecPasses.serve",
         old="        if left is not None:\n            y.add_(left)\n",
         new="",
     ),
@@ -347,7 +347,7 @@ _CODECS = [
         at="commhooks/native/uniform.h:decode_uniform",
         old="rest = (rest - digit) >> bits;",
         new="rest = rest >> bits;",
-        seen_at="commhooks.native.passes:Passes.write",
+        seen_at="commhooks.native.passes:CodeKernels.write",
     ),
     Fault(
         name="the last line is not searched",
@@ -356,7 +356,7 @@ _CODECS = [
         at="commhooks/native/largest.h:find_largest",
         old="for (int start = width; start < n; start += width) {",
         new="for (int start = width; start + width <= n; start += width) {",
-        seen_at="commhooks.native.largest:Selection._run",
+        seen_at="commhooks.native.largest:SparseKernels._run",
     ),
 ]
 

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commhooks.compressors.codecs.codec import Codec, in_units_of, scales_of
-from commhooks.compressors.codecs.packing import pack_signs, unpack_masks
+from commhooks.compressors.codecs.codec import Codec
+from commhooks.packing import in_units_of, pack_signs, scales_of, unpack_masks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,6 @@ class Codebook(Codec):
         counts = [self.block - negative - few + both, negative - both, few - both, both]
         means = torch.stack(sums, dim=1).div_(torch.stack(counts, dim=1).clamp_(min=1))
         return means.mul_(scales), packed
-
-    def decode(self, code: Sequence[Tensor]) -> Tensor:
-        """Return each element's mean."""
-        return self.decode_into(code, code[0].new_empty(len(code[0]), self.block))
 
     def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
         """Write each element's mean; masks choose its bits, which is ten times as fast as `where`."""

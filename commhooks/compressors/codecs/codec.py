@@ -8,14 +8,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from commhooks.devices import runs_later
-from commhooks.language.memory import surely
+from commhooks.errors import CompressorError
 from commhooks.language.settings import check_settings, refusal, setting
 from commhooks.language.spelling import spelled
-from commhooks.tensors import smallest
-
-_SMALL = 2.0**-64
-"""Scales below this have no reciprocal that is safe in fp32."""
+from commhooks.tensors import computing_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +30,9 @@ class Codec(ABC):
 
     def __post_init__(self) -> None:
         check_settings(self)
+        kind = type(self)
+        if kind.decode is Codec.decode and kind.decode_into is Codec.decode_into:
+            raise CompressorError(f"{kind.__name__} has no way back: define decode(code) or decode_into(code, blocks).")
         if self.block % self.multiple:
             raise refusal(self, "block", f"must be a multiple of {self.multiple}")
 
@@ -70,12 +69,12 @@ class Codec(ABC):
         `TwoHop` passes multiples of 2**-17 that are pairwise independent, see `language.noise.Noise`; neither 0 nor 1.
         """
 
-    @abstractmethod
     def decode(self, code: Sequence[Tensor]) -> Tensor:
-        """Return blocks [B, block], in fp32 at least, in newly allocated memory."""
+        """Return blocks [B, block], in fp32 at least, in newly allocated memory; define this or `decode_into`."""
+        return self.decode_into(code, code[0].new_empty(len(code[0]), self.block, dtype=computing_dtype(code[0].dtype)))
 
     def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
-        """Decode into memory [B, block] and return it; override it to write `decode`'s numbers in fewer passes."""
+        """Decode into memory [B, block] and return it; it takes fewer passes than to copy what `decode` returns."""
         return blocks.copy_(self.decode(code))
 
     def evidence(self, code: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -92,23 +91,3 @@ class Codec(ABC):
     def contraction(self) -> float:
         """Return `relative_error`, or the same in another norm if that is smaller; error feedback needs less than 1."""
         return self.relative_error()
-
-
-def scales_of(largest: Tensor, levels: float) -> Tensor:
-    """Return nonzero scales, in units of which no block's largest magnitude exceeds `levels`.
-
-    A subnormal scale may be up to a third too small; the block's largest magnitude is then cut.
-    """
-    return (largest / levels).clamp_(min=smallest(largest.dtype))
-
-
-def in_units_of(scales: Tensor, blocks: Tensor) -> Tensor:
-    """Return blocks [B, n] times the reciprocals of their scales [B, 1], in new memory.
-
-    The reciprocal of the smallest scales would be inf. Their blocks are multiplied by a power of two first, and so are
-    the scales, which changes no digit.
-    """
-    if not runs_later(scales) and surely(scales.amin() >= _SMALL):
-        return blocks * scales.reciprocal()
-    up = (scales < _SMALL).mul(1 / _SMALL).clamp_(min=1).to(scales.dtype)  # `where` would make tensors of both numbers
-    return (blocks * up).mul_((scales * up).reciprocal_())

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commhooks.compressors.codecs.codec import Codec, in_units_of, scales_of
-from commhooks.compressors.codecs.packing import pack_small_floats, unpack_small_floats
+from commhooks.compressors.codecs.codec import Codec
+from commhooks.packing import in_units_of, pack_small_floats, scales_of, unpack_small_floats
 
 _LARGEST = 16.0
 _BIAS = 3
@@ -46,10 +46,6 @@ class E3M0(Codec):
         least = (bits >> 23).sub_(127 - _BIAS - 1).clamp_(0, 1)  # 1 from 1/8 on
         exponents = bits.add_(1 << 22).bitwise_right_shift_(23).sub_(127 - _BIAS)
         return scales, pack_small_floats(exponents.maximum(least).clamp_(max=7), values)
-
-    def decode(self, code: Sequence[Tensor]) -> Tensor:
-        """Return the numbers times the scales."""
-        return self.decode_into(code, code[0].new_empty(len(code[0]), self.block))
 
     def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
         """Write the numbers times the scales."""

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commhooks.compressors.codecs.codec import Codec, in_units_of, scales_of
-from commhooks.compressors.codecs.packing import widened
+from commhooks.compressors.codecs.codec import Codec
+from commhooks.packing import in_units_of, scales_of, widened
 
 LARGEST = 448.0
 """The largest E4M3 number."""
@@ -30,19 +30,12 @@ class FP8(Codec):
 
     block: int = 128
 
-    @property
-    def compiled(self) -> tuple[str, int] | None:
-        """Its compiled passes."""
-        return "fp8", 0
+    compiled = "fp8", 0
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes [B, block]."""
         scales = scales_of(blocks.abs().amax(1, keepdim=True), LARGEST)
         return scales, to_e4m3(in_units_of(scales, blocks))
-
-    def decode(self, code: Sequence[Tensor]) -> Tensor:
-        """Return the numbers times the scales."""
-        return self.decode_into(code, code[0].new_empty(len(code[0]), self.block))
 
     def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
         """Write the numbers times the scales."""

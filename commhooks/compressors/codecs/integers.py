@@ -44,17 +44,11 @@ class Integers(Uniform):
 class Int8(Integers):
     """8-bit integers, scaled by 1/127 of the largest magnitude of each block."""
 
-    @property
-    def levels(self) -> int:
-        """Return 127."""
-        return 127
+    levels = 127
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int4(Integers):
     """4-bit integers, packed two to a byte, scaled by 1/7 of the largest magnitude of each block."""
 
-    @property
-    def levels(self) -> int:
-        """Return 7."""
-        return 7
+    levels = 7

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
 from commhooks.compressors.codecs.fp8 import from_e4m3, to_e4m3
-from commhooks.compressors.codecs.packing import pack_small_floats, unpack_small_floats
+from commhooks.packing import pack_small_floats, unpack_small_floats
 
 GROUP = 32
 _NAN = 255
@@ -66,10 +66,6 @@ class Microscaled(Codec):
         exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)
         return exponents, self.to_bytes(blocks, magnitudes, scales.reciprocal_().unsqueeze(2))
 
-    def decode(self, code: Sequence[Tensor]) -> Tensor:
-        """Return the elements times their groups' powers of two."""
-        return self.decode_into(code, torch.empty(len(code[0]), self.block, dtype=torch.float32, device=code[0].device))
-
     def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
         """Write the elements times their groups' powers of two."""
         exponents, packed = code
@@ -85,10 +81,7 @@ class Microscaled(Codec):
 class MXFP8(Microscaled):
     """E4M3 elements, one per byte."""
 
-    @property
-    def largest_exponent(self) -> int:
-        """Return 8, the exponent of 448."""
-        return 8
+    largest_exponent = 8  # of 448
 
     def to_bytes(self, blocks: Tensor, magnitudes: Tensor, inverses: Tensor) -> Tensor:
         """Return the nearest E4M3 numbers as bytes."""
@@ -107,15 +100,8 @@ class MXFP8(Microscaled):
 class MXFP4(Microscaled):
     """E2M1 elements, packed two to a byte."""
 
-    @property
-    def compiled(self) -> tuple[str, int] | None:
-        """Its compiled passes."""
-        return "mxfp4", 0
-
-    @property
-    def largest_exponent(self) -> int:
-        """Return 2, the exponent of 6."""
-        return 2
+    compiled = "mxfp4", 0
+    largest_exponent = 2  # of 6
 
     def to_bytes(self, blocks: Tensor, magnitudes: Tensor, inverses: Tensor) -> Tensor:
         """Return the nearest of 0, 1/2, 1, 3/2, 2, 3, 4 and 6, with the sign as the fourth bit.

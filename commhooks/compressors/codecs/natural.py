@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commhooks.compressors.codecs.codec import Codec, in_units_of
-from commhooks.compressors.codecs.packing import widened
+from commhooks.compressors.codecs.codec import Codec
+from commhooks.packing import in_units_of, widened
 from commhooks.tensors import smallest
 
 
@@ -28,20 +28,9 @@ class Natural(Codec):
 
     block: int = 1024
 
-    @property
-    def compiled(self) -> tuple[str, int] | None:
-        """Its compiled passes."""
-        return "natural", 0
-
-    @property
-    def draws(self) -> bool:
-        """Return True: rounding is stochastic."""
-        return True
-
-    @property
-    def is_unbiased(self) -> bool:
-        """Return True."""
-        return True
+    compiled = "natural", 0
+    draws = True  # rounding is stochastic
+    is_unbiased = True
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes [B, block].
@@ -58,10 +47,6 @@ class Natural(Codec):
         exponents = bits.add_((noise + 1).view(torch.int32)).bitwise_right_shift_(23)
         exponents.sub_(exponents >> 8, alpha=128)  # the sign, two bits further up, becomes a byte's
         return scales, exponents.to(torch.int8).sub_(127)
-
-    def decode(self, code: Sequence[Tensor]) -> Tensor:
-        """Return the powers of two times the scales."""
-        return self.decode_into(code, code[0].new_empty(len(code[0]), self.block))
 
     def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
         """Write the powers of two times the scales: a bf16 number has one exponent bit more behind its sign."""

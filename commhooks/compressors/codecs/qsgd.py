@@ -18,9 +18,9 @@ import math
 import torch
 from torch import Tensor
 
-from commhooks.compressors.codecs.codec import scales_of
 from commhooks.compressors.codecs.uniform import Uniform
 from commhooks.language.settings import setting
+from commhooks.packing import scales_of
 from commhooks.tensors import power_below
 
 
@@ -31,6 +31,8 @@ class QSGD(Uniform):
     block: int = 512
     levels: int = setting(127, least=1, most=127)
     """Fewer: 4 bits per element up to 7, and 2 at 1; but more noise."""
+
+    draws = True  # rounding is stochastic
 
     @property
     def compiled(self) -> tuple[str, int] | None:

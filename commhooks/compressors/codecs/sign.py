@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
-from commhooks.compressors.codecs.packing import pack_signs, unpack_signs
 from commhooks.language.memory import surely
+from commhooks.packing import pack_signs, unpack_signs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,7 @@ class Sign(Codec):
     block: int = 1024
 
     multiple = 8
-
-    @property
-    def compiled(self) -> tuple[str, int] | None:
-        """Its compiled passes."""
-        return "sign", 0
+    compiled = "sign", 0
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes of 8 signs each [B, block/8]."""
@@ -44,10 +40,6 @@ class Sign(Codec):
             shares = magnitudes.new_full((self.block, 1), 1 / self.block)
             scales = torch.where(scales.isfinite(), scales, magnitudes @ shares)
         return scales, pack_signs(blocks.float())
-
-    def decode(self, code: Sequence[Tensor]) -> Tensor:
-        """Return the signs times the scales."""
-        return self.decode_into(code, code[0].new_empty(len(code[0]), self.block))
 
     def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
         """Write the signs times the scales."""

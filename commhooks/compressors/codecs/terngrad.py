@@ -24,7 +24,5 @@ class TernGrad(Uniform):
 
     block: int = 128
 
-    @property
-    def levels(self) -> int:
-        """Return 1."""
-        return 1
+    levels = 1
+    draws = True  # rounding is stochastic

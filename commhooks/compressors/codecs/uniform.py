@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from commhooks.compressors.codecs.codec import Codec, in_units_of, scales_of
-from commhooks.compressors.codecs.packing import pack, unpack_into
+from commhooks.compressors.codecs.codec import Codec
+from commhooks.packing import in_units_of, pack_blocks, scales_of, unpack_blocks_into
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,6 @@ class Uniform(Codec):
         return "uniform", self.levels
 
     @property
-    def draws(self) -> bool:
-        """Return True: rounding is stochastic."""
-        return True
-
-    @property
     def is_unbiased(self) -> bool:
         """True if rounding is stochastic."""
         return self.draws
@@ -60,16 +55,12 @@ class Uniform(Codec):
         numbers = in_units_of(scales, blocks)  # NaN only where the scale is inf or NaN, which is all that counts there
         numbers = numbers.add_(noise).floor_() if self.draws else numbers.round_()
         # In fp32 the largest may come out as s + 1: 127 plus noise just below 1 is 128.
-        return scales, pack(numbers.clamp_(-self.levels, self.levels), self.bits)
-
-    def decode(self, code: Sequence[Tensor]) -> Tensor:
-        """Return the numbers times the scales."""
-        return self.decode_into(code, code[0].new_empty(len(code[0]), self.block))
+        return scales, pack_blocks(numbers.clamp_(-self.levels, self.levels), self.bits)
 
     def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
         """Write the numbers times the scales."""
         scales, packed = code
-        return unpack_into(packed, self.bits, blocks).mul_(scales)
+        return unpack_blocks_into(packed, self.bits, blocks).mul_(scales)
 
     def relative_error(self) -> float:
         """Return (√(1 + (n - 1)/s²) - 1)/2 or, when rounding to nearest, q/(1 + q) with q = (n - 1)/(4s²).

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.codecs.codec import Codec
-from commhooks.compressors.codecs.packing import pack_signs, unpack_signs
+from commhooks.packing import pack_signs, unpack_signs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,31 +28,14 @@ class Vote(Codec):
     block: int = 128
 
     multiple = 8
-
-    @property
-    def draws(self) -> bool:
-        """Return True: zeros are decided at random."""
-        return True
-
-    @property
-    def shows_non_finite(self) -> bool:
-        """Return False: a bit cannot show it."""
-        return False
-
-    @property
-    def compiled(self) -> tuple[str, int] | None:
-        """Its compiled passes."""
-        return "vote", 0
+    compiled = "vote", 0
+    draws = True  # zeros are decided at random
+    shows_non_finite = False  # a bit cannot show it
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return bytes of 8 signs each [B, block/8]."""
         signs = blocks.sign().float().mul_(2)
         return [pack_signs(signs.sub_(noise).add_(0.5))]  # the noise, less than 1/2 either way, decides zeros alone
-
-    def decode(self, code: Sequence[Tensor]) -> Tensor:
-        """Return -1 and 1."""
-        packed = code[0]
-        return self.decode_into(code, torch.empty(len(packed), self.block, dtype=torch.float32, device=packed.device))
 
     def decode_into(self, code: Sequence[Tensor], blocks: Tensor) -> Tensor:
         """Write -1 and 1."""

@@ -30,12 +30,9 @@ from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least
 from commhooks.compressors.powersgd.low_rank import LowRankPlan
 from commhooks.compressors.powersgd.matrices import MatrixForm, error_of_rank
 from commhooks.compressors.powersgd.powersgd import PowerSGD
-from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.language.entries import CHOICE, Declared, Entry, ParameterState
-from commhooks.language.loss import Loss
-from commhooks.language.place import Place
-from commhooks.language.settings import refusal, setting
+from commhooks.language import BucketView, Compressor, Context, Entry, Exchange, Loss, Place, setting
+from commhooks.language.entries import CHOICE, Declared, ParameterState
+from commhooks.language.settings import refusal
 from commhooks.tensors import computing_dtype
 
 Rule = Literal["least-error", "fewest-bytes", "accordion"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,10 +24,8 @@ from commhooks.compressors.powersgd.blind_rows import Probe, replace_blind_rows,
 from commhooks.compressors.powersgd.matrices import MatrixForm
 from commhooks.compressors.powersgd.precision import in_full
 from commhooks.devices import runs_later
-from commhooks.language.bucket import BucketView, Slot
-from commhooks.language.compressor import Context
-from commhooks.language.requests import Layout, Part
-from commhooks.language.tile import Tile, TileStack, form_together
+from commhooks.language import BucketView, Context, Layout, Part, Slot, Tile
+from commhooks.language.tile import TileStack, form_together
 from commhooks.tensors import computing_dtype
 
 Item = TypeVar("Item")
@@ -77,27 +75,6 @@ class Factors(NamedTuple):
         return Factors(self.P[place], self.Q[place])
 
 
-class _Products(Protocol):
-    """The products of one matrix with its factors, or of several that are multiplied together."""
-
-    place: int | slice
-    """The position in the group."""
-    tiles: list[Tile]
-    """All that is multiplied."""
-
-    def multiply(self, side: Side, probe: Probe | None) -> None:
-        """Compute this rank's own factor of one side: M times the factor of the other side; for P, also the probe."""
-
-    def finish(self, mean: Factors, sent: Factors, finite: Tensor) -> None:
-        """Write the mean, and keep M minus this rank's sent part as the residual."""
-
-    def write(self, mean: Factors) -> None:
-        """Write the mean."""
-
-    def largest(self, mean: Factors) -> Tensor:
-        """Return the mean's largest magnitude, 0-dim; this overwrites what was formed."""
-
-
 class _Block(NamedTuple):
     """Some rows of a matrix, as views that are created once."""
 
@@ -107,7 +84,7 @@ class _Block(NamedTuple):
     """r×rows: the matching columns of the matrix's P."""
 
 
-class _InBlocks:
+class _Banded:
     """A matrix in blocks of rows."""
 
     def __init__(self, x: LowRankMatrix, place: int, P: Tensor, Q: Tensor) -> None:
@@ -119,6 +96,7 @@ class _InBlocks:
         self._Q = Q
 
     def multiply(self, side: Side, probe: Probe | None) -> None:
+        """Compute this rank's own factor of one side: M times the factor of the other side; for P, also the probe."""
         if side == "P":
             for number, block in enumerate(self._blocks):
                 M, first = block.tile.form(), number * self._block_rows
@@ -133,6 +111,7 @@ class _InBlocks:
                 self._Q.addmm_(block.P, block.tile.form())  # r×rows · rows×m
 
     def finish(self, mean: Factors, sent: Factors, finite: Tensor) -> None:
+        """Write the mean, and keep M minus this rank's sent part as the residual."""
         for (tile, rows), sent_rows in zip(self._with_rows(mean), sent.P.split(self._block_rows), strict=True):
             if tile.keeps:
                 left = tile.residual_room(finite)
@@ -145,6 +124,7 @@ class _InBlocks:
             tile.write(torch.mm(rows, mean.Q, out=tile.room))
 
     def largest(self, mean: Factors) -> Tensor:
+        """Return the mean's largest magnitude, 0-dim; this overwrites what was formed."""
         blocks = [torch.mm(rows, mean.Q, out=tile.room).abs().amax() for tile, rows in self._with_rows(mean)]
         return torch.stack(blocks).amax()
 
@@ -201,8 +181,8 @@ class LowRankGroup:
         is_small = n * m <= SMALL_ELEMENTS and TileStack.takes(first.tile)
         most = STACK_ELEMENTS // (n * m) if is_small else 1
         chunks = zip(range(0, k, most), self.P.split(most), self.Q.split(most), strict=True)
-        self.products: list[_Products] = [
-            _SideBySide(matrices[at : at + len(P)], at, P, Q) if len(P) > 1 else _InBlocks(matrices[at], at, P[0], Q[0])
+        self.products: list[_Banded | _SideBySide] = [
+            _SideBySide(matrices[at : at + len(P)], at, P, Q) if len(P) > 1 else _Banded(matrices[at], at, P[0], Q[0])
             for at, P, Q in chunks
         ]
 

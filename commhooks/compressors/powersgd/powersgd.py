@@ -37,15 +37,12 @@ from commhooks.compressors.powersgd.matrices import (
     form_of_bucket,
 )
 from commhooks.errors import SettingsError
-from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.language.entries import Declared, Entry
-from commhooks.language.loss import Loss
+from commhooks.language import BucketView, Compressor, Context, Entry, Exchange, Loss, Place, setting
+from commhooks.language.entries import Declared
 from commhooks.language.memory import commit_all, surely
-from commhooks.language.place import Place
 from commhooks.language.randomness import seeded_normal, stable_seed
 from commhooks.language.requests import AllReduce, Asked, Judge, Layout, Part
-from commhooks.language.settings import refusal, setting
+from commhooks.language.settings import refusal
 
 
 class Exchanged(NamedTuple):

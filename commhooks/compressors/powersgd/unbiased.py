@@ -21,12 +21,8 @@ from torch import Tensor
 
 from commhooks.compressors.powersgd.low_rank import LowRankPlan
 from commhooks.compressors.powersgd.matrices import MatrixForm, form_of
-from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.language.loss import Loss
+from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Loss, setting
 from commhooks.language.randomness import seeded_normal, stable_seed
-from commhooks.language.requests import AllReduce
-from commhooks.language.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

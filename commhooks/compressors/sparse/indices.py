@@ -22,8 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from commhooks.compressors.bits import pack, packed_bytes, unpack
-from commhooks.compressors.sparse.largest import largest
+from commhooks.compressors.kernels.selection import largest
+from commhooks.compressors.kernels.sums import EqualBlocks, PackedNumbers, UnpackedNumbers
+from commhooks.packing import pack_integers, packed_bytes, unpack_integers
 from commhooks.tensors import has_numpy
 
 Indices = Literal["auto", "int32", "block-12", "block-16", "bitmap"]
@@ -71,16 +72,28 @@ class Coding(ABC):
     def decode(self, codes: Tensor) -> Tensor:
         """Return the numbers W×k that the codes of W ranks represent: int32, or int64."""
 
+    def received(self, codes: Tensor) -> PackedNumbers | UnpackedNumbers:
+        """Return the numbers that the codes of W ranks represent, decoded when they are needed."""
+        return UnpackedNumbers(self.decode(codes))
+
     def choose(self, number: int, memory: Tensor) -> Tensor:
         """Return the numbers of the largest elements of one parameter, given its index and memory, block by block."""
-        elements = self.sizes[number]
-        block = self.block(elements)
-        whole = elements // block * block
-        found = [self._numbers(largest(memory[:whole].view(-1, block), self.share(block)), number, 0).flatten()]
-        if whole < elements:
-            rest = memory[whole:].unsqueeze(0)
-            found.append(self._numbers(largest(rest, self.share(elements - whole)), number, whole).flatten())
+        found = []
+        for blocks in self.blocks(number):
+            rows = memory[blocks.memory].view(-1, blocks.block)
+            found.append(self._numbers(largest(rows, self.share(blocks.block)), number, blocks.memory.start).flatten())
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def blocks(self, number: int, start: int = 0, first: int = 0) -> list[EqualBlocks]:
+        """Return the blocks of one parameter, given its index, where its memory begins, and its first entry."""
+        elements, found = self.sizes[number], []
+        block = self.block(elements)
+        for size, count in ((block, elements // block), (elements % block, 1)):
+            if size:
+                end, last = start + count * size, first + count * self.share(size)
+                found.append(EqualBlocks(slice(start, end), size, slice(first, last)))
+                start, first = end, last
+        return found
 
     def shares(self, number: int) -> list[int]:
         """Return the numbers of elements sent of each block of one parameter, given its index."""
@@ -141,12 +154,16 @@ class InBlocks(Coding):
         return packed_bytes(self.k, self.bits)
 
     def encode(self, numbers: Tensor) -> Tensor:
-        """Return bytes that pack the numbers' bits; see `commhooks.compressors.bits`."""
-        return pack(numbers, self.bits)
+        """Return bytes that pack the numbers' bits; see `commhooks.packing`."""
+        return pack_integers(numbers, self.bits)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Return int32 numbers."""
-        return unpack(codes, self.bits, (self.k,))
+        return unpack_integers(codes, self.bits, (self.k,))
+
+    def received(self, codes: Tensor) -> PackedNumbers:
+        """Return the numbers, which compiled code decodes while it adds up the values."""
+        return PackedNumbers(codes, self.bits, self.k)
 
 
 class Bitmap(Coding):

@@ -9,12 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from commhooks.compressors.sparse.gathering import Piece, Plan, Sent, gather
+from commhooks.compressors.sparse.gathering import Sent, SparsePiece, SparsePlan, gather, scatter
 from commhooks.compressors.sparse.indices import Indices
-from commhooks.compressors.sparse.scattering import scatter
-from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.language.loss import Sends
+from commhooks.language import BucketView, Compressor, Context, Exchange, Sends
 from commhooks.tensors import computing_dtype
 
 
@@ -30,7 +27,7 @@ class OwnPlaces(Compressor):
         """The coding of indices, and the largest fraction of a parameter's elements in a message."""
 
     @abstractmethod
-    def sent_of(self, piece: Piece, context: Context) -> Sent:
+    def sent_of(self, piece: SparsePiece, context: Context) -> Sent:
         """Choose the elements to send of a piece."""
 
     @abstractmethod
@@ -41,7 +38,7 @@ class OwnPlaces(Compressor):
         """Gather every rank's elements and their places; the mean is their sum, in rank order."""
         if not bucket.filled:
             return
-        plan = bucket.plan(self, lambda: Plan.of(bucket, *self.most))
+        plan = bucket.plan(self, lambda: SparsePlan.of(bucket, *self.most))
         sent = [self.sent_of(piece, context) for piece in plan.pieces]
         finite, received = yield from gather(plan, sent, context)
         for own, of_all in zip(sent, received, strict=True):
@@ -54,14 +51,14 @@ class OwnPlaces(Compressor):
 
         They are chosen from each shard separately, as from a parameter of its size.
         """
-        plans = bucket.plan((self, "shards"), lambda: Plan.of_shards(bucket, *self.most))
+        plans = bucket.plan((self, "shards"), lambda: SparsePlan.of_shards(bucket, *self.most))
         sent = [[self.sent_of(piece, context) for piece in plan.pieces] for plan in plans]
         finite, received = yield from scatter(bucket, plans, sent, context)
         if finite is not None:
             for own in itertools.chain.from_iterable(sent):
                 own.piece.tile.keep(self.left_of(own), finite)
         for piece, of_all in zip(plans[context.rank].pieces, received, strict=True):
-            mean = piece.members[0].slot.mean
+            mean = piece.slot.mean
             wide = computing_dtype(mean.dtype)
             room = mean if mean.dtype == wide else torch.empty_like(mean, dtype=wide)
             of_all.overwrite(room)

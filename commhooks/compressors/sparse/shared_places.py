@@ -9,12 +9,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange
-from commhooks.language.loss import Loss
-from commhooks.language.requests import AllReduce, AllToAll, Judge, Part, ReduceScatter
-from commhooks.language.settings import setting
-from commhooks.language.shards import Flags
+from commhooks.language import BucketView, Compressor, Context, Exchange, Loss, setting
+from commhooks.language.requests import AllReduce, AllToAll, Flags, Judge, Part, ReduceScatter
 from commhooks.tensors import computing_dtype
 
 
