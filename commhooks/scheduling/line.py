@@ -104,9 +104,8 @@ class ProcessGroupLine:
         """How many equal lines had been made later and opened when it took its place."""
         self.rank, size = process_group.rank(), process_group.size()
         """The number of this rank in the process group."""
-        pretended = getattr(wrap_communicator, "world_size", None)  # a class, too, may have a property of that name
-        self.world_size = pretended if isinstance(pretended, int) else size
-        """The number of ranks in the process group, unless `wrap_communicator` has another `world_size`."""
+        self.world_size = size
+        """The number of ranks in the process group."""
         self._members = members_of(process_group)
         if wrap_communicator is None:
             warn_of_one_rank(process_group, f"commhooks, {label}", is_meant=may_be_alone)

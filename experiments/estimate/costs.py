@@ -24,12 +24,13 @@ from torch import Tensor, nn
 import commhooks
 import ddp_core
 from commhooks import Cast, Compressor
+from commhooks.communicators.parent_group import group_or_default
 
 from ..hooks import make_hook
 from ..launch import Send, run_world
 from ..machine import machine, versions
 from ..predicting.costs import Costs, HookCosts, Sample, copy_seconds, passes_in_words
-from ..predicting.pretending import Pretend
+from ..predicting.pretending import PretendingLine, attach_pretending
 from ..predicting.profiles import Sends
 from ..predicting.segments import BucketRecord, Segments, Watched
 from ..specs import Spec
@@ -303,9 +304,12 @@ def _added(
     plain.register_comm_hook(None, _answer)
     hooked = ddp_core.DistributedDataParallel(model.make(), bucket_cap_mb=model.bucket_mib)
     segments = Segments(time.thread_time)
-    pretend = None if is_real else Pretend(as_ranks or dist.get_world_size(), segments)
     watched = Watched(inner=compressor, segments=segments)
-    attachment = commhooks.attach(hooked, watched, wrap_communicator=pretend)
+    if is_real:
+        attachment = commhooks.attach(hooked, watched)
+    else:
+        line = PretendingLine(group_or_default(None), as_ranks or dist.get_world_size(), segments)
+        attachment = attach_pretending(hooked, watched, line)
     batch = torch.randn(_BATCH, model.shape[-1])
     found, by_round = [], []
     for turn in range(-_WARM_UP, turns):

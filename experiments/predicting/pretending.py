@@ -6,14 +6,23 @@ counts as having sent the same as this one.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 
 from commhooks.communicators.collective import Collective, Communicator
 from commhooks.errors import SettingsError
+from commhooks.exchange.feed import Channel
+from commhooks.exchange.handle import Handle
+from commhooks.exchange.options import settings_of
+from commhooks.hooks.attach import DDPFeed
+from commhooks.language.compressor import Compressor
+from commhooks.scheduling.line import ProcessGroupLine
+from commhooks.scheduling.policy import PolicyName
 
 
 class Watcher(Protocol):
@@ -79,17 +88,25 @@ class PretendingCommunicator:
         return answer if self._in_place else answer.clone(memory_format=torch.contiguous_format)
 
 
-@dataclasses.dataclass(frozen=True)
-class Pretend:
-    """A factory that replaces a rank's communicator by a pretending one, for `attach(wrap_communicator=...)`."""
+class PretendingLine(ProcessGroupLine):
+    """A line on which a rank compresses as one of `world_size`, and nothing is sent."""
 
-    world_size: int
-    """The pretended number of ranks: the attached hook compresses as one of them."""
-    watcher: Watcher | None = None
+    def __init__(
+        self, group: dist.ProcessGroup, world_size: int, watcher: Watcher | None = None, *, policy: PolicyName = "fifo"
+    ) -> None:
+        pretend = functools.partial(_pretending, world_size, watcher)
+        super().__init__(group, policy=policy, wrap_communicator=pretend, may_bypass=True)
+        self.world_size = world_size
 
-    def __call__(self, inner: Communicator) -> PretendingCommunicator:
-        """Return what takes the place of `inner`."""
-        return PretendingCommunicator(inner.rank, self.world_size, self.watcher)
+
+def _pretending(world_size: int, watcher: Watcher | None, inner: Communicator) -> PretendingCommunicator:
+    return PretendingCommunicator(inner.rank, world_size, watcher)
+
+
+def attach_pretending(ddp: Module, compressor: Compressor, line: PretendingLine) -> Handle[Channel]:
+    """Attach a compressor to a DistributedDataParallel, on a line that sends nothing."""
+    settings = settings_of("attach", {"policy": line.policy})
+    return Handle[Channel](DDPFeed(ddp, ddp, None), compressor, settings, line).open()
 
 
 class Pretended:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
+from commhooks.communicators.parent_group import group_or_default
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import SettingsError
 from commhooks.exchange.handle import Handle
-from commhooks.hooks.attach import attach
 from commhooks.language.place import Place
 from commhooks.language.requests import Layout
 from commhooks.scheduling.policy import POLICIES, PolicyName
@@ -24,7 +24,7 @@ from .keeping import Kept
 from .measuring import StepRecord
 from .phases import Phases, PhaseWatch
 from .place import free_cores, places_of
-from .pretending import Pretend
+from .pretending import PretendingLine, attach_pretending
 from .segments import Segments, Watched
 
 PLAIN = "plain"
@@ -129,13 +129,8 @@ class Turns:
         """Let every hook of a policy have its turn: attaching costs more than to replace one hook by another."""
         segments = Segments(time.thread_time if self.cores == 1 else time.perf_counter)
         watched = {one.label: Watched(inner=one.compressor, segments=segments) for one in own}
-        attachment = attach(
-            self._ddp,
-            watched[own[0].label],
-            policy=policy,
-            process_group=self.ranks.group,
-            wrap_communicator=Pretend(self.world_size, segments),
-        )
+        line = PretendingLine(group_or_default(self.ranks.group), self.world_size, segments, policy=policy)
+        attachment = attach_pretending(self._ddp, watched[own[0].label], line)
         attachment.expect(*watched.values())  # so that what waits for the next turn is not warned of
         try:
             for label, compressor in watched.items():
