@@ -45,7 +45,7 @@ def make_compressor(
 
     `name` is a key of `COMPRESSORS`, a name registered by another package under the entry points
     `commhooks.compressors`, a class such as "mypackage.module:TopK", or, without settings, a whole compressor as
-    printed by `str`: "powersgd:rank=4,wire=bf16" or "error-feedback:inner=(top-k:ratio=0.1),reset_every=100".
+    printed by `str`: "powersgd:rank=4,wire=bf16" or "error-feedback:inner=(top-k:ratio=0.1),decay=0.9".
 
     `start_after` is the number of initial steps with a plain all-reduce; `wire` is the dtype of messages, or its name;
     `error_feedback` keeps the part that is not sent for the next step (None: if losing it would cost accuracy), and

@@ -87,21 +87,6 @@ def no_hook(given: object) -> HookTypeError:
     )
 
 
-_REMOVED = {
-    "loss(name, parameter)": ("loses", "relative_error", "contraction", "is_unbiased", "is_damped", "takes_feedback"),
-    "loss(name, parameter), which returns Loss(..., of_bucket=True),": ("needs_whole_buckets",),
-    "sends = Sends.FIXED": ("fixes_wire",),
-    "sends = Sends.ANYTHING": ("only_sums",),
-    "check(named, world_size)": ("check_parameters", "check_ranks"),
-    "choose, which returns {} when nothing is to be chosen": ("chooses",),
-    "state(place), which declares all that is remembered,": ("remembers",),
-    "state(place), which adds what the bucket of place.bucket remembers,": ("bucket_state",),
-    "state(place), which leaves out what place.step does not use,": ("resting",),
-    "StartAfter around the compressors of two phases": ("phase",),
-}
-"""Former members, by their successors: a class that still defines one would silently be taken to lose nothing."""
-
-
 class Compressor(ABC):
     """The interface of compressors, which average gradients over ranks by sending something smaller.
 
@@ -119,14 +104,8 @@ class Compressor(ABC):
         check_settings(self)
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Raise `CompressorError` for a member that compressors no longer have, naming its successor."""
+        """Raise `CompressorError` if `state` cannot be given a place: it would fail at the first bucket only."""
         super().__init_subclass__(**settings)
-        for successor, names in _REMOVED.items():
-            for name in filter(vars(cls).__contains__, names):
-                raise CompressorError(
-                    f"{cls.__name__}.{name}: compressors are no longer asked for {name}; define {successor} in its "
-                    "place (docs/guide/compressors.md has a table of the changes)."
-                )
         given = [one for one in inspect.signature(cls.state).parameters.values() if one.default is one.empty]
         if len(given) != 2:
             raise CompressorError(

@@ -38,8 +38,6 @@ class ErrorFeedback(Wrapper):
     decay: float = setting(1.0, above=0, most=1)
     """The factor of the residual in the next step. Below 1, residuals fade, and the faded part is lost. If `inner` may
     lose ω times its input (squared norms), this must be below 1/√ω."""
-    reset_every: int = setting(0, least=0)
-    """The number of steps between two drops of the residual; 0: never. Lower: less is sent late, and more is lost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +54,7 @@ class ErrorFeedback(Wrapper):
 
     def by_name(self, decay: float | None = None) -> Spelling | None:
         """Return the spelling of `inner` with error feedback."""
-        return None if self.reset_every or decay is not None else self.inner.by_name(self.decay)
+        return None if decay is not None else self.inner.by_name(self.decay)
 
     def takes(self, gradient: Tensor) -> bool:
         """Return whether `inner` takes the gradient and it is dense and real."""
@@ -88,16 +86,14 @@ class ErrorFeedback(Wrapper):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Run `inner` on the gradient plus the residual."""
-        return self.inner.compress(self._with_residuals(bucket, context), context)
+        return self.inner.compress(self._with_residuals(bucket), context)
 
     def scatter(self, bucket: BucketView, context: Context) -> Exchange:
         """Run `inner` on the gradient plus the residual, which each rank keeps for all shards."""
-        return self.inner.scatter(self._with_residuals(bucket, context), context)
+        return self.inner.scatter(self._with_residuals(bucket), context)
 
-    def _with_residuals(self, bucket: BucketView, context: Context) -> BucketView:
-        resets = self.reset_every > 0 and context.step > 0 and context.step % self.reset_every == 0
-        decay = 0.0 if resets else self.decay
-        return bucket.plan((self, resets), lambda: bucket.with_residuals(self._is_lossy, decay))
+    def _with_residuals(self, bucket: BucketView) -> BucketView:
+        return bucket.plan(self, lambda: bucket.with_residuals(self._is_lossy, self.decay))
 
     def _is_lossy(self, slot: Slot) -> bool:
         return self.inner.loss(slot.name, slot.parameter) is not None

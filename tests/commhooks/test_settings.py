@@ -90,7 +90,7 @@ OUTSIDE: dict[str, dict[str, Any]] = {
     "AdaptiveRank": {"min_rank": 0, "rank": 1, "max_rank": 3, "every": 2, "eta": -0.1, "min_compression_rate": 0},
     "Affine": {"channel": 0},
     "DGC": {"ratio": 2, "momentum": 1, "clip": 0, "warm_up": -1},
-    "ErrorFeedback": {"decay": 0.0, "reset_every": -1},
+    "ErrorFeedback": {"decay": 0.0},
     "Hierarchical": {"size": 0},
     "Match": {"max_elements": -1},
     "PowerSGD": {"rank": 0, "min_compression_rate": 0, "epsilon": -1e-8, "iterations": 0},
