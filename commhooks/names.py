@@ -44,7 +44,7 @@ _PLACES = {
     "sharded.replicas": "ReplicasAttachment attach_replicas",
     "state.memory": "MemoryReport",
     "state.snapshot": "LoadRules Snapshot merge_state_dicts",
-    "wrappers": "ErrorFeedback Hierarchical Match PerParameter StartAfter WireDtype schedule",
+    "wrappers": "ErrorFeedback Hierarchical Match PerParameter StartAfter WireDtype WithoutFeedback schedule",
 }
 """The names that `commhooks` offers, by module; its imports under `TYPE_CHECKING` are the same."""
 _ROOMS = ("codecs", "communicators", "compressors", "control", "language")

@@ -23,6 +23,7 @@ from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.policy import POLICIES
 from commhooks.state.memory import MemoryReport
 from commhooks.state.snapshot import LoadOptions, LoadRules, Snapshot, merge_state_dicts
+from commhooks.wrappers.error_feedback import with_feedback
 from commhooks.wrappers.hierarchical import is_hierarchical
 
 
@@ -264,11 +265,11 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def checked_compressor(caller: str, compressor: Compressor | str) -> Compressor:
-    """Return the compressor, making it if a name is given; raise `SettingsError` for anything else."""
+    """Return the compressor as it is used, making it if a name is given; raise `SettingsError` for anything else."""
     if isinstance(compressor, str):
         compressor = make_compressor(compressor)
     check_compressor(caller, compressor)
-    return compressor
+    return with_feedback(compressor)
 
 
 def refusal_of(compressor: Compressor, named: Mapping[str, Tensor], line: Line) -> SettingsError | None:

@@ -21,11 +21,10 @@ from commhooks.language.bucket import BucketView
 from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.place import Place
-from commhooks.language.registry import name_of
 from commhooks.language.requests import AllToAll, Asked, Judge, Request
 from commhooks.language.settings import check_settings
 from commhooks.language.shards import Flags
-from commhooks.language.spelling import Spelling, spelled
+from commhooks.language.text import Spelling, name_of, spelled
 
 Exchange = Generator[Asked, Any, None]
 """The generator that `Compressor.compress` returns: it yields requests and receives their answers. The answer to one
@@ -121,13 +120,12 @@ class Compressor(ABC):
         """Return text that `make_compressor` can parse, such as "powersgd:rank=4"."""
         return str(spelled(self))
 
-    def by_name(self, decay: float | None = None) -> Spelling | None:
+    def by_name(self) -> Spelling | None:
         """Return its spelling by a name that `make_compressor` knows; None if there is none.
 
-        `decay` is the decay of an `ErrorFeedback` around it (None: there is none). Wrappers that such a name covers
-        have their own `by_name`.
+        Wrappers that are settings of such a name have their own `by_name`.
         """
-        return name_of(self, takes_feedback(self), decay)
+        return name_of(self)
 
     @property
     def sends(self) -> Sends:

@@ -11,7 +11,7 @@ from torch import Tensor
 from commhooks.devices import runs_later
 from commhooks.language.memory import surely
 from commhooks.language.settings import check_settings, refusal, setting
-from commhooks.language.spelling import spelled
+from commhooks.language.text import spelled
 from commhooks.tensors import smallest
 
 _SMALL = 2.0**-64
