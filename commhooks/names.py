@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from pathlib import Path
 from typing import Any
 
 _PLACES = {
@@ -71,5 +70,5 @@ def listed() -> list[str]:
 
 # `torch.load` takes a saved hook only from a module that was imported, and who loads one may name nothing else of us.
 # The command `commhooks` loads none before it imports somebody's task, and its help should not wait for torch.
-if Path(*sys.argv[:1]).stem != "commhooks":
+if "commhooks_command" not in sys.modules:
     importlib.import_module("commhooks.hooks.powersgd")
