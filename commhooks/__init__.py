@@ -73,7 +73,16 @@ if TYPE_CHECKING:
     from commhooks.sharded.replicas import attach_replicas
     from commhooks.state.memory import MemoryReport
     from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
-    from commhooks.wrappers import ErrorFeedback, Hierarchical, Match, PerParameter, StartAfter, WireDtype, schedule
+    from commhooks.wrappers import (
+        ErrorFeedback,
+        Hierarchical,
+        Match,
+        PerParameter,
+        StartAfter,
+        WireDtype,
+        WithoutFeedback,
+        schedule,
+    )
 else:
     from commhooks.names import listed as __dir__  # noqa: F401  # "imported but unused": Python calls both
     from commhooks.names import resolved as __getattr__  # noqa: F401
@@ -132,6 +141,7 @@ __all__ = [
     "TwoHop",
     "UnbiasedPowerSGD",
     "WireDtype",
+    "WithoutFeedback",
     "allreduce_hook",
     "attach",
     "attach_replicas",

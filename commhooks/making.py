@@ -1,4 +1,4 @@
-"""Compressors from their names: `make_compressor("top-k", ratio=0.01)`, or "top-k:ratio=0.01", as `str` prints it."""
+"""Compressors from text: `make_compressor("top-k", ratio=0.01)`, or "top-k:ratio=0.01", as `str` prints it."""
 
 from __future__ import annotations
 
@@ -6,30 +6,28 @@ import dataclasses
 import difflib
 import functools
 import importlib
-import inspect
 import sys
-import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 
-from commhooks.compressors import COMPRESSORS, Codec, Registered, TwoHop
+from commhooks.compressors import COMPRESSORS, Codec, Registered
 from commhooks.errors import SettingsError
 from commhooks.language.compressor import Compressor, takes_feedback
-from commhooks.language.spelling import DTYPES, Spelling, lower_name, parse, value_in
-from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
+from commhooks.language.settings import kinds_in
+from commhooks.language.text import DTYPES, Spelling, lower_name, parse, value_in
+from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype, WithoutFeedback
+from commhooks.wrappers.error_feedback import brought_feedback
 
 ROOMS = ("commhooks.compressors", "commhooks.compressors.codecs", "commhooks.wrappers")
 """The modules whose classes a specification may name."""
 ENTRY_POINTS = "commhooks.compressors"
 """The entry-point group in which other packages register a class, a function that returns one, or a `Registered`."""
-_NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_AROUND = ("start_after", "wire")
-Find = Callable[[str, tuple[type, ...]], Any]
-"""Returns what "module:Class" stands for; the types are those of the setting that it is given to, if it is one."""
+COMMON = {"start_after": int, "wire": torch.dtype | str, "error_feedback": bool, "decay": float}
+"""The settings that every name takes, and their types."""
 
 
 def make_compressor(
@@ -44,21 +42,21 @@ def make_compressor(
     """Make the compressor called `name` with its `settings`, as `make_compressor("powersgd", rank=4)`.
 
     `name` is a key of `COMPRESSORS`, a name registered by another package under the entry points
-    `commhooks.compressors`, a class such as "mypackage.module:TopK", or, without settings, a whole compressor as
-    printed by `str`: "powersgd:rank=4,wire=bf16" or "error-feedback:inner=(top-k:ratio=0.1),reset_every=100".
+    `commhooks.compressors`, a class such as "mypackage.module:TopK", or a whole compressor as printed by `str`:
+    "powersgd:rank=4,wire=bf16" or "error-feedback:inner=(top-k:ratio=0.1),decay=0.9".
 
     `start_after` is the number of initial steps with a plain all-reduce; `wire` is the dtype of messages, or its name;
     `error_feedback` keeps the part that is not sent for the next step (None: if losing it would cost accuracy), and
     `decay` is the fraction of it that is kept (None: all, or the value of the compressor's paper). Raises
-    `SettingsError` (a `ValueError`) for a name or a setting that does not exist, or a value that cannot work.
+    `SettingsError` (a `ValueError`) for a name or a setting that does not exist or is given twice, or a value that
+    cannot work.
     """
-    spelling = parse(name)
     common = {"start_after": start_after or None, "wire": wire, "error_feedback": error_feedback, "decay": decay}
-    given = {setting: value for setting, value in common.items() if value is not None} | settings
-    written = dict(spelling.settings)
-    if written and (given.keys() - _AROUND or given.keys() & written):
-        raise SettingsError(f"make_compressor({name!r}): write the settings inside, or give a name without any.")
-    return _compressor(spelling.name, written | given, _imported)
+    settings |= {setting: value for setting, value in common.items() if value is not None}
+    spelling = parse(name)
+    for twice in sorted(settings.keys() & dict(spelling.settings).keys()):
+        raise SettingsError(f"make_compressor({name!r}): {twice} is given twice, in the text and beside it.")
+    return _Maker(imports=True).compressor(Spelling(spelling.name, (*spelling.settings, *settings.items())))
 
 
 def compressor_in_file(text: str) -> Compressor:
@@ -68,126 +66,179 @@ def compressor_in_file(text: str) -> Compressor:
     imported compressors, codes, and dataclasses of the type that a setting has. Raises `SettingsError` (a `ValueError`)
     for any other, and as `make_compressor` does.
     """
-    spelling = parse(text)
-    return _compressor(spelling.name, dict(spelling.settings), _imported_before)
+    return _Maker(imports=False).compressor(parse(text))
 
 
 def settings_of(name: str) -> list[str]:
     """Return the sorted settings that `make_compressor` takes for a name: its own, and those common to all names."""
-    return sorted(_settings_of(kind_of(name)))
+    return sorted({*COMMON, *kind_of(name).types()})
 
 
-def _compressor(name: str, settings: Mapping[str, Any], find: Find) -> Compressor:
-    kind = kind_of(name, find)
-    if not isinstance(kind, Registered):
-        raise SettingsError(f"compressor {name!r}: expected a compressor (got {kind!r}).")
-    made: Compressor = _built(name, kind, settings, find)
-    return made
+def kind_of(name: str, types_of_setting: Sequence[type] = (), *, imports: bool = True) -> Registered:
+    """Return what a name stands for: a compressor, or in the place of a setting of these types something else.
+
+    A class "module:Class" of another package is imported, unless only modules that are imported already count. Raises
+    `SettingsError` (a `ValueError`), naming the nearest name, if there is none.
+    """
+    # In the place of a codec, "sign" is the codec, not the compressor that sends it in two hops.
+    is_code = name in _classes() and any(issubclass(one, Codec) for one in types_of_setting)
+    if name in COMPRESSORS and not is_code:
+        return COMPRESSORS[name]
+    others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name in others:
+        found = others[name].load()
+    elif ":" in name:
+        found = _class_named(name, types_of_setting, imports=imports)
+    elif name in _classes():
+        found = _classes()[name]
+    else:
+        known = sorted({*COMPRESSORS, *others})
+        raise SettingsError(f"compressor {name!r} is not known; known are {', '.join(known)}.{_nearest(name, known)}")
+    return found if isinstance(found, Registered) else Registered(found)
 
 
-def _built(name: str, kind: Registered | type, settings: Mapping[str, Any], find: Find) -> Any:
-    """Return the object of a name and its settings: a compressor, or a setting of one, such as a codec."""
-    known = _settings_of(kind)
-    values = {
-        setting: _value_of(value, known.get(setting, Any), f"compressor {name!r}: {setting}", find)
-        for setting, value in settings.items()
-    }
-    _check_settings(name, known, values)
-    if not isinstance(kind, Registered):
-        return _called(name, kind, values)
-    own = _types_of(kind.make)
-    common = {setting: values.pop(setting) for setting in list(values) if setting not in own}
-    compressor = _made(name, kind, values, common.get("error_feedback"), common.get("decay"))
-    if common.get("wire") is not None:
-        compressor = WireDtype(inner=compressor, dtype=common["wire"])
-    return StartAfter(inner=compressor, steps=common["start_after"]) if common.get("start_after") else compressor
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    """A maker of what a text describes."""
+
+    imports: bool
+    """False: a class of another package must be imported already."""
+    is_fed: bool = False
+    """True inside `ErrorFeedback` and `WithoutFeedback`, which decide for all that they hold."""
+
+    def compressor(self, spelling: Spelling) -> Compressor:
+        made = self.made(spelling)
+        if not isinstance(made, Compressor):
+            raise SettingsError(f"compressor {spelling.name!r}: expected a compressor (got {made!r}).")
+        return made
+
+    def made(self, spelling: Spelling, kinds: Sequence[type] = ()) -> Any:
+        """Return a compressor, or in the place of a setting of these types something else, such as a codec."""
+        name, registered = spelling.name, kind_of(spelling.name, kinds, imports=self.imports)
+        own = registered.types()
+        is_setting = isinstance(registered.make, type) and not issubclass(registered.make, Compressor)
+        decides = registered.make in (ErrorFeedback, WithoutFeedback)
+        inside = dataclasses.replace(self, is_fed=self.is_fed or decides)
+        values = inside.values(name, spelling.settings, own if is_setting else COMMON | own)
+        around = {setting: values.pop(setting) for setting in COMMON if setting in values and setting not in own}
+        if around.get("error_feedback") is False and "server_feedback" in own:
+            values.setdefault("server_feedback", False)  # without feedback it has none at its server either
+        made = _called(name, registered, values)
+        return made if is_setting else self.wrapped(name, registered, made, **around)
+
+    def values(self, name: str, settings: Iterable[tuple[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of settings; raise `SettingsError` for one that does not exist."""
+        found = {}
+        for setting, value in settings:
+            if setting not in known:
+                takes = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
+                raise SettingsError(
+                    f"compressor {name!r} has no setting {setting!r}; {takes}.{_nearest(setting, sorted(known))}"
+                )
+            found[setting] = self.converted(value, known[setting], f"compressor {name!r}: {setting}")
+        return found
+
+    def converted(self, value: Any, kind: Any, where: str) -> Any:
+        """Convert the text of a setting to its type: compressors, codecs, dtypes, tuples; return others unchanged."""
+        kinds = kinds_in(kind)
+        classes = [one for one in kinds if isinstance(one, type)]
+        if isinstance(value, str) and any(issubclass(one, Compressor | Codec) for one in classes):
+            value = parse(value)
+        if isinstance(value, Spelling):
+            return self.made(value, classes)
+        if isinstance(value, tuple):
+            return tuple(self.converted(one, Any, where) for one in value)
+        if isinstance(value, str) and torch.dtype in kinds:
+            return _dtype(value, where)
+        of_tuple = next((typing.get_args(one) for one in kinds if typing.get_origin(one) is tuple), None)
+        if isinstance(value, str | int) and of_tuple is not None:  # a comma would end the setting
+            return tuple(one if str in of_tuple else value_in(one) for one in str(value).split("+"))
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        return float(value) if is_whole and float in kinds and int not in kinds else value
+
+    def wrapped(
+        self,
+        name: str,
+        registered: Registered,
+        made: Compressor,
+        *,
+        start_after: int | None = None,
+        wire: torch.dtype | None = None,
+        error_feedback: bool | None = None,
+        decay: float | None = None,
+    ) -> Compressor:
+        """Return a compressor with the common settings, each of which is a wrapper."""
+        if error_feedback not in (True, False, None):
+            raise SettingsError(f"compressor {name!r}: error_feedback must be True or False (got {error_feedback!r}).")
+        brought = brought_feedback(made)
+        if brought is None and registered.feeds_back and takes_feedback(made):
+            brought = registered.decay
+        belongs = brought is not None and (decay is not None or not self.is_fed)
+        if belongs if error_feedback is None else error_feedback:
+            given = (one for one in (decay, brought, 1.0) if one is not None)
+            made = ErrorFeedback(inner=made, decay=next(given))
+        elif decay is not None:
+            raise SettingsError(
+                f"compressor {name!r} keeps no residual, so decay={decay!r} has no effect; leave it out."
+            )
+        elif error_feedback is False and brought is not None:
+            made = WithoutFeedback(inner=made)
+        if wire is not None:
+            made = WireDtype(inner=made, dtype=wire)
+        return StartAfter(inner=made, steps=start_after) if start_after else made
 
 
-def _made(
-    name: str, registered: Registered, settings: Mapping[str, Any], error_feedback: bool | None, decay: float | None
-) -> Compressor:
-    compressor = _called(name, registered.make, settings)
-    if not isinstance(compressor, Compressor):
-        raise SettingsError(f"compressor {name!r}: {registered.make} made {compressor!r}, which is not a Compressor.")
-    wanted = registered.feeds_back and takes_feedback(compressor)
-    if wanted if error_feedback is None else error_feedback:
-        return ErrorFeedback(inner=compressor, decay=registered.decay if decay is None else decay)
-    if decay is not None:
-        raise SettingsError(f"compressor {name!r} keeps no residual, so decay={decay!r} has no effect; leave it out.")
-    if isinstance(compressor, TwoHop) and error_feedback is False and "server_feedback" not in settings:
-        return dataclasses.replace(compressor, server_feedback=False)
-    return compressor
-
-
-def _called(name: str, make: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
-    missing = [
-        one.name
-        for one in inspect.signature(make).parameters.values()
-        if one.kind in _NAMED and one.default is one.empty and one.name not in settings
-    ]
+def _called(name: str, registered: Registered, values: Mapping[str, Any]) -> Any:
+    missing = [setting for setting in registered.without_default() if setting not in values]
     if missing:
         raise SettingsError(
             f"compressor {name!r} has no default for {' and '.join(missing)}: write "
             f'"{name}:{",".join(f"{one}=..." for one in missing)}".'
         )
     try:
-        return make(**settings)
+        made = registered(values)
     except TypeError as error:
-        raise SettingsError(f"compressor {name!r} does not take these settings, {settings}: {error}") from error
+        raise SettingsError(f"compressor {name!r} does not take these settings, {values}: {error}") from error
+    if not isinstance(registered.make, type) and not isinstance(made, Compressor):
+        raise SettingsError(f"compressor {name!r}: {registered.make} made {made!r}, which is not a Compressor.")
+    return made
 
 
-def _imported(name: str, _types: tuple[type, ...]) -> Any:
-    """Return a class from another package, and nothing else: a text must not be able to call arbitrary functions."""
+def _dtype(text: str, where: str) -> torch.dtype:
+    dtype = DTYPES.get(text, vars(torch).get(text.removeprefix("torch.")))
+    if not isinstance(dtype, torch.dtype):
+        raise SettingsError(f"{where} must be one of {', '.join(DTYPES)}, or another torch.dtype (got {text!r}).")
+    return dtype
+
+
+def _class_named(name: str, types_of_setting: Sequence[type], *, imports: bool) -> Any:
+    """Return a class of another package, and nothing else: a text must not be able to call arbitrary functions.
+
+    Without imports, it is a compressor, a codec, or a dataclass of one of these types.
+    """
     module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SettingsError(
-            f"compressor {name!r} cannot be imported: {error}. Write 'module:Class', and add the module's folder to "
-            "PYTHONPATH."
-        ) from error
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)) and not isinstance(found, Registered):
-        raise SettingsError(f"compressor {name!r}: {found!r} is not a dataclass, as compressors must be.")
-    return found
-
-
-def _imported_before(name: str, types_of_setting: tuple[type, ...]) -> Any:
-    """Return a compressor, a codec, or a dataclass of one of these types, of a module that is imported already."""
-    module, _, attribute = name.partition(":")
-    if (imported := sys.modules.get(module)) is None:
+    if not imports and sys.modules.get(module) is None:
         raise SettingsError(
             f"compressor {name!r}: the name comes from a file, for which no module is imported, and {module} is not "
             f"imported yet; if you know it, import {module} in your program first, or pass --import {module} to the "
             "command."
         )
-    found = vars(imported).get(attribute)
-    kinds = (Compressor, Codec, *(types_of_setting if dataclasses.is_dataclass(found) else ()))
-    if not (isinstance(found, type) and issubclass(found, kinds)) and not isinstance(found, Registered):
-        raise SettingsError(f"compressor {name!r}: the name comes from a file, and {found!r} is no compressor.")
+    try:
+        # A module's own __getattr__ might import another one.
+        found = getattr(importlib.import_module(module), attribute) if imports else vars(sys.modules[module])[attribute]
+    except (ImportError, AttributeError, ValueError, KeyError) as error:
+        raise SettingsError(
+            f"compressor {name!r} cannot be imported: {error}. Write 'module:Class', and add the module's folder to "
+            "PYTHONPATH."
+        ) from error
+    own = [one for one in types_of_setting if one is not object and not getattr(one, "_is_protocol", False)]
+    kinds = (object,) if imports else (Compressor, Codec, *own)
+    if isinstance(found, type) and dataclasses.is_dataclass(found) and issubclass(found, kinds):
+        return found
+    if not isinstance(found, Registered):
+        where = "" if imports else "the name comes from a file, and "
+        raise SettingsError(f"compressor {name!r}: {where}{found!r} is not a dataclass, as compressors must be.")
     return found
-
-
-def kind_of(name: str, find: Find = _imported, types_of_setting: tuple[type, ...] = ()) -> Registered | type:
-    """Return the `Registered` compressor of this name, or the class of another setting, such as a codec.
-
-    `find` returns the class of another package that "module:Class" names; by default it imports the module.
-
-    Raises `SettingsError` (a `ValueError`), naming the nearest name, if there is none.
-    """
-    if name in COMPRESSORS:
-        return COMPRESSORS[name]
-    others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    if name in others:
-        found = others[name].load()
-    elif ":" in name:
-        found = find(name, types_of_setting)
-    elif name in _classes():
-        found = _classes()[name]
-    else:
-        known = sorted({*COMPRESSORS, *others})
-        raise SettingsError(f"compressor {name!r} is not known; known are {', '.join(known)}.{_nearest(name, known)}")
-    is_setting = isinstance(found, Registered) or (isinstance(found, type) and not issubclass(found, Compressor))
-    return found if is_setting else Registered(found)
 
 
 def _nearest(name: str, known: list[str]) -> str:
@@ -195,93 +246,9 @@ def _nearest(name: str, known: list[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def _settings_of(kind: Registered | type) -> dict[str, Any]:
-    """Return the types of all settings that a name takes; its own go before those common to all compressors."""
-    if not isinstance(kind, Registered):
-        return _types_of(kind)
-    common = _types_of(make_compressor)
-    del common["name"]
-    return common | _types_of(kind.make)
-
-
-def _check_settings(name: str, known: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raise `SettingsError` for a setting that does not exist, or a value of the wrong type."""
-    for setting, value in settings.items():
-        if setting not in known:
-            takes = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
-            raise SettingsError(
-                f"compressor {name!r} has no setting {setting!r}; {takes}.{_nearest(setting, sorted(known))}"
-            )
-        if not _is_of(value, known[setting]):
-            expected = getattr(known[setting], "__name__", str(known[setting]))
-            raise SettingsError(
-                f"compressor {name!r}: {setting} must be of type {expected} (got {value!r} of type "
-                f"{type(value).__name__})."
-            )
-
-
-def _types_of(make: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of the settings that a class or function takes; Any for unannotated ones."""
-    inner = make.func if isinstance(make, functools.partial) else make
-    try:
-        hints = typing.get_type_hints(inner)
-    except NameError:  # in another package, imported for type checkers only
-        hints = {}
-    passed_on = make.args if isinstance(make, functools.partial) else ()  # a codec, which takes settings too
-    named = [one for one in inspect.signature(make).parameters.values() if one.kind in _NAMED]
-    types_of_codec = {setting: kind for codec in passed_on for setting, kind in _types_of(codec).items()}
-    return types_of_codec | {one.name: hints.get(one.name, Any) for one in named}
-
-
-def _is_of(value: object, kind: Any) -> bool:
-    """Return whether a value has an annotated type; types too complex for a simple check pass."""
-    if kind is Any:
-        return True
-    if len(kinds := _kinds_in(kind)) > 1:
-        return any(_is_of(value, one) for one in kinds)
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind) if isinstance(kind, type) else True
-
-
-def _value_of(value: Any, kind: Any, where: str, find: Find) -> Any:
-    """Convert the text of a setting to its type: compressors, codecs, dtypes, tuples; return other values unchanged."""
-    kinds = _kinds_in(kind)
-    classes = [one for one in kinds if isinstance(one, type)]
-    if isinstance(value, str) and any(issubclass(one, Compressor | Codec) for one in classes):
-        value = parse(value)
-    if isinstance(value, Spelling):
-        # In the place of a codec, "sign" is the codec, not the compressor that sends it in two hops.
-        is_code = value.name in _classes() and any(issubclass(one, Codec) for one in classes)
-        own = tuple(one for one in classes if one is not object and not getattr(one, "_is_protocol", False))
-        named = _classes()[value.name] if is_code else kind_of(value.name, find, own)
-        return _built(value.name, named, dict(value.settings), find)
-    if isinstance(value, tuple):
-        return tuple(_value_of(one, Any, where, find) for one in value)
-    if isinstance(value, str) and torch.dtype in kinds:
-        dtype = DTYPES.get(value, vars(torch).get(value.removeprefix("torch.")))
-        if not isinstance(dtype, torch.dtype):
-            raise SettingsError(f"{where} must be one of {', '.join(DTYPES)}, or another torch.dtype (got {value!r}).")
-        return dtype
-    if isinstance(value, str | int) and any(
-        typing.get_origin(one) is tuple for one in kinds
-    ):  # a comma would end the setting
-        is_text = any(str in typing.get_args(one) for one in kinds)
-        return tuple(one if is_text else value_in(one) for one in str(value).split("+"))
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if is_whole and float in kinds and int not in kinds else value
-
-
-def _kinds_in(kind: Any) -> tuple[Any, ...]:
-    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
-    return typing.get_args(kind) if is_union else (kind,)
-
-
 @functools.cache
 def _classes() -> dict[str, type]:
     """Return the classes of this package that a compressor's text may name, under both of their names."""
     found = [vars(room)[name] for room in map(importlib.import_module, ROOMS) for name in room.__all__]
-    kinds = [one for one in found if isinstance(one, type) and dataclasses.is_dataclass(one)]
+    kinds = [one for one in found if isinstance(one, type) and dataclasses.is_dataclass(one) and one is not Registered]
     return {lower_name(one): one for one in kinds} | {one.__name__: one for one in kinds}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import warnings
-from pathlib import Path
 from typing import Any
 
 _PLACES = {
@@ -45,43 +43,20 @@ _PLACES = {
     "sharded.replicas": "attach_replicas",
     "state.memory": "MemoryReport",
     "state.snapshot": "LoadRules Snapshot merge_state_dicts",
-    "wrappers": "ErrorFeedback Hierarchical Match PerParameter StartAfter WireDtype schedule",
+    "wrappers": "ErrorFeedback Hierarchical Match PerParameter StartAfter WireDtype WithoutFeedback schedule",
 }
 """The names that `commhooks` offers, by module; its imports under `TYPE_CHECKING` are the same."""
-_MOVED = {
-    "codecs": "Codec FP8 Half Int4 Int8 MXFP4 MXFP8 Natural QSGD Sign TernGrad Vote",
-    "communicators": (
-        "Collective Communicator LockstepCommunicator LockstepGroup Pending ProcessGroupCommunicator "
-        "RecordingCommunicator"
-    ),
-    "compressors": "COMPRESSORS Registered",
-    "control": "AdaptiveRule",
-    "language": (
-        "AllGather AllReduce AllToAll BucketView Context Entry Exchange Group Judge Layout Loss Part Place "
-        "ReduceScatter Request Sends Slot Tile setting"
-    ),
-}
-"""The names that `commhooks` itself offered before, by their new module; for one release they resolve with a
-warning."""
+_ROOMS = ("codecs", "communicators", "compressors", "control", "language")
+"""Packages of names for authors of compressors and communicators."""
 _MODULE_OF = {name: f"commhooks.{place}" for place, names in _PLACES.items() for name in names.split()}
-_ROOM_OF = {name: f"commhooks.{room}" for room, names in _MOVED.items() for name in names.split()}
 
 
 def resolved(name: str) -> Any:
-    """Return `commhooks.<name>`: an object, a module or, with a `FutureWarning`, an object that has moved."""
+    """Return `commhooks.<name>`: an object or a module."""
     if name in _MODULE_OF:
         found = getattr(importlib.import_module(_MODULE_OF[name]), name)
         setattr(sys.modules["commhooks"], name, found)
         return found
-    if name in _ROOM_OF:
-        room = _ROOM_OF[name]
-        warnings.warn(
-            f"commhooks.{name} is now {room}.{name}: write `from {room} import {name}`. The former name goes in the "
-            "next release.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return getattr(importlib.import_module(room), name)
     module = f"commhooks.{name}"
     if name.startswith("_") or importlib.util.find_spec(module) is None:
         raise AttributeError(f"module 'commhooks' has no attribute {name!r}")
@@ -89,11 +64,11 @@ def resolved(name: str) -> Any:
 
 
 def listed() -> list[str]:
-    """Return the names for `dir(commhooks)`, with its packages, without names that have moved."""
-    return sorted({*vars(sys.modules["commhooks"]), *_MODULE_OF, *_MOVED})
+    """Return the names for `dir(commhooks)`, with its packages."""
+    return sorted({*vars(sys.modules["commhooks"]), *_MODULE_OF, *_ROOMS})
 
 
 # `torch.load` takes a saved hook only from a module that was imported, and who loads one may name nothing else of us.
 # The command `commhooks` loads none before it imports somebody's task, and its help should not wait for torch.
-if Path(*sys.argv[:1]).stem != "commhooks":
+if "commhooks_command" not in sys.modules:
     importlib.import_module("commhooks.hooks.powersgd")

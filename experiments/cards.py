@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import itertools
 import re
@@ -16,8 +15,8 @@ from typing import Any
 
 import torch
 
-from commhooks.compressors import COMPRESSORS, Registered
-from commhooks.language.spelling import short_name
+from commhooks.compressors import COMPRESSORS
+from commhooks.language.text import short_name
 from commhooks.making import ENTRY_POINTS, kind_of, settings_of
 
 from .seldom import OTHERS, RECIPES, Seldom
@@ -93,15 +92,13 @@ def hook_card(name: str) -> Card:
             tuple(Setting(each, _in_words(default), about[each]) for each, default in defaults.items()),
         )
     kind = kind_of(spec.name)
-    make = kind.make if isinstance(kind, Registered) else kind
-    given = dict(make.keywords) if isinstance(make, functools.partial) else {}
-    owners = _owners_of(make)
-    about = {each: text for owner in owners for each, text in _documented(owner).items()}
-    defaults = {each: default for one in (*owners, make) for each, default in _defaults_of(one).items()} | given
+    about = {each: text for owner in kind.owners for each, text in _documented(owner).items()}
+    defaults = {each: default for owner in kind.owners for each, default in _defaults_of(owner).items()}
+    defaults |= kind.given
     own = (each for each in settings_of(spec.name) if each not in _OF_ALL_HOOKS)
     settings = [Setting(each, _in_words(defaults.get(each)), about.get(each, "")) for each in own]
     settings += [Setting(each, *rest) for each, rest in _OF_ALL_HOOKS.items()]
-    text = inspect.getdoc(sys.modules[owners[0].__module__]) or ""
+    text = inspect.getdoc(sys.modules[kind.owners[0].__module__]) or ""
     return Card(spec.name, re.sub(rf"(?<!\n)\n(?!\n|{_LABEL})", " ", text), tuple(settings))
 
 
@@ -121,13 +118,6 @@ def task_card(name: str) -> Card:
     function = task_function(name)
     settings = tuple(Setting(each, _in_words(default)) for each, default in _defaults_of(function).items())
     return Card(name, inspect.getdoc(function) or "", settings)
-
-
-def _owners_of(make: Any) -> list[Any]:
-    """Return the owners of a hook's settings: a code's class, if it has one, and the compressor's class or function."""
-    if not isinstance(make, functools.partial):
-        return [make]
-    return [*make.args, getattr(make.func, "__self__", make.func)]
 
 
 def _defaults_of(function: Callable[..., Any]) -> dict[str, Any]:

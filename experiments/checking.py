@@ -36,7 +36,7 @@ def compressor_named(text: str) -> Compressor:
     else:
         name = where
     kind = kind_of(name)
-    is_codec = isinstance(kind, type) and issubclass(kind, commhooks.codecs.Codec)
+    is_codec = isinstance(kind.make, type) and issubclass(kind.make, commhooks.codecs.Codec)
     try:
         return as_used(make_compressor(f"TwoHop:codec=({text})" if is_codec else text))
     except ValueError:  # in words already

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from commhooks.language.spelling import Spelling, parse
+from commhooks.language.text import Spelling, parse
 from commhooks.units import unknown
 
 from .predicting.seldom import Rounds

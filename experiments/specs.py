@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Any, Self
 
-from commhooks.language.spelling import NAME, Spelling, parse
+from commhooks.language.text import NAME, Spelling, parse
 
 DILOCO = "diloco"
 SettingValue = bool | int | float | str

@@ -1,4 +1,4 @@
-"""What `commhooks` offers: names that are imported on use, rooms, and names that have moved to rooms."""
+"""What `commhooks` offers: names that are imported on use, and rooms."""
 
 from __future__ import annotations
 
@@ -19,19 +19,6 @@ import commhooks
 from commhooks import PowerSGDState, names, powerSGD_hook
 
 ROOT = Path(__file__).parent.parent
-MOVED = {name: room for room, moved in names._MOVED.items() for name in moved.split()}
-
-
-def test_a_name_that_has_moved_resolves_with_a_warning_where_it_is_used() -> None:
-    for name, room in ((name, f"commhooks.{room}") for name, room in MOVED.items()):
-        told = rf"commhooks\.{name} is now {room}\.{name}: write `from {room}"
-        for use in (f"from commhooks import {name} as found", f"import commhooks; found = commhooks.{name}"):
-            scope: dict[str, object] = {}
-            with pytest.warns(FutureWarning, match=told) as seen:
-                exec(compile(use, "user.py", "exec"), scope)
-            assert {warning.filename for warning in seen} == {"user.py"}, use
-            assert scope["found"] is getattr(importlib.import_module(room), name), use
-        assert name in importlib.import_module(room).__all__
 
 
 def test_a_name_is_a_class_or_function_that_pickles_by_reference_and_no_module() -> None:
@@ -42,7 +29,7 @@ def test_a_name_is_a_class_or_function_that_pickles_by_reference_and_no_module()
 
 
 def test_no_name_of_a_room_is_one_of_its_modules() -> None:
-    for room in names._MOVED:
+    for room in names._ROOMS:
         offered = importlib.import_module(f"commhooks.{room}")
         modules = {path.stem for folder in getattr(offered, "__path__", ()) for path in Path(folder).glob("*.py")}
         assert not modules & set(offered.__all__), room
@@ -55,7 +42,7 @@ def test_type_checkers_see_the_names_that_are_resolved() -> None:
     seen = {alias.name: node.module for node in imports for alias in node.names}
     rooms = {name for name, module in seen.items() if module == "commhooks"}
     at_once = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert seen == names._MODULE_OF | dict.fromkeys(names._MOVED, "commhooks")
+    assert seen == names._MODULE_OF | dict.fromkeys(names._ROOMS, "commhooks")
     assert sorted((seen.keys() | at_once) - {"TYPE_CHECKING"} - rooms) == commhooks.__all__
 
 
@@ -67,9 +54,9 @@ def test_import_star_takes_what_all_lists_and_warns_of_nothing() -> None:
     assert sorted(scope.keys() - {"__builtins__"}) == commhooks.__all__
 
 
-def test_dir_shows_names_and_rooms_without_what_has_moved() -> None:
+def test_dir_shows_names_and_rooms() -> None:
     shown = dir(commhooks)
-    assert {*commhooks.__all__, *names._MOVED, "__version__"} <= set(shown) and not MOVED.keys() & set(shown)
+    assert {*commhooks.__all__, *names._ROOMS, "__version__"} <= set(shown)
 
 
 def test_rooms_are_attributes_and_what_does_not_exist_is_none() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from commhooks.compressors.affine import Affine
@@ -37,7 +35,7 @@ from commhooks.compressors.svd import SVD
 from commhooks.compressors.threshold import Threshold
 from commhooks.compressors.top_k import TopK
 from commhooks.compressors.two_hop import TwoHop
-from commhooks.language.registry import COMPRESSORS, Registered
+from commhooks.language.text import COMPRESSORS, Registered
 
 __all__ = [
     "AdaptiveRank",
@@ -76,39 +74,39 @@ __all__ = [
 ]
 
 
-_two_hop_unfed = functools.partial(TwoHop.of, server_feedback=False)
-"""`TwoHop.of` without server feedback, for codes that are exactly or nearly right on average: feedback gains little."""
+_UNFED = {"server_feedback": False}
+"""For codes that are exactly or nearly right on average: feedback gains little."""
 
 COMPRESSORS |= {
     "adaptive-rank": Registered(AdaptiveRank, feeds_back=True),
     "affine": Registered(Affine),
     "all-reduce": Registered(AllReduceMean),
-    "bf16": Registered(functools.partial(Cast, dtype=torch.bfloat16)),
-    "bf16-two-hop": Registered(functools.partial(_two_hop_unfed, Half, dtype=torch.bfloat16)),
-    "codebook": Registered(functools.partial(TwoHop.of, Codebook), feeds_back=True),
+    "bf16": Registered(Cast, {"dtype": torch.bfloat16}),
+    "bf16-two-hop": Registered(TwoHop, _UNFED | {"dtype": torch.bfloat16}, codec=Half),
+    "codebook": Registered(TwoHop, codec=Codebook, feeds_back=True),
     "demo": Registered(DeMo, feeds_back=True, decay=0.999),
     "dgc": Registered(DGC),
-    "distro": Registered(functools.partial(DeMo, k=4, one_bit=True, sign=True), feeds_back=True, decay=0.999),
-    "e3m0": Registered(functools.partial(TwoHop.of, E3M0), feeds_back=True),
-    "fp16": Registered(functools.partial(Cast, dtype=torch.float16)),
-    "fp16-two-hop": Registered(functools.partial(_two_hop_unfed, Half, dtype=torch.float16)),
-    "fp8": Registered(functools.partial(TwoHop.of, FP8), feeds_back=True),
-    "int4": Registered(functools.partial(TwoHop.of, Int4), feeds_back=True),
-    "int8": Registered(functools.partial(TwoHop.of, Int8), feeds_back=True),
-    "mxfp4": Registered(functools.partial(TwoHop.of, MXFP4), feeds_back=True),
-    "mxfp8": Registered(functools.partial(TwoHop.of, MXFP8), feeds_back=True),
-    "natural": Registered(functools.partial(_two_hop_unfed, Natural)),
+    "distro": Registered(DeMo, {"k": 4, "one_bit": True, "sign": True}, feeds_back=True, decay=0.999),
+    "e3m0": Registered(TwoHop, codec=E3M0, feeds_back=True),
+    "fp16": Registered(Cast, {"dtype": torch.float16}),
+    "fp16-two-hop": Registered(TwoHop, _UNFED | {"dtype": torch.float16}, codec=Half),
+    "fp8": Registered(TwoHop, codec=FP8, feeds_back=True),
+    "int4": Registered(TwoHop, codec=Int4, feeds_back=True),
+    "int8": Registered(TwoHop, codec=Int8, feeds_back=True),
+    "mxfp4": Registered(TwoHop, codec=MXFP4, feeds_back=True),
+    "mxfp8": Registered(TwoHop, codec=MXFP8, feeds_back=True),
+    "natural": Registered(TwoHop, _UNFED, codec=Natural),
     "noop": Registered(NoOp),
     "powersgd": Registered(PowerSGD, feeds_back=True),
     "powersgd-unbiased": Registered(UnbiasedPowerSGD),
-    "qsgd": Registered(functools.partial(_two_hop_unfed, QSGD)),
+    "qsgd": Registered(TwoHop, _UNFED, codec=QSGD),
     "random-block": Registered(RandomBlock, feeds_back=True),
     "random-k": Registered(RandomK, feeds_back=True),
-    "sign": Registered(functools.partial(TwoHop.of, Sign), feeds_back=True),
+    "sign": Registered(TwoHop, codec=Sign, feeds_back=True),
     "signum": Registered(Signum),
     "sparse-loco": Registered(SparseLoCo, feeds_back=True, decay=0.95),
     "svd": Registered(SVD, feeds_back=True),
-    "terngrad": Registered(functools.partial(_two_hop_unfed, TernGrad)),
+    "terngrad": Registered(TwoHop, _UNFED, codec=TernGrad),
     "threshold": Registered(Threshold, feeds_back=True),
     "top-k": Registered(TopK, feeds_back=True),
 }

@@ -46,7 +46,7 @@ from commhooks.packing import pack_integers, unpack_integers
 class DeMo(Compressor):
     """A compressor that sends `k` coefficients of each tile: one collective per bucket, and one for small parameters.
 
-    Wrap it in `ErrorFeedback(decay=0.999)`.
+    It has error feedback with a decay of 0.999, unless it is inside `WithoutFeedback`.
     """
 
     message_format = 2  # bits and places in runs of bytes

@@ -25,7 +25,7 @@ from commhooks.language.randomness import stable_seed
 class RandomBlock(SharedPlaces):
     """A compressor that averages a random range of each parameter's elements.
 
-    Wrap it in `ErrorFeedback`, unless `unbiased`.
+    It has error feedback, unless it is `unbiased` or inside `WithoutFeedback`.
     """
 
     def places(self, name: str, gradient: Tensor, step: int) -> Tensor:

@@ -25,7 +25,7 @@ from commhooks.language.randomness import seeded_places, stable_seed
 class RandomK(SharedPlaces):
     """A compressor that averages a random `ratio` of each parameter's elements.
 
-    Wrap it in `ErrorFeedback`, unless `unbiased`.
+    It has error feedback, unless it is `unbiased` or inside `WithoutFeedback`.
     """
 
     def places(self, name: str, gradient: Tensor, step: int) -> Tensor:

@@ -41,7 +41,7 @@ from commhooks.packing import pack_integers
 class SparseLoCo(Compressor):
     """A compressor that sends `k` elements of each tile: one collective per bucket.
 
-    Wrap it in `ErrorFeedback(decay=0.95)`.
+    It has error feedback with a decay of 0.95, unless it is inside `WithoutFeedback`.
     """
 
     message_format = 2  # places in runs of bytes

@@ -31,7 +31,7 @@ from commhooks.language.requests import AllGather, AllReduce, Judge, Request
 class SVD(Compressor):
     """A compressor that sends the best rank-`rank` approximation of each matrix: one round per bucket.
 
-    Wrap it in `ErrorFeedback`.
+    It has error feedback, unless it is inside `WithoutFeedback`.
     """
 
     rank: int = setting(1, least=1)

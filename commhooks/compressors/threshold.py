@@ -30,7 +30,7 @@ from commhooks.language import Context, Loss, setting
 class Threshold(OwnPlaces):
     """A compressor that sends the elements that reach `threshold`: one collective per bucket.
 
-    Wrap it in `ErrorFeedback`.
+    It has error feedback, unless it is inside `WithoutFeedback`.
     """
 
     threshold: float = setting(above=0, below=math.inf)

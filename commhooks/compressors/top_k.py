@@ -26,7 +26,7 @@ from commhooks.language import Context, Loss, setting
 class TopK(OwnPlaces):
     """A compressor that sends the `ratio` largest elements of each parameter: one collective per bucket.
 
-    Wrap it in `ErrorFeedback`.
+    It has error feedback, unless it is inside `WithoutFeedback`.
     """
 
     ratio: float = setting(0.01, above=0, most=1)

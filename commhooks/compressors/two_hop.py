@@ -15,8 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -53,19 +52,6 @@ class TwoHop(Compressor):
     1, is accepted."""
     seed: int = 0
     """Seeds the random numbers of `codec`, together with the step, the parameter's name, the rank and the hop."""
-
-    @classmethod
-    def of(
-        cls,
-        codec: Callable[..., Codec],
-        *,
-        server_feedback: bool = True,
-        damping: float | None = None,
-        seed: int = 0,
-        **settings: Any,
-    ) -> Self:
-        """Make a `TwoHop` from a codec's class and settings, and its own settings, all as arguments."""
-        return cls(codec=codec(**settings), server_feedback=server_feedback, damping=damping, seed=seed)
 
     def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
         """Raise `SettingsError` if the server error of a parameter would grow without bound."""

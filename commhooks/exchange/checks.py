@@ -13,15 +13,16 @@ from commhooks.making import make_compressor
 from commhooks.native.library import in_use
 from commhooks.scheduling.line import Line
 from commhooks.state.snapshot import Snapshot
+from commhooks.wrappers.error_feedback import with_feedback
 from commhooks.wrappers.hierarchical import is_hierarchical
 
 
 def checked_compressor(caller: str, compressor: Compressor | str) -> Compressor:
-    """Return the compressor, making it if a name is given; raise `SettingsError` for anything else."""
+    """Return the compressor as it is used, making it if a name is given; raise `SettingsError` for anything else."""
     if isinstance(compressor, str):
         compressor = make_compressor(compressor)
     check_compressor(caller, compressor)
-    return compressor
+    return with_feedback(compressor)
 
 
 def check_compressor_for(compressor: Compressor, named: Mapping[str, Tensor], line: Line) -> None:

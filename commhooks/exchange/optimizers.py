@@ -107,4 +107,4 @@ def _growth(compressor: SharedPlaces, feedback: ErrorFeedback | None) -> float:
     if feedback is None:
         return 1.0
     kept = 1 / (1 - feedback.decay) if feedback.decay < 1 else math.inf
-    return round(min(1 / compressor.ratio, kept, feedback.reset_every or math.inf), 6)  # 1 / (1 - 0.9) is above 10
+    return round(min(1 / compressor.ratio, kept), 6)  # 1 / (1 - 0.9) is above 10

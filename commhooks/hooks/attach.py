@@ -28,11 +28,13 @@ from commhooks.hooks.facts import (
     uncut_steps,
 )
 from commhooks.hooks.sockets import caller_of_hook, check_is_free, socket_of
-from commhooks.language.compressor import Compressor
+from commhooks.language.compressor import Compressor, inner_of
 from commhooks.language.entries import RESIDUAL
 from commhooks.language.place import Place
+from commhooks.language.text import name_of
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.unwrapping import find_ddp, trained_parameters
+from commhooks.wrappers.error_feedback import WithoutFeedback
 from ddp_core.guard import Guard, GuardMode, guard_wrapper, release_wrapper
 
 
@@ -155,18 +157,25 @@ _UNGUARDED = (
 
 
 def _warn_of_loss(compressor: Compressor, named: list[tuple[str, Tensor]]) -> None:
-    """Warn if a compressor loses the part of a gradient that it does not send.
+    """Warn if a user's own compressor loses the part of a gradient that it does not send, without `WithoutFeedback`.
 
     Rounding to a narrower dtype loses too little for a warning, and an unbiased compressor loses nothing on average.
     """
-    for name, parameter in named:
+    for name, parameter in named if not _is_meant(compressor) else ():
         loss = compressor.loss(name, parameter)
         is_lost = loss is not None and loss.is_worth_keeping and not loss.unbiased
         if is_lost and RESIDUAL not in compressor.state(Place(name, parameter, 1)):
             warnings.warn(
-                f"commhooks: {compressor!r} loses what it does not send of {name!r} and other parameters. Attach "
-                f"{type(compressor).__name__} by its name, or wrap it in ErrorFeedback(inner=...), unless that loss is "
-                "what you want to measure.",
+                f"commhooks: {compressor!r} loses what it does not send of {name!r} and other parameters. Wrap it in "
+                "ErrorFeedback(inner=...), or in WithoutFeedback(inner=...) if that loss is what you want.",
                 stacklevel=3,
             )
             return
+
+
+def _is_meant(compressor: Compressor) -> bool:
+    """Return whether what a compressor loses is meant: its name, or `WithoutFeedback`, says that it keeps nothing."""
+    if isinstance(compressor, WithoutFeedback):
+        return True
+    inner = inner_of(compressor)
+    return all(map(_is_meant, inner)) if inner else name_of(compressor) is not None

@@ -21,10 +21,9 @@ from commhooks.language.bucket import BucketView
 from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.place import Place
-from commhooks.language.registry import name_of
 from commhooks.language.requests import AllToAll, Asked, Flags, Judge, Request
 from commhooks.language.settings import check_settings
-from commhooks.language.spelling import Spelling, spelled
+from commhooks.language.text import Spelling, name_of, spelled
 
 Exchange = Generator[Asked, Any, None]
 """The generator that `Compressor.compress` returns: it yields requests and receives their answers. The answer to one
@@ -86,21 +85,6 @@ def no_hook(given: object) -> HookTypeError:
     )
 
 
-_REMOVED = {
-    "loss(name, parameter)": ("loses", "relative_error", "contraction", "is_unbiased", "is_damped", "takes_feedback"),
-    "loss(name, parameter), which returns Loss(..., of_bucket=True),": ("needs_whole_buckets",),
-    "sends = Sends.FIXED": ("fixes_wire",),
-    "sends = Sends.ANYTHING": ("only_sums",),
-    "check(named, world_size)": ("check_parameters", "check_ranks"),
-    "choose, which returns {} when nothing is to be chosen": ("chooses",),
-    "state(place), which declares all that is remembered,": ("remembers",),
-    "state(place), which adds what the bucket of place.bucket remembers,": ("bucket_state",),
-    "state(place), which leaves out what place.step does not use,": ("resting",),
-    "StartAfter around the compressors of two phases": ("phase",),
-}
-"""Former members, by their successors: a class that still defines one would silently be taken to lose nothing."""
-
-
 class Compressor(ABC):
     """The interface of compressors, which average gradients over ranks by sending something smaller.
 
@@ -118,14 +102,8 @@ class Compressor(ABC):
         check_settings(self)
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Raise `CompressorError` for a member that compressors no longer have, naming its successor."""
+        """Raise `CompressorError` if `state` cannot be given a place: it would fail at the first bucket only."""
         super().__init_subclass__(**settings)
-        for successor, names in _REMOVED.items():
-            for name in filter(vars(cls).__contains__, names):
-                raise CompressorError(
-                    f"{cls.__name__}.{name}: compressors are no longer asked for {name}; define {successor} in its "
-                    "place (docs/guide/compressors.md has a table of the changes)."
-                )
         given = [one for one in inspect.signature(cls.state).parameters.values() if one.default is one.empty]
         if len(given) != 2:
             raise CompressorError(
@@ -141,13 +119,12 @@ class Compressor(ABC):
         """Return text that `make_compressor` can parse, such as "powersgd:rank=4"."""
         return str(spelled(self))
 
-    def by_name(self, decay: float | None = None) -> Spelling | None:
+    def by_name(self) -> Spelling | None:
         """Return its spelling by a name that `make_compressor` knows; None if there is none.
 
-        `decay` is the decay of an `ErrorFeedback` around it (None: there is none). Wrappers that such a name covers
-        have their own `by_name`.
+        Wrappers that are settings of such a name have their own `by_name`.
         """
-        return name_of(self, takes_feedback(self), decay)
+        return name_of(self)
 
     @property
     def sends(self) -> Sends:

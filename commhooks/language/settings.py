@@ -117,18 +117,27 @@ def cached_for_each(function: Callable[[Owner, *Others], T]) -> Callable[[Owner,
 @functools.cache
 def _fields_of(owner: Any) -> list[tuple[str, tuple[Any, ...], Bounds]]:
     """Return the name, types and bounds of every field; a class that only changes a default keeps its base's bounds."""
-    try:
-        hints = typing.get_type_hints(owner)
-    except NameError:  # in another package, imported for type checkers only
-        hints = {}
+    hints = hints_of(owner)
     found = []
     for name in (field.name for field in dataclasses.fields(owner)):
-        kind = hints.get(name, Any)
-        is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
         declared = (vars(base).get("__dataclass_fields__", {}).get(name) for base in owner.__mro__)
         bounds = (field.metadata[_BOUNDS] for field in declared if field is not None and _BOUNDS in field.metadata)
-        found.append((name, typing.get_args(kind) if is_union else (kind,), next(bounds, Bounds())))
+        found.append((name, kinds_in(hints.get(name, Any)), next(bounds, Bounds())))
     return found
+
+
+def hints_of(owner: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotated types of a class or function; none if one is imported for type checkers only."""
+    try:
+        return typing.get_type_hints(owner)
+    except NameError:
+        return {}
+
+
+def kinds_in(kind: Any) -> tuple[Any, ...]:
+    """Return the types of which a value may have any."""
+    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    return typing.get_args(kind) if is_union else (kind,)
 
 
 def _fits(value: object, kind: Any, bounds: Bounds) -> bool:

@@ -28,7 +28,7 @@ from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange
 from commhooks.language.lending import Pool
 from commhooks.language.requests import AllGather, Layout, MessageBuffer, Part
-from commhooks.language.spelling import DTYPES, parse
+from commhooks.language.text import DTYPES, parse
 from commhooks.making import make_compressor
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics, total
@@ -37,7 +37,7 @@ from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.task import BucketTask
 from commhooks.sharded.fsdp import Unit
 from commhooks.tensors import computing_dtype
-from commhooks.wrappers.error_feedback import ErrorFeedback
+from commhooks.wrappers.error_feedback import ErrorFeedback, WithoutFeedback
 
 Code = Codec | torch.dtype
 """The form in which weights are sent: as codes of blocks, or in a dtype."""
@@ -85,7 +85,7 @@ def code_of(gather: Code | str) -> Code:
 
 def _within(compressor: object) -> object:
     """Return the codec of two hops, the dtype of a cast, or any other compressor itself; error feedback is removed."""
-    if isinstance(compressor, ErrorFeedback):
+    if isinstance(compressor, ErrorFeedback | WithoutFeedback):
         compressor = compressor.inner
     if isinstance(compressor, TwoHop):
         return compressor.codec

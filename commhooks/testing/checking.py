@@ -24,7 +24,8 @@ from commhooks.testing.law import Law, law
 from commhooks.testing.losses import LAWS as OF_LOSSES
 from commhooks.testing.state import LAWS as OF_STATE
 from commhooks.testing.workers import BrokenLawError
-from commhooks.wrappers import ErrorFeedback, Hierarchical
+from commhooks.wrappers import ErrorFeedback, Hierarchical, WithoutFeedback
+from commhooks.wrappers.error_feedback import with_feedback
 
 LAWS: tuple[Law, ...] = (*OF_EXCHANGE, *OF_FEEDBACK, *OF_STATE, *OF_LOSSES)
 """Every law, in the order in which they are tried."""
@@ -72,14 +73,14 @@ def steps(compressor: Compressor, claims: Claims) -> None:
 def as_used(given: Compressor | Codec) -> Compressor:
     """Return the compressor to check: a codec inside `TwoHop`, and `ErrorFeedback` around a loss that it can feed back.
 
-    A compressor is returned as it is if there is `ErrorFeedback` in it, if it is unbiased, or if its error is not below
-    1.
+    A compressor is returned as it is if there is `ErrorFeedback` or `WithoutFeedback` in it, if it is unbiased, or if
+    its error is not below 1.
     """
-    compressor = TwoHop(codec=given) if isinstance(given, Codec) else given
+    compressor = with_feedback(TwoHop(codec=given) if isinstance(given, Codec) else given)
     loss = loss_of_a_matrix(compressor)
     if isinstance(compressor, TwoHop) and loss.contraction >= 1 and compressor.damping is None:
         return dataclasses.replace(compressor, server_feedback=False)
-    is_fed = any(isinstance(one, ErrorFeedback | Hierarchical) for one in every_one_in(compressor))
+    is_fed = any(isinstance(one, ErrorFeedback | WithoutFeedback | Hierarchical) for one in every_one_in(compressor))
     keeps = loss.is_worth_keeping and not loss.unbiased and loss.contraction < 1 and takes_feedback(compressor)
     return ErrorFeedback(inner=compressor) if keeps and not is_fed else compressor
 

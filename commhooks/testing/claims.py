@@ -67,8 +67,6 @@ class Claims:
         nest = list(every_one_in(compressor))
         feeding = [one for one in nest if isinstance(one, ErrorFeedback)]
         decays = {one.decay for one in feeding}
-        drops = [f"its residual is dropped every {one.reset_every} steps" for one in feeding if one.reset_every]
-        drops += ["its residuals fade by different factors"] if len(decays) > 1 else []
         codecs = codecs_in(nest)
         block = max((codec.block for codec in codecs), default=0)
         workers = Workers(compressor, 2, zeros(*cls(block=block).shapes(*SHAPES)))
@@ -80,7 +78,7 @@ class Claims:
             exchanges=not any(isinstance(one, NoOp) for one in nest),
             error_feedback="residual" in kinds,
             decay=max(decays, default=1.0),
-            drops="; ".join(drops),
+            drops="its residuals fade by different factors" if len(decays) > 1 else "",
             depends_on_buckets="buckets" in exempt,
             rank=_ROUNDINGS // 4,
             wire=max((one for one in workers.summed_in if one.itemsize == 2), key=unit_roundoff, default=None),

@@ -117,15 +117,18 @@ class Bench:
         losses = [compressor.loss(f"layer{index}", parameter) for index, parameter in enumerate(parameters)]
         self.is_kept = any(loss is not None and loss.is_kept for loss in losses)
         is_apart = "buckets" in compressor.exempt or any(loss is not None and loss.of_bucket for loss in losses)
-        if self.is_kept:  # no residual comes back: each step leaves out what the first one does
-            compressor = ErrorFeedback(inner=compressor, decay=_FADING, reset_every=1)
+        if self.is_kept:
+            compressor = ErrorFeedback(inner=compressor, decay=_FADING)
         self.workers = Workers(compressor, 1, parameters, buckets=len(parameters) if is_apart else 1)
 
     def draw(self) -> list[tuple[Tensor, Tensor]]:
         """Make a step; return for each gradient what was not sent, and the mean."""
         (means,) = self.workers.step([self.gradients])
         if self.is_kept:
-            unsent = [self.workers.residual(0, index).clone() for index in range(len(means))]
+            residuals = [self.workers.residual(0, index) for index in range(len(means))]
+            unsent = [residual.clone() for residual in residuals]
+            for residual in residuals:  # none comes back: each step leaves out what the first one does
+                residual.zero_()
         else:
             unsent = [gradient - mean for gradient, mean in zip(self.gradients, means, strict=True)]
         return list(zip(unsent, means, strict=True))

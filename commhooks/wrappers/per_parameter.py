@@ -26,7 +26,7 @@ from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.place import Place
 from commhooks.language.settings import check_settings, refusal, setting
-from commhooks.language.spelling import spelled
+from commhooks.language.text import spelled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

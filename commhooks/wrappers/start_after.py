@@ -16,7 +16,7 @@ from commhooks.language.entries import Declared, ParameterState
 from commhooks.language.loss import Loss, Sends
 from commhooks.language.place import Place
 from commhooks.language.settings import setting
-from commhooks.language.spelling import Spelling, spelled
+from commhooks.language.text import Spelling, spelled
 from commhooks.wrappers.wrapper import Wrapper
 
 
@@ -28,10 +28,10 @@ class StartAfter(Wrapper):
     """Higher: more of the delicate early phase of training is uncompressed."""
     before: Compressor = dataclasses.field(default_factory=AllReduceMean)
 
-    def by_name(self, decay: float | None = None) -> Spelling | None:
+    def by_name(self) -> Spelling | None:
         """Return `inner`'s spelling with `start_after` among its settings, if `before` is a plain all-reduce."""
         inner = spelled(self.inner)
-        is_free = decay is None and not inner.has("start_after") and not hasattr(self.inner, "start_after")
+        is_free = not inner.has("start_after") and not hasattr(self.inner, "start_after")
         is_usual = self.steps > 0 and self.before == AllReduceMean()
         return inner.having(start_after=self.steps) if is_free and is_usual else None
 

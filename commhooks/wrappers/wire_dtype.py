@@ -16,7 +16,7 @@ from commhooks.language.compressor import Compressor, Context, Exchange, map_req
 from commhooks.language.loss import Sends
 from commhooks.language.requests import AllReduce, Asked, Judge, Part, Request
 from commhooks.language.settings import refusal
-from commhooks.language.spelling import Spelling, short_name, spelled
+from commhooks.language.text import Spelling, short_name, spelled
 from commhooks.wrappers.wrapper import Wrapper
 
 
@@ -35,10 +35,10 @@ class WireDtype(Wrapper):
         if self.inner.sends == Sends.FIXED:
             raise refusal(self, "inner", "must not choose its own wire dtype, as this one does")
 
-    def by_name(self, decay: float | None = None) -> Spelling | None:
+    def by_name(self) -> Spelling | None:
         """Return `inner`'s spelling with `wire` among its settings."""
         inner = spelled(self.inner)
-        is_free = decay is None and not inner.has("wire", "start_after") and not hasattr(self.inner, "wire")
+        is_free = not inner.has("wire", "start_after") and not hasattr(self.inner, "wire")
         return inner.having(wire=short_name(self.dtype)) if is_free else None
 
     def takes(self, gradient: Tensor) -> bool:

@@ -8,9 +8,10 @@ from typing import Any
 
 from commhooks.errors import SettingsError
 from commhooks.language.compressor import Compressor, check_compressor
-from commhooks.language.spelling import Spelling, parse
+from commhooks.language.text import Spelling, parse
 from commhooks.making import make_compressor
 from commhooks.scheduling.policy import POLICIES, PolicyName
+from commhooks.wrappers.error_feedback import with_feedback
 from commhooks.wrappers.hierarchical import is_hierarchical
 
 NOOP, ALL_REDUCE = "noop", "allreduce"
@@ -32,6 +33,7 @@ class Candidate:
 
     def __post_init__(self) -> None:
         check_compressor("Candidate", self.compressor)
+        object.__setattr__(self, "compressor", with_feedback(self.compressor))
         if self.policy not in POLICIES:
             raise SettingsError(f"Candidate(policy={self.policy!r}): policy must be one of {', '.join(POLICIES)}.")
         if is_hierarchical(self.compressor):

@@ -104,8 +104,7 @@ def drawn_by_name(draw: random.Random, name: str) -> Compressor:
 
 
 def _fed(draw: random.Random, depth: int) -> Compressor:
-    decay, reset_every = draw.choice((1.0, 1.0, 0.9)), draw.choice((0, 0, 2))
-    return ErrorFeedback(inner=_nested(draw, depth), decay=decay, reset_every=reset_every)
+    return ErrorFeedback(inner=_nested(draw, depth), decay=draw.choice((1.0, 1.0, 0.9)))
 
 
 def _cast(draw: random.Random, depth: int) -> Compressor:
@@ -140,8 +139,7 @@ _WRAPPERS: tuple[Callable[[random.Random, int], Compressor], ...] = (
 def conserves(compressor: Compressor, name: str, parameter: Tensor, step: int, *, fed: bool = False) -> bool:
     """Return whether, of this parameter and in this step, all that is not sent stays in residuals and shares."""
     if isinstance(compressor, ErrorFeedback):
-        never_drops = compressor.decay == 1 and not compressor.reset_every
-        return never_drops and conserves(compressor.inner, name, parameter, step, fed=True)
+        return compressor.decay == 1 and conserves(compressor.inner, name, parameter, step, fed=True)
     if isinstance(compressor, StartAfter):
         active = compressor.before if step < compressor.steps else compressor.inner
         return conserves(active, name, parameter, step, fed=fed)

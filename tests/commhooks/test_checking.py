@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import Compressor, ErrorFeedback, SettingsError, TwoHop, make_compressor
+from commhooks import Compressor, ErrorFeedback, SettingsError, TopK, TwoHop, make_compressor
 from commhooks.codecs import QSGD, Codec, Int4, Int8
 from commhooks.language import AllReduce, BucketView, Context, Exchange, Judge, Loss, Slot
 from commhooks.testing import LAWS, Finding, as_used, check
@@ -194,8 +194,8 @@ def test_an_error_that_is_too_small_is_found_for_unbiased_codes() -> None:
 def test_what_is_checked_is_what_would_be_used() -> None:
     assert as_used(Int4(block=32)) == ErrorFeedback(inner=TwoHop(codec=Int4(block=32)))
     assert as_used(QSGD(block=32, levels=1)) == TwoHop(codec=QSGD(block=32, levels=1), server_feedback=False)
-    top_k = make_compressor("top-k", ratio=0.1, error_feedback=False)
-    assert as_used(top_k) == as_used(ErrorFeedback(inner=top_k)) == ErrorFeedback(inner=top_k)
+    top_k, bare = make_compressor("top-k", ratio=0.1), make_compressor("top-k", ratio=0.1, error_feedback=False)
+    assert as_used(TopK(ratio=0.1)) == as_used(top_k) == top_k and as_used(bare) == bare
     for name in ("all-reduce", "fp16", "random-k:unbiased=true", "signum"):
         assert as_used(make_compressor(name)) == make_compressor(name)
 

@@ -192,18 +192,3 @@ def test_average_says_where_workers_of_one_process_meet() -> None:
     one, _ = exchangers({"w": torch.zeros(3)}, "all-reduce")
     with pytest.raises(CompressorError, match="meet in average_in_lockstep"):
         one.average({"w": torch.ones(3)})
-
-
-@pytest.mark.parametrize("name", ["top-k", "int4"])
-def test_a_residual_is_dropped_every_so_many_steps(name: str) -> None:
-    """In those steps the mean is that of a run which has just begun; in the others it is not."""
-    inner = commhooks.make_compressor(name, error_feedback=False)
-    if isinstance(inner, commhooks.TwoHop):
-        inner = dataclasses.replace(inner, codec=commhooks.codecs.Int4(stochastic=False))
-    parameters = zeros((16, 32))
-    workers = Workers(commhooks.ErrorFeedback(inner=inner, reset_every=3), 2, parameters)
-    for step in range(7):
-        gradients = normal(parameters, 2, seed=step)
-        mean = workers.step(gradients)[0][0]
-        fresh = Workers(commhooks.ErrorFeedback(inner=inner), 2, parameters).step(gradients)[0][0]
-        assert torch.equal(mean, fresh) is (step % 3 == 0)

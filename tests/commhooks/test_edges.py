@@ -26,6 +26,7 @@ from commhooks import (
     making,
     schedule,
 )
+from commhooks.wrappers.error_feedback import with_feedback
 from tests.commhooks.workers import Workers, normal, zeros
 
 
@@ -70,7 +71,7 @@ def test_a_text_calls_no_function_and_no_class_but_compressors(tmp_path: Path) -
 
 def test_quotes_inside_of_a_text_are_read_back() -> None:
     skipping = PowerSGD(skip=("it's", "a\"b-c'd", "x\\y-z"))
-    assert make_compressor(str(skipping)) == skipping
+    assert make_compressor(str(skipping)) == with_feedback(skipping)
 
 
 def _made_without_types(ratio):  # type: ignore[no-untyped-def]  # as other packages have them
@@ -80,7 +81,7 @@ def _made_without_types(ratio):  # type: ignore[no-untyped-def]  # as other pack
 def test_a_setting_without_a_type_takes_any_value(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("theirs", f"{__name__}:_made_without_types", making.ENTRY_POINTS)
     monkeypatch.setattr(making, "entry_points", lambda group: [point])
-    assert make_compressor("theirs", ratio=0.5) == TopK(ratio=0.5)
+    assert make_compressor("theirs", ratio=0.5) == ErrorFeedback(inner=TopK(ratio=0.5))
 
 
 @pytest.mark.parametrize("elements", [2, 1_000, 200_000])
@@ -113,4 +114,4 @@ def test_what_is_right_on_average_says_so_inside_of_wrappers_too() -> None:
 @pytest.mark.parametrize("build", [DeMo, SparseLoCo])
 def test_a_mean_is_over_ranks_or_senders(build: Callable[..., Compressor]) -> None:
     assert "mean_over" not in str(build())  # so files that lack the setting mean the default
-    assert make_compressor(str(build(mean_over="senders"))) == build(mean_over="senders")
+    assert make_compressor(str(build(mean_over="senders"))) == with_feedback(build(mean_over="senders"))

@@ -15,6 +15,7 @@ from commhooks import ErrorFeedback, PerParameter, SettingsError, StartAfter, To
 from commhooks.compressors import COMPRESSORS
 from commhooks.language.compressor import loss_of_a_matrix
 from commhooks.making import settings_of
+from commhooks.wrappers.error_feedback import with_feedback
 from tests.cases import CASES, NEEDED, Case, rows_of
 from tests.commhooks.nestings import SHAPES, drawn
 from tests.flat_cost import two_hop_names, two_hop_of
@@ -49,13 +50,25 @@ def test_every_name_makes_what_its_text_makes(name: str) -> None:
     ("written", "also"),
     [
         ("top-k:ratio=0.02", "ErrorFeedback(inner=TopK(ratio=0.02))"),
-        ("top-k:error_feedback=False", "TopK()"),
+        ("top-k", "TopK()"),
+        ("top-k:error_feedback=False", "WithoutFeedback(inner=TopK())"),
+        ("top-k:error_feedback=False", "without-feedback:inner=top-k"),
+        ("top-k:decay=0.5", "error-feedback:inner=top-k,decay=0.5"),
+        ("demo", "error-feedback:inner=(demo),decay=0.999"),
+        ("demo:decay=1", "ErrorFeedback(inner=DeMo())"),
+        ("hierarchical:inner=(powersgd:rank=4),size=2", "Hierarchical(inner=PowerSGD(rank=4), size=2)"),
+        (
+            "without-feedback:inner=(powersgd:start_after=3)",
+            "WithoutFeedback(inner=StartAfter(inner=PowerSGD(), steps=3))",
+        ),
         ("fp16", "Cast(dtype=torch.float16)"),
         ("bf16:error_feedback=True", "error-feedback:inner=(fp16:dtype=bf16)"),
         ("distro", "demo:k=4,one_bit=True,sign=True"),
-        ("int8:error_feedback=False,server_feedback=True", "TwoHop(codec=Int8())"),
-        ("int8:error_feedback=False", "two-hop:codec=(Int8),server_feedback=False"),
-        ("sign:error_feedback=False,server_feedback=True", "two-hop:codec=sign"),
+        ("int8", "TwoHop(codec=Int8())"),
+        ("int8:error_feedback=False,server_feedback=True", "WithoutFeedback(inner=TwoHop(codec=Int8()))"),
+        ("int8:server_feedback=False", "two-hop:codec=(Int8),server_feedback=False"),
+        ("int8:error_feedback=False", "without-feedback:inner=(int8:server_feedback=False)"),
+        ("sign", "two-hop:codec=sign"),
         ("powersgd:rank=4,start_after=10,wire=bf16", "powersgd(start_after=10, rank=4, wire=torch.bfloat16)"),
         ("powersgd:skip=(a.*,b)", "powersgd:skip=a.*+b"),
         ("top-k:ratio=1", "top-k : ratio = 1.0"),
@@ -83,7 +96,7 @@ def test_what_str_prints_of_a_code_is_read_inside_of_a_compressor(name: str) -> 
     """There it is the code of that name, and not the compressor."""
     inner = two_hop_of(name)
     assert isinstance(inner, TwoHop)
-    assert make_compressor(f"two-hop:codec=({inner.codec})") == TwoHop(codec=inner.codec)
+    assert make_compressor(f"two-hop:codec=({inner.codec})") == with_feedback(TwoHop(codec=inner.codec))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -446,7 +446,8 @@ def test_start_after_runs_the_other_compressor_first() -> None:
 def test_without_error_feedback_no_server_keeps_an_error_either() -> None:
     sign = commhooks.TwoHop(codec=commhooks.codecs.Sign())
     assert commhooks.make_compressor("sign") == commhooks.ErrorFeedback(inner=sign)
-    assert commhooks.make_compressor("sign", error_feedback=False) == dataclasses.replace(sign, server_feedback=False)
+    bare = commhooks.WithoutFeedback(inner=dataclasses.replace(sign, server_feedback=False))
+    assert commhooks.make_compressor("sign", error_feedback=False) == bare
 
 
 @pytest.mark.parametrize("matrices", ["first-dimension", "whole-bucket"])

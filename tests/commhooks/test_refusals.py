@@ -146,31 +146,6 @@ def test_slips_of_the_pen_are_named(slip: str, complaint: str) -> None:
         workers.step([[torch.ones(5)]] * 2)
 
 
-SUCCESSORS = {
-    "loss": [
-        "loses", "relative_error", "contraction", "is_unbiased", "is_damped", "takes_feedback", "needs_whole_buckets",
-    ],
-    "sends": ["only_sums", "fixes_wire"],
-    "check": ["check_parameters", "check_ranks"],
-    "choose": ["chooses"],
-    "state": ["bucket_state", "remembers", "resting"],
-    "StartAfter": ["phase"],
-}  # fmt: skip
-"""What compressors define now, in place of what they once did."""
-
-
-@pytest.mark.parametrize(("name", "now"), [(one, now) for now, names in SUCCESSORS.items() for one in names])
-def test_a_compressor_of_an_earlier_version_is_refused_with_the_successor_of_what_it_defines(
-    name: str, now: str
-) -> None:
-    """It would otherwise be taken to lose nothing, and be given no residual."""
-    told = rf"Old\.{name}: compressors are no longer asked for {name}; define {now}\b"
-    with pytest.raises(CompressorError, match=told):
-        type("Old", (Mean,), {name: lambda self, *given: True})
-    with pytest.raises(CompressorError, match=told):
-        type("Old", (ErrorFeedback,), {name: property(lambda self: True)})
-
-
 def test_a_state_that_is_not_given_a_place_is_refused_with_what_a_place_has() -> None:
     """It would otherwise fail at the first bucket only."""
     told = r"Old\.state\(.*name.*world_size.*\): state is given one Place; define state\(self, place\), and ask place"

@@ -194,7 +194,7 @@ def test_a_setting_that_a_file_does_not_know_had_its_default_when_that_was_saved
         commhooks.Exchanger(
             tensors, commhooks.make_compressor("top-k"), line=commhooks.lockstep_lines(1)[0]
         ).load_state_dict(without)
-    del state["settings"]["reset_every"], state["settings"]["inner.indices"]
+    del state["settings"]["inner.indices"]
     state["inventory"] = {}  # a file that does not know a setting does not list it
     commhooks.Exchanger(
         tensors, commhooks.make_compressor("top-k"), line=commhooks.lockstep_lines(1)[0]
@@ -205,7 +205,7 @@ def test_a_setting_that_a_file_does_not_know_had_its_default_when_that_was_saved
         other.load_state_dict(state)
 
 
-DEMO = "ErrorFeedback(inner=DeMo(k=32, chunk=64, one_bit=False, sign=False), decay=0.999, reset_every=0)"
+DEMO = "ErrorFeedback(inner=DeMo(k=32, chunk=64, one_bit=False, sign=False), decay=0.999)"
 
 """As it was written before DeMo had the setting `mean_over`."""
 

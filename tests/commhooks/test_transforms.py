@@ -12,7 +12,7 @@ import scipy.fft
 import torch
 from torch import Tensor
 
-from commhooks import Compressor, DeMo, ErrorFeedback, SettingsError, SparseLoCo, make_compressor
+from commhooks import Compressor, DeMo, ErrorFeedback, SettingsError, SparseLoCo, WithoutFeedback, make_compressor
 from commhooks.compressors.dct import cosines, transform
 from commhooks.compressors.tiles import MeanOver, Tiling
 from commhooks.packing import pack_integers, packed_bytes, unpack_integers
@@ -258,7 +258,7 @@ def test_a_registered_decay_is_the_papers_unless_told_otherwise() -> None:
     distro = DeMo(k=4, one_bit=True, sign=True)
     assert make_compressor("distro", decay=0.995) == ErrorFeedback(inner=distro, decay=0.995)
     assert make_compressor("sparse-loco", decay=0.9) == ErrorFeedback(inner=SparseLoCo(), decay=0.9)
-    assert make_compressor("sparse-loco", error_feedback=False) == SparseLoCo()
+    assert make_compressor("sparse-loco", error_feedback=False) == WithoutFeedback(inner=SparseLoCo())
     with pytest.raises(
         SettingsError, match=r"'sparse-loco' keeps no residual, so decay=0.9 has no effect; leave it out."
     ):

@@ -173,8 +173,7 @@ QUICK = (
 )  # fmt: skip
 ONE_AFTER_ANOTHER = """
 import shlex, sys
-sys.argv[0] = "/usr/bin/commhooks"
-from experiments.commands.front import main
+from commhooks_command import main
 for line in sys.argv.pop().splitlines():
     sys.argv = ["/usr/bin/commhooks", *shlex.split(line)]
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from commhooks.language.spelling import Spelling
+from commhooks.language.text import Spelling
 from experiments.results.summary import Spread, Typical, steps_to
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec

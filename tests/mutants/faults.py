@@ -298,12 +298,12 @@ _COMPRESSORS = [
         new="place, machine = divmod(context.rank, self.size)",
     ),
     Fault(
-        name="the residual is never reset",
+        name="the residual never fades",
         room="compressors",
-        says="The first step's plan, with its decay, is used again in steps that drop the residual.",
+        says="The decay is forgotten, so that all of the residual comes back.",
         at="commhooks.wrappers.error_feedback:ErrorFeedback._with_residuals",
-        old="bucket.plan((self, resets), ",
-        new="bucket.plan(self, ",
+        old="self._is_lossy, self.decay",
+        new="self._is_lossy, 1.0",
     ),
     Fault(
         name="a limit that excludes itself",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commhooks.errors import CompressorError
 from commhooks.language.settings import check_settings, refusal, setting
-from commhooks.language.spelling import spelled
+from commhooks.language.text import spelled
 from commhooks.tensors import computing_dtype
 
 

@@ -48,7 +48,7 @@ _UNITS = 1 << 15
 class AdaptiveRank(Compressor):
     """A compressor that compresses each matrix to its own rank, chosen every `every` steps.
 
-    Wrap it in `ErrorFeedback`.
+    It has error feedback, unless it is inside `WithoutFeedback`.
     """
 
     rank: int = setting(4, least=1)

@@ -63,7 +63,7 @@ Exchanging = Generator[Asked, Any, Exchanged]
 class PowerSGD(Compressor):
     """A compressor that compresses matrices to rank `rank`, with warm start: two collectives per bucket.
 
-    Wrap it in `ErrorFeedback`.
+    It has error feedback, unless it is inside `WithoutFeedback`.
 
     A step whose answers hold an inf or a NaN commits nothing, and its mean is non-finite on every rank.
     """
