@@ -5,6 +5,8 @@ A name is imported when it is first used; only the names that saved hooks contai
 
 from typing import TYPE_CHECKING
 
+__version__ = "0.1.0"  # before the imports, some of which need it
+
 if TYPE_CHECKING:
     from commhooks import codecs as codecs
     from commhooks import communicators as communicators
@@ -78,7 +80,6 @@ else:
     from commhooks.names import listed as __dir__  # noqa: F401  # "imported but unused": Python calls both
     from commhooks.names import resolved as __getattr__  # noqa: F401
 
-__version__ = "0.1.0"
 
 __all__ = [
     "Adaptive",

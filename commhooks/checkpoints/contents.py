@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from commhooks.checkpoints.disk import crc32_of, read_json, read_tensors
-from commhooks.checkpoints.run import FORMAT_VERSION, Run, Saved, of_own_models, optimizer_class
+from commhooks.checkpoints.run import Run, Saved, of_own_models, optimizer_class
 from commhooks.devices import set_generator_states
 from commhooks.errors import CheckpointError
+from commhooks.state.formats import LAYOUT, refuse_other_layouts
 from commhooks.state.groups import Snapshots, joined
 from commhooks.state.snapshot import LoadRules, Snapshot
 
@@ -99,25 +100,21 @@ def read_contents(path: Path, rank: int, world_size: int, rules: LoadRules) -> C
 
 @dataclasses.dataclass(frozen=True)
 class _Manifest:
-    """The expected sizes and CRC-32 of a checkpoint's files, and its name; earlier versions have only sizes."""
+    """The expected sizes and CRC-32 of a checkpoint's files, and its name."""
 
     sizes: dict[str, int]
-    save: str | None
+    save: str
     crc32: dict[str, str]
 
 
 def _read_manifest(path: Path) -> _Manifest:
     try:
         manifest = read_json(path / "manifest.json")
-        version, files = manifest["format_version"], manifest["files"]
-        save, crc32 = manifest.get("save"), manifest.get("crc32", {})
+        refuse_other_layouts(str(path), manifest)
+        files, save, crc32 = manifest["files"], manifest["save"], manifest["crc32"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / 'manifest.json'} cannot be read ({type(error).__name__}: {error}).") from error
-    if version != FORMAT_VERSION or not isinstance(files, dict) or not isinstance(crc32, dict):
-        raise CheckpointError(
-            f"{path} was saved in format {version!r}; this version of commhooks reads format {FORMAT_VERSION}."
-        )
-    if save is not None and files.keys() != crc32.keys():
+    if not isinstance(files, dict) or not isinstance(crc32, dict) or files.keys() != crc32.keys():
         raise CheckpointError(f"{path / 'manifest.json'} is damaged: it must give the CRC-32 of each file.")
     return _Manifest(files, save, crc32)
 
@@ -141,8 +138,8 @@ def _read_file(path: Path, manifest: _Manifest, wanted: Mapping[str, type]) -> d
         ) from error
     except Exception as error:  # whatever a damaged or hostile file causes
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
-    if not isinstance(content, dict) or content.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(f"{path} is not part of a checkpoint of format {FORMAT_VERSION}.")
+    if not isinstance(content, dict) or content.get("layout") != LAYOUT:
+        raise CheckpointError(f"{path} is not part of a checkpoint of layout {LAYOUT}.")
     wrong = [name for name, kind in wanted.items() if not isinstance(content.get(name), kind)]
     if wrong:
         raise CheckpointError(f"{path} is damaged: missing or of the wrong type: {', '.join(wrong)}.")
@@ -157,7 +154,7 @@ def _check_save(path: Path, content: Mapping[str, Any], crc32: str, manifest: _M
             f"{path} belongs to another save than manifest.json (step {content['step']}; save {content.get('save')}, "
             f"the manifest's is {manifest.save}); put back the file that was saved with it."
         )
-    if manifest.save is not None and crc32 != manifest.crc32[path.name]:
+    if crc32 != manifest.crc32[path.name]:
         raise CheckpointError(
             f"{path} was changed after it was saved: its CRC-32 is {crc32}, but the manifest says "
             f"{manifest.crc32[path.name]}."

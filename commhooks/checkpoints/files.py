@@ -29,9 +29,10 @@ from torch.nn import Module
 from commhooks.checkpoints.contents import Contents, read_contents
 from commhooks.checkpoints.disk import write_tensors
 from commhooks.checkpoints.folder import newest, others_in, prepare, put_in_place, remove_abandoned, remove_all_but
-from commhooks.checkpoints.run import FORMAT_VERSION, HookState, Run, Saved
+from commhooks.checkpoints.run import HookState, Run, Saved
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import CheckpointError
+from commhooks.state.formats import LAYOUT, VERSION
 from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 
 MOST_REMOVED = 10
@@ -97,7 +98,8 @@ def save_checkpoint(
         )
         written: dict[str, tuple[int, str]] = {name: sums for part in parts for name, sums in part.items()}
         manifest = {
-            "format_version": FORMAT_VERSION,
+            "layout": LAYOUT,
+            "commhooks": VERSION,
             "save": save,
             "step": step,
             "world_size": ranks.world_size,

@@ -15,11 +15,11 @@ from torch.nn import Module
 from commhooks.communicators.ranks import Ranks
 from commhooks.devices import generator_states
 from commhooks.errors import CheckpointError
+from commhooks.state.formats import LAYOUT, VERSION
 from commhooks.state.groups import Snapshots
 from commhooks.state.snapshot import LoadRules, Snapshot
 from commhooks.unwrapping import bare, unwrapped
 
-FORMAT_VERSION = 1
 _PLAIN = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
 _SEQUENCES = (list, tuple, set, torch.Size)
 _MAPPINGS = (dict, OrderedDict, Counter)
@@ -121,8 +121,7 @@ class Run:
         the save, so that files of different saves cannot be mixed up.
         """
         generators = {"cpu": torch.get_rng_state(), **generator_states()}
-        part: dict[str, Any] = {"format_version": FORMAT_VERSION, "save": save, "step": step, "generators": generators}
-        part["buffers"] = self.buffers()
+        part = _head(save, step) | {"generators": generators, "buffers": self.buffers()}
         if of_own_models(self.hooks):
             part["model"] = self.model.state_dict()
             part |= self._saved_beside()
@@ -137,7 +136,7 @@ class Run:
         self, snapshot: Snapshot | Snapshots | None, step: int, save: str, world_size: int, extra: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the state that is the same on every rank; raise `CheckpointError` if it is not plain data."""
-        part: dict[str, Any] = {"format_version": FORMAT_VERSION, "save": save, "step": step, "world_size": world_size}
+        part = _head(save, step) | {"world_size": world_size}
         part["model"] = self.hooks.model_state() if of_own_models(self.hooks) else self.model.state_dict()
         part |= self._saved_beside()
         part["optimizer_class"] = optimizer_class(self.optimizer)
@@ -146,6 +145,11 @@ class Run:
         part["extra"] = dict(extra)
         _require_plain("", part)
         return part
+
+
+def _head(save: str, step: int) -> dict[str, Any]:
+    """Return what every file of a checkpoint says of itself."""
+    return {"layout": LAYOUT, "commhooks": VERSION, "save": save, "step": step}
 
 
 class ShardedOptimizer(Saved, Protocol):

@@ -51,7 +51,6 @@ class DeMo(Compressor):
     Wrap it in `ErrorFeedback(decay=0.999)`.
     """
 
-    message_format = 2  # bits and places in runs of bytes
     k: int = setting(32, least=1)
     """Lower: smaller messages, but more left in the momentum."""
     chunk: int = setting(64, least=2, most=128)

@@ -47,7 +47,6 @@ class SparseLoCo(Compressor):
     Wrap it in `ErrorFeedback(decay=0.95)`.
     """
 
-    message_format = 2  # places in runs of bytes
     k: int = setting(64, least=1)
     """Lower: smaller messages, but more left in the residual."""
     chunk: int = setting(64, least=2, most=1024)

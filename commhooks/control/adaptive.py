@@ -181,8 +181,6 @@ class Adaptive:
         """Return what a state says; raise `CheckpointError` if it is another controller's, or damaged."""
         try:
             ladder = state["ladder"]
-            if ladder == list(map(repr, self._ladder)):  # as earlier versions wrote it
-                ladder = list(map(str, self._ladder))
             rule = FullRule(**state["rule"])
             compared = {
                 "ladder": (ladder, list(map(str, self._ladder))),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import re
 import warnings
 from collections.abc import Mapping, Set
 from typing import Any
@@ -17,14 +15,13 @@ from commhooks.engine.engine import Engine
 from commhooks.engine.replay import Resumed
 from commhooks.errors import AttachError, CheckpointError
 from commhooks.language.bucket import Slot
-from commhooks.language.compressor import message_formats
 from commhooks.language.entries import Declared, Entry
 from commhooks.state.fitness import begun_again, misfits
-from commhooks.state.formats import description_of
+from commhooks.state.formats import VERSION, description_of
 from commhooks.state.groups import Snapshots
-from commhooks.state.orders import in_memory_order, in_other_formats, with_an_axis_each
-from commhooks.state.settings import MESSAGES, settings_of
+from commhooks.state.settings import settings_of
 from commhooks.state.snapshot import LoadRules, Snapshot, refuse
+from commhooks.tensors import memory_order
 
 
 def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
@@ -44,64 +41,40 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Snapshot:
     engine.state.choose(engine.compressor, engine.step)  # when loading, not all parameters' names may be known in time
     replicated, own = engine.state.export()
     buckets = {"handed_in": engine.buckets.names() or [list(names) for names in engine.resumed.plan]}
+    named = engine.state.named()
     return Snapshot(
         step=engine.step,
         world_size=engine.line.world_size,
         policy=engine.policy,
         grad_scale=engine.loss_scale.value(),
-        settings=settings_of(engine.compressor) | {MESSAGES: repr(message_formats(engine.compressor))},
-        shapes={name: list(parameter.shape) for name, parameter in engine.state.named().items()},
+        settings=settings_of(engine.compressor),
+        shapes={name: list(parameter.shape) for name, parameter in named.items()},
+        orders={name: memory_order(parameter) for name, parameter in named.items()},
         bucket_plan=buckets | dict(bucket_plan),
         kinds=engine.state.kinds(),
-        replicated=with_an_axis_each(replicated, engine.state.named(), engine.state.declared()),
+        replicated=replicated,
         local={engine.line.rank: own},
     )
 
 
 def differences(engine: Engine, snapshot: Snapshot, rules: LoadRules) -> list[str]:
     """List every mismatch between a snapshot and the engine."""
-    try:
-        snapshot = _with_kinds(engine, snapshot)
-    except CheckpointError as error:
-        return [str(error).removesuffix(".")]
-    shapes = {name: list(parameter.shape) for name, parameter in engine.state.named().items()}
+    named = engine.state.named()
     where = engine.line.world_size, engine.line.rank
     kept = _declared(engine, snapshot)
-    found = snapshot.differences(engine.compressor, shapes, kept, *where, rules)
+    found = snapshot.differences(engine.compressor, named, kept, *where, rules)
     if found:
         return found
     if rules.missing == "reset":
         snapshot = snapshot.without_entries_not_in(kept, engine.line.world_size)
-    declared = {name: _by_each(engine, name, parameter) for name, parameter in engine.state.named().items()}
-    elsewhere = functools.partial(_in_other_formats, engine)
-    in_order = in_memory_order(snapshot, engine.state.named(), declared)
-    return misfits(in_order, engine.state.named(), declared, elsewhere, engine.line.world_size, rules)
+    declared = {name: _by_each(engine, name, parameter) for name, parameter in named.items()}
+    return misfits(snapshot, named, declared, engine.line.world_size, rules)
 
 
 def _by_each(engine: Engine, name: str, parameter: Tensor) -> list[Declared]:
     """Return the entries of each compressor that may be in use for a parameter, the current compressor's first."""
     compressors, compressed = (engine.compressor, *engine.state.successors), _as_compressed(parameter)
     return [compressor.state(engine.state.place(name, compressed)) for compressor in compressors]
-
-
-def _in_other_formats(engine: Engine, name: str) -> list[Declared]:
-    """Return the compressors' entries for a parameter in other memory formats."""
-    others = in_other_formats(engine.state.named()[name])
-    return [declared for parameter in others for declared in _by_each(engine, name, parameter)]
-
-
-def _with_kinds(engine: Engine, snapshot: Snapshot) -> Snapshot:
-    """Return a snapshot with the kinds of its entries, even if it was saved in format 2."""
-    if snapshot.merged_kinds is None:
-        return snapshot
-    declare, place, ranks = engine.compressor.state, engine.state.place, snapshot.world_size
-    named = {name: _as_compressed(parameter) for name, parameter in engine.state.named().items()}
-    then = {name: declare(place(name, parameter, ranks)) for name, parameter in named.items()}
-    of_larger = {}  # parameters as many times as large, without memory
-    for name, parameter in named.items():
-        repeated = parameter.detach().to("meta").repeat(ranks, *[1] * (parameter.dim() - 1))
-        of_larger[name] = declare(place(name, repeated, ranks))
-    return snapshot.with_kinds(engine.compressor, then, of_larger)
 
 
 def _declared(engine: Engine, snapshot: Snapshot) -> dict[str, Declared]:
@@ -146,7 +119,7 @@ def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, 
         raise checked
     # The stack level of warnings is that of who calls load_state_dict: the two decorators have frames of their own.
     _warn_of_new_beginnings(engine, checked)
-    _warn_of_new_messages(engine, checked)
+    _warn_of_another_version(checked)
     if rules.world_size == "keep" and rank == 0:
         _warn_of_losses(engine, checked)
     declared = _declared(engine, checked)
@@ -158,34 +131,25 @@ def restore(engine: Engine, read: Snapshot | CheckpointError, rules: LoadRules, 
     }
     unchecked = checked.shapes if not engine.state.named() and rules.missing == "refuse" else None
     own = checked.entries_for(rank, world_size, rules)
-    engine.state.load(checked.replicated, own, kinds, unchecked)
+    engine.state.load(checked.replicated, own, kinds, unchecked, checked.orders)
     engine.go_on_from(checked.step, checked.grad_scale, Resumed(fingerprint, checked.buckets_handed_in(), uncut_steps))
 
 
 def _warn_of_new_beginnings(engine: Engine, checked: Snapshot) -> None:
-    """Warn of replicated state whose saved size does not match this run's settings or memory format."""
+    """Warn of replicated state whose saved size does not match this run's settings."""
     named = engine.state.named()
     declared = {name: _by_each(engine, name, parameter) for name, parameter in named.items()}
-    again = begun_again(in_memory_order(checked, named, declared), named, declared)
+    again = begun_again(checked, named, declared)
     if again:
         listed = ", ".join(again[:8]) + (f" and {len(again) - 8} more" if len(again) > 8 else "")
-        warnings.warn(
-            f"commhooks: in this run's settings or memory format, {listed} starts from scratch.", stacklevel=7
-        )
+        warnings.warn(f"commhooks: with this run's settings, {listed} starts from scratch.", stacklevel=7)
 
 
-def _warn_of_new_messages(engine: Engine, checked: Snapshot) -> None:
-    """Warn if the messages of the version that saved a checkpoint differ from this version's."""
-    saved = " ".join(checked.settings.values())
-    then = {name: int(version) for name, version in re.findall(r"'(\w+)': (\d+)", checked.settings.get(MESSAGES, ""))}
-    changed = [
-        name
-        for name, version in message_formats(engine.compressor).items()
-        if re.search(rf"\b{name}\b", saved) and then.get(name, 1) != version
-    ]
-    if changed:
+def _warn_of_another_version(checked: Snapshot) -> None:
+    """Warn if another version of commhooks saved a checkpoint: its compressors may have sent other messages."""
+    if checked.commhooks != VERSION:
         warnings.warn(
-            f"commhooks: the checkpoint was saved by a version in which {', '.join(changed)} sent other messages. All "
+            f"commhooks: the checkpoint was saved by commhooks {checked.commhooks}, and this is {VERSION}. All of its "
             "state is continued, but the run may differ from what it would have been, as with another seed.",
             stacklevel=7,
         )
@@ -212,7 +176,6 @@ def _checked(engine: Engine, read: Snapshot, rules: LoadRules) -> Snapshot | Che
     what = f"rank {engine.line.rank}: the checkpoint does not fit"
     try:
         faults = differences(engine, read, rules)
-        read = read if faults else _with_kinds(engine, read)
     except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
         faults = [f"it is damaged ({type(error).__name__}: {error})"]
     return refuse(what, faults) if faults else read

@@ -143,7 +143,7 @@ def _read(folder: Path, name: str, ranks: Ranks, rules: LoadRules) -> tuple[dict
 
 
 def _save_of(content: Mapping[str, Any]) -> str:
-    return str(content.get("save", "no name, as in earlier versions"))
+    return str(content.get("save"))
 
 
 def _of_different_saves(folder: Path, saves: Iterable[tuple[str, str]]) -> CheckpointError:

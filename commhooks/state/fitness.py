@@ -6,14 +6,13 @@ be set to zero, start from scratch, or spoil every parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from commhooks.language.entries import CHOICE, Declared, Entry
-from commhooks.state.orders import saved_shape
 from commhooks.state.snapshot import LoadRules, Snapshot
 from commhooks.state.table import Entries
 from commhooks.tensors import all_finite
@@ -23,16 +22,14 @@ def misfits(
     snapshot: Snapshot,
     named: Mapping[str, Tensor],
     declared: Mapping[str, Sequence[Declared]],
-    in_other_formats: Callable[[str], Sequence[Declared]],
     world_size: int,
     rules: LoadRules,
 ) -> list[str]:
     """List every tensor to load that no run can have saved for these parameters, with the expected form.
 
     `snapshot` must no longer hold the entries that the rules drop. `named` are this run's parameters that are known;
-    `declared` are the entries that each compressor that may be in use keeps for them, and `in_other_formats` returns
-    those for a parameter in another memory format. Entries that none of them declares are handed over or wait, and need
-    only be finite.
+    `declared` are the entries that each compressor that may be in use keeps for them. Entries that none of them
+    declares are handed over or wait, and need only be finite.
     """
     found = [] if "compressor" in snapshot.settings else ["settings: expected the name of a 'compressor', found none"]
     loaded = list(_loaded(snapshot, named, world_size, rules))
@@ -41,9 +38,6 @@ def misfits(
         known = [entries[part.entry] for entries in declared.get(part.name, ()) if part.entry in entries]
         may_change = rules.settings == "change"
         fault = _fault_of_form(part, known, named.get(part.name), may_change=may_change)
-        is_basis = any(entry.along for entry in known)
-        if fault and is_basis and _fits_one_of(part, named[part.name], in_other_formats(part.name)):
-            fault = ""  # the matrix is another one, and so its basis starts from scratch
         if not fault and not are_finite and not bool(all_finite([part.tensor])):
             odd = int((~torch.isfinite(part.tensor)).sum())
             fault = f"expected finite numbers, found inf or NaN in {odd} of {part.tensor.numel()} elements"
@@ -118,13 +112,6 @@ def _fault_of_form(part: _Part, known: Sequence[Entry], parameter: Tensor | None
     expected = " or ".join(dict.fromkeys(str(_shape_of(entry, parameter)) for entry in known))
     remedy = "" if any(entry.by_element for entry in known) else "; pass settings='change' to start it from scratch"
     return f"expected shape {expected}, found {shape}{remedy}"
-
-
-def _fits_one_of(part: _Part, parameter: Tensor, declared: Sequence[Declared]) -> bool:
-    """Return whether a basis has a shape in which one of these entries is saved."""
-    known = [entries[part.entry] for entries in declared if part.entry in entries and entries[part.entry].along]
-    shapes = [shape for entry in known for shape in (saved_shape(entry, parameter), entry.shape)]
-    return _is_number(part.tensor) and tuple(part.tensor.shape) in shapes
 
 
 def _is_number(tensor: Tensor) -> bool:

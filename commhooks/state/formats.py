@@ -1,8 +1,7 @@
-"""Checks of a state_dict's format: a list of its faults, and the reading of earlier formats."""
+"""Checks of a state_dict's form: a list of its faults."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,25 +9,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.errors import SettingsError
-from commhooks.language.entries import Declared, Entry, blocks_served
-from commhooks.state.table import Entries, Kinds
+from commhooks import __version__
+from commhooks.errors import CheckpointError, SettingsError
+from commhooks.language.entries import Entry, blocks_served
 
-FORMAT_VERSION = 3
-READ_VERSIONS = (2, FORMAT_VERSION)
+LAYOUT = 4
+"""The version of the layout; a state of another one is refused."""
+VERSION = __version__
 
 TYPES: dict[str, type] = {
+    "commhooks": str,
     "step": int,
     "world_size": int,
     "policy": str,
     "grad_scale": float,
     "settings": dict,
     "shapes": dict,
+    "orders": dict,
     "bucket_plan": dict,
     "kinds": dict,
     "replicated": dict,
     "local": dict,
 }
+
+
+def refuse_other_layouts(what: str, state: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` for anything saved in another layout than this version of commhooks writes."""
+    if state.get("layout") != LAYOUT:
+        by = f"commhooks {state['commhooks']}" if "commhooks" in state else "an earlier commhooks"
+        raise CheckpointError(
+            f"{what} was saved in layout {state.get('layout', state.get('format_version'))!r} by {by}; this one "
+            f"({VERSION}) reads layout {LAYOUT}. Resume it with the version that saved it."
+        )
 
 
 def faults_of(state: Mapping[str, Any]) -> list[str]:
@@ -62,42 +74,12 @@ def description_of(entry: Entry) -> dict[str, Any]:
     return described
 
 
-def kinds_of_format_2(
-    merged: Mapping[str, Entry],
-    local: Mapping[int, Entries],
-    declared: Mapping[str, Declared],
-    of_larger: Mapping[str, Declared],
-    settings: Mapping[str, str],
-) -> Kinds:
-    """Return the kinds of the per-rank entries in a file of format 2, without those that cannot be determined.
-
-    `merged` is the file's description of each name of an entry. It is right for one parameter, and for all parameters
-    if they have the same compressor. `declared` are the entries that the compressor which saved the file declares, if
-    it is the one that loads it, and `of_larger` those that it declares for larger parameters: earlier versions had a
-    share even where this one finds a parameter too small for codes. Otherwise a tensor's shape shows its blocks, but
-    nothing shows the number of ranks that held it.
-    """
-    text = " ".join(settings.values())
-    may_differ = "PerParameter" in text and "Hierarchical" in text
-    kinds: Kinds = {}
-    for entries in local.values():
-        for name, kept in entries.items():
-            for entry, tensor in kept.items():
-                what = declared.get(name, {}).get(entry)
-                block = tensor.shape[1] if merged[entry].block and tensor.dim() == 2 else 0
-                if what is None and not may_differ:
-                    what = dataclasses.replace(merged[entry], block=block or merged[entry].block)
-                elif what is None and block:
-                    larger = of_larger.get(name, {}).get(entry)
-                    what = larger if larger is not None and larger.block == block else None
-                if what is not None:
-                    kinds.setdefault(name, {})[entry] = what
-    return kinds
-
-
 def _faults_of_fields(state: Mapping[str, Any]) -> list[str]:
     faults = [
         f"shapes[{name!r}]: expected a list of integers" for name, s in state["shapes"].items() if not _is_shape(s)
+    ]
+    faults += [
+        f"orders[{name!r}]: expected a list of integers" for name, o in state["orders"].items() if not _is_shape(o)
     ]
     faults += [
         f"settings[{name!r}]: expected a text" for name, v in state["settings"].items() if not isinstance(v, str)
@@ -133,7 +115,7 @@ def _faults_of_entries(state: Mapping[str, Any]) -> list[str]:
         if not isinstance(entries, Mapping):
             faults.append(f"{where}: expected a dictionary, got {kind_of(entries)}")
             continue
-        kinds = state["kinds"] if rank is not None and state["format_version"] > 2 else {}
+        kinds = state["kinds"] if rank is not None else {}
         for name in {**kinds, **entries}:
             fault = _fault_of_parameter(state, rank, name, entries.get(name, {}))
             if fault:
@@ -143,12 +125,9 @@ def _faults_of_entries(state: Mapping[str, Any]) -> list[str]:
 
 def _descriptions(state: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return the description of every entry, each with its place in the state."""
-    kinds = state["kinds"]
-    if state["format_version"] == 2:
-        return [(f"kinds[{entry!r}]", described) for entry, described in kinds.items()]
     return [
         (f"kinds[{name!r}][{entry!r}]", described)
-        for name, entries in kinds.items()
+        for name, entries in state["kinds"].items()
         for entry, described in (entries.items() if isinstance(entries, Mapping) else [("", entries)])
     ]
 
@@ -161,12 +140,10 @@ def _fault_of_parameter(state: Mapping[str, Any], rank: str | None, name: str, k
         return "expected a dictionary of tensors"
     if rank is None:
         return ""
-    kinds = state["kinds"] if state["format_version"] == 2 else state["kinds"].get(name, {})
+    kinds = state["kinds"].get(name, {})
     unknown, lost = kept.keys() - kinds.keys(), kinds.keys() - kept.keys()
     if unknown:
         return f"the kind of {', '.join(sorted(map(repr, unknown)))} is not given"
-    if state["format_version"] == 2:  # its kinds are those of one parameter
-        return ""
     if lost:
         return f"{', '.join(sorted(map(repr, lost)))} is missing"
     shape, size = state["shapes"][name], state["world_size"]

@@ -1,6 +1,7 @@
 """The state of several engines on one line, by label, with the state that they share.
 
-format_version  1
+layout          4, as that of its states
+commhooks       the version of commhooks that saved it
 groups          by label: a state as `commhooks.state.snapshot` describes it
 shared          plain data that is the same on every rank
 """
@@ -15,11 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from commhooks.errors import CheckpointError
-from commhooks.state.formats import kind_of
+from commhooks.state.formats import LAYOUT, VERSION, kind_of, refuse_other_layouts
 from commhooks.state.snapshot import Snapshot
 from commhooks.tensors import bytes_of, cloned
-
-FORMAT_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,17 +36,17 @@ class Snapshots:
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
         groups = {label: one.as_dict() for label, one in self.groups.items()}
-        return {"format_version": FORMAT_VERSION, "groups": groups, "shared": self.shared}
+        return {"layout": LAYOUT, "commhooks": VERSION, "groups": groups, "shared": self.shared}
 
     @classmethod
     def from_dict(cls, state: object) -> Snapshots:
         """Read the result of `as_dict`; raise `CheckpointError` for anything else."""
         if not isinstance(state, Mapping) or not isinstance(state.get("groups"), Mapping):
             raise CheckpointError(f"expected the state_dict() of several exchangers (got {kind_of(state)}).")
-        if state.get("format_version") != FORMAT_VERSION or not isinstance(state.get("shared"), Mapping):
+        refuse_other_layouts("the state of several exchangers", state)
+        if not isinstance(state.get("shared"), Mapping):
             raise CheckpointError(
-                f"the state of several exchangers was saved in format {state.get('format_version')!r}, or is damaged; "
-                f"this version of commhooks reads format {FORMAT_VERSION}."
+                f"the state of several exchangers is damaged: shared is {kind_of(state.get('shared'))}."
             )
         groups = {}
         for label, saved in state["groups"].items():

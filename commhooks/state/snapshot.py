@@ -1,12 +1,14 @@
 """The contents of `state_dict()`: plain tensors, numbers, strings, and lists and dictionaries of those.
 
-    format_version  3
+    layout          4
+    commhooks       the version of commhooks that saved it
     step            number of steps synchronised so far
     world_size      ranks that trained
     policy          the order of collectives, for the record
     grad_scale      the loss scale that residuals are multiplied by
     settings        the compressor's settings, each as text
     shapes          every parameter's shape, by name
+    orders          every parameter's dimensions of more than one element, the outermost in memory first, by name
     bucket_plan     the division of parameters into buckets: as handed in, and in the form that ddp_core's DDP loads
     kinds           descriptions of each rank's own entries, by parameter's name and entry's name: see `Entry`
     replicated      by parameter's name and entry's name: the same on every rank
@@ -14,10 +16,8 @@
     inventory       by "rank<r>", the name of everything in that rank's state, and of every setting, so that what reads
                     it part by part, as torch.distributed.checkpoint does, cannot leave something out unnoticed
 
-Each rank saves only its own part of `local`; `merge_state_dicts` combines the parts of several ranks.
-
-Format 2 had one `kinds` for all parameters, by entry's name. It is read, too: parameters' own kinds are then taken from
-the compressor that loads it, if its settings are those of the file, and otherwise from the shapes of the tensors.
+Each rank saves only its own part of `local`; `merge_state_dicts` combines the parts of several ranks. A state of any
+other layout is refused.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from torch import Tensor
+
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import RESIDUAL, Declared, Entry
 from commhooks.state.formats import (
-    FORMAT_VERSION,
-    READ_VERSIONS,
+    LAYOUT,
     TYPES,
+    VERSION,
     description_of,
     entry_of,
-    fault_of_own,
     faults_of,
     kind_of,
-    kinds_of_format_2,
+    refuse_other_layouts,
 )
 from commhooks.state.settings import settings_that_differ
 from commhooks.state.spread import deal_again, spread
-from commhooks.state.table import Entries, Kinds
+from commhooks.state.table import Entries, Kinds, fault_of_order
 from commhooks.tensors import bytes_of
 
 _LINES_TO_LIST = 12
@@ -119,37 +120,27 @@ class Snapshot:
     """The kinds of per-rank entries."""
     replicated: Entries
     local: dict[int, Entries]
-    merged_kinds: dict[str, Entry] | None = None
-    """A format 2 file's description of each name of an entry, until its `kinds` are known."""
+    orders: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    commhooks: str = VERSION
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
         fields = {name: getattr(self, name) for name in TYPES}
         local = {f"rank{rank}": entries for rank, entries in self.local.items()}
-        if self.merged_kinds is not None:
-            return {"format_version": 2} | fields | {"kinds": _described(self.merged_kinds), "local": local}
         kinds = {name: _described(entries) for name, entries in self.kinds.items()}
-        return {"format_version": FORMAT_VERSION} | fields | {"kinds": kinds, "local": local}
+        return {"layout": LAYOUT} | fields | {"kinds": kinds, "local": local}
 
     @classmethod
     def from_dict(cls, state: object) -> Snapshot:
         """Read the result of `as_dict`; raise `CheckpointError`, listing every fault, if it is damaged."""
-        if not isinstance(state, Mapping) or "format_version" not in state:
+        if not isinstance(state, Mapping) or not {"layout", "format_version"} & state.keys():
             raise CheckpointError(f"expected the state_dict() of a hook's state (got {kind_of(state)}).")
-        version = state["format_version"]
-        if version not in READ_VERSIONS:
-            raise CheckpointError(
-                f"the hook's state was saved in format {version!r}; this version of commhooks reads formats "
-                f"{' and '.join(map(str, READ_VERSIONS))}."
-            )
+        refuse_other_layouts("the hook's state", state)
         faults = faults_of(state)
         if faults:
             raise CheckpointError(f"the hook's state is damaged. {_listed(faults)}")
         fields: dict[str, Any] = {name: state[name] for name in TYPES}
-        if version == 2:
-            fields |= {"kinds": {}, "merged_kinds": _entries_of(state["kinds"])}
-        else:
-            fields["kinds"] = {name: _entries_of(described) for name, described in state["kinds"].items()}
+        fields["kinds"] = {name: _entries_of(described) for name, described in state["kinds"].items()}
         fields["local"] = {int(rank.removeprefix("rank")): entries for rank, entries in state["local"].items()}
         return cls(**fields)
 
@@ -166,33 +157,10 @@ class Snapshot:
         local = {rank: _cloned(entries) for rank, entries in self.local.items()}
         return dataclasses.replace(self, replicated=_cloned(self.replicated), local=local)
 
-    def with_kinds(
-        self, compressor: Compressor, declared: Mapping[str, Declared], of_larger: Mapping[str, Declared]
-    ) -> Snapshot:
-        """Return a snapshot that has `kinds`, if it was read from a file of format 2.
-
-        `declared` are `compressor`'s entries with the saved number of ranks, and `of_larger` its entries for larger
-        parameters. Raises `CheckpointError` if a tensor does not match its kind.
-        """
-        if self.merged_kinds is None:
-            return self
-        known = ({}, {}) if settings_that_differ(self.settings, compressor) else (declared, of_larger)
-        kinds = kinds_of_format_2(self.merged_kinds, self.local, *known, self.settings)
-        faults = [
-            f"local['rank{rank}'][{name!r}]: {fault}"
-            for rank, entries in self.local.items()
-            for name, kept in entries.items()
-            for entry, what in kinds.get(name, {}).items()
-            if (fault := fault_of_own(name, self.shapes[name], entry, kept[entry], what, rank, self.world_size))
-        ]
-        if faults:
-            raise CheckpointError(f"the hook's state is damaged. {_listed(faults)}")
-        return dataclasses.replace(self, kinds=kinds, merged_kinds=None)
-
     def differences(
         self,
         compressor: Compressor,
-        shapes: Mapping[str, Sequence[int]],
+        named: Mapping[str, Tensor],
         declared: Mapping[str, Declared],
         world_size: int,
         rank: int,
@@ -200,13 +168,13 @@ class Snapshot:
     ) -> list[str]:
         """List every difference from a run that `rules` do not allow.
 
-        `shapes` are those of the run's known parameters, by name; `declared` are the compressor's entries for them.
+        `named` are the run's known parameters; `declared` are the compressor's entries for them.
         """
         found = []
         if rules.settings == "refuse":
             found += settings_that_differ(self.settings, compressor)
-        for name, shape in shapes.items():
-            saved = self.shapes.get(name)
+        for name, parameter in named.items():
+            saved, shape = self.shapes.get(name), parameter.shape
             if saved is None and rules.missing == "refuse":
                 found.append(
                     f"checkpoint has no parameter {name!r} (saved with {self.settings.get('compressor')}); pass "
@@ -214,11 +182,13 @@ class Snapshot:
                 )
             elif saved is not None and list(saved) != list(shape):
                 found.append(f"parameter {name!r}: saved with shape {tuple(saved)}, now {tuple(shape)}")
-        if shapes and rules.missing == "refuse":
+            elif saved is not None and (fault := fault_of_order(self.orders, name, parameter)):
+                found.append(fault)
+        if named and rules.missing == "refuse":
             found += [
                 f"checkpoint has parameter {name!r}, which the model does not have; pass missing='reset' to drop it"
                 for name in self.shapes
-                if name not in shapes
+                if name not in named
             ]
         found += self._entries_that_do_not_fit(declared, world_size, rules)
         return found + self._ranks_missing(world_size, rank, rules)
@@ -287,7 +257,7 @@ class Snapshot:
         """List per-rank state that would otherwise be lost silently."""
         found: dict[tuple[str, str], list[str]] = {}
         for name, entry in sorted({(n, e) for own in self.local.values() for n, kept in own.items() for e in kept}):
-            if name in declared or entry not in self.kinds.get(name, {}):
+            if name in declared:
                 reason = self._misfit(name, entry, declared.get(name, {}), world_size)
                 found.setdefault((entry, reason), []).append(name)
         return [
@@ -304,8 +274,7 @@ class Snapshot:
         there is none, a warning names it.
         """
         saved, now = self.kinds.get(name, {}).get(entry), declared.get(entry)
-        if saved is None:
-            return "but not how many ranks held it (format 2): load it with the settings that it was saved with"
+        assert saved is not None, "from_dict takes no entry without its kind"
         if now is None:
             is_taken = entry == RESIDUAL or (saved.kind == "share" and world_size % saved.holders == 0)
             return "" if is_taken else "which this compressor does not keep"

@@ -171,11 +171,7 @@ def takes_no_file_of_another_save(rank: int, folder: Path) -> None:
             load_rank_files(folder / "one", "hook", attachment, rules)
     assert str(attachment.state_dict()) == before
     dist.barrier()
-    file = folder / "one" / f"hook-rank{rank}.pt"  # as earlier versions wrote it
-    content = torch.load(file)
-    del content["save"]
-    torch.save(content, file)
-    load_rank_files(folder / "one", "hook", attachment, commhooks.LoadRules())
+    content = torch.load(folder / "one" / f"hook-rank{rank}.pt")
     attachment.detach()
     wide = folder / "wide"
     if rank == 0:  # of three ranks, the last of another save

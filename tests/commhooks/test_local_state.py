@@ -65,9 +65,9 @@ def taken_up(saved: Snapshot, world_size: int, how: str) -> Workers:
     rules = LoadRules(world_size=how)
     workers = Workers(sign(), world_size, zeros(*SHAPES, dtype=torch.float64))
     declared = workers.kinds()
-    shapes = {name: list(p.shape) for name, p in zip(workers.names, workers.parameters, strict=True)}
+    named = dict(zip(workers.names, workers.parameters, strict=True))
     for rank, engine in enumerate(workers.engines):
-        assert saved.differences(sign(), shapes, declared, world_size, rank, rules) == []
+        assert saved.differences(sign(), named, declared, world_size, rank, rules) == []
         engine.state.load(saved.replicated, saved.entries_for(rank, world_size, rules), saved.kinds)
         engine.go_on_from(saved.step, saved.grad_scale, Resumed())
     return workers
@@ -197,14 +197,13 @@ def test_state_that_the_compressor_does_not_keep_is_refused_or_dropped() -> None
     of_one = {entry: what for entry, what in saved.kinds["layer0"].items() if entry != SERVER_ERROR}
     saved = dataclasses.replace(saved, kinds=saved.kinds | {"layer0": of_one | {SERVER_ERROR: Entry(kind="private")}})
     named = dict(zip(workers.names, workers.parameters, strict=True))
-    shapes = {name: list(parameter.shape) for name, parameter in named.items()}
     declared = {name: powersgd.state(Place(name, parameter, 4)) for name, parameter in named.items()}
-    faults = saved.differences(powersgd, shapes, declared, 4, 0, LoadRules(settings="change"))
+    faults = saved.differences(powersgd, named, declared, 4, 0, LoadRules(settings="change"))
     assert faults == [
         "checkpoint has local state 'server error', which this compressor does not keep; pass missing='reset' to drop "
         "it (parameter 'layer0')"
     ]
-    assert saved.differences(powersgd, shapes, declared, 4, 0, LoadRules(settings="change", missing="reset")) == []
+    assert saved.differences(powersgd, named, declared, 4, 0, LoadRules(settings="change", missing="reset")) == []
     dropped = saved.without_entries_not_in(declared, 4)
     assert dropped.local[2]["layer0"].keys() == dropped.kinds["layer0"].keys() == {"residual"}
     assert dropped.local[2]["layer1"].keys() == {"residual", SERVER_ERROR}  # a share is handed over

@@ -45,7 +45,7 @@ def a_state_dict_holds_plain_data_and_is_a_copy(rank: int, kind: str, folder: Pa
     read = torch.load(folder / f"{rank}.pt")
     _require_plain(read)
     assert distance(read, state) == 0.0
-    assert (read["step"], read["world_size"], read["format_version"], list(read["local"])) == (3, 2, 3, [f"rank{rank}"])
+    assert (read["step"], read["world_size"], read["layout"], list(read["local"])) == (3, 2, 4, [f"rank{rank}"])
     assert read["settings"]["inner.rank"] == "2" and read["settings"]["inner.compressor"] == "PowerSGD"
     assert read["local"][f"rank{rank}"]["weights.0"]["residual"].shape == (30, 50)
     attachment.load_state_dict(read)  # back to the third step: what is done again comes out the same
@@ -98,8 +98,12 @@ def what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(rank: int, 
             _without_weights_0(altered(**renamed), own),
             "checkpoint has no parameter 'weights.0'.*checkpoint has parameter 'w.0', which the model does not have",
         ),
-        (altered(format_version=4), "saved in format 4; this version of commhooks reads formats 2 and 3"),
-        (altered(format_version=1), "saved in format 1; this version of commhooks reads formats 2 and 3"),
+        (altered(layout=5), r"saved in layout 5 by commhooks .*; this one \(.*\) reads layout 4"),
+        (_of_the_last_commit(before), r"saved in layout 3 by an earlier commhooks; this one \(.*\) reads layout 4"),
+        (
+            altered(orders={"weights.0": [1, 0]}),
+            r"parameter 'weights.0': saved with its dimensions in the order \[1, 0\] in memory, now \[0, 1\]",
+        ),
         (altered(world_size=3), "saved by 3 ranks, loaded by 2; pass world_size='spread'"),
         (
             altered(kinds={"weights.0": {"residual": {"kind": "rest"}}}),
@@ -142,6 +146,13 @@ def what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(rank: int, 
     attachment.load_state_dict(before)
     assert attachment.steps == 3
     attachment.load_state_dict(altered(settings=other_settings), settings="change")
+
+
+def _of_the_last_commit(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state_dict as it was before layouts had this name."""
+    older = {name: value for name, value in state.items() if name not in ("layout", "commhooks", "orders")}
+    settings = state["settings"] | {"message formats": "{}"}
+    return copy.deepcopy({"format_version": 3} | older | {"settings": settings})
 
 
 def _without_weights_0(state: dict[str, Any], own: str) -> dict[str, Any]:

@@ -316,17 +316,6 @@ def test_what_another_machine_left_is_cleared_away_once_it_is_old(tmp_path: Path
     assert not left.exists()
 
 
-def test_what_an_earlier_version_left_is_cleared_away_once_it_is_old(tmp_path: Path) -> None:
-    left = tmp_path / ".writing-checkpoint-00007-step-30"
-    left.mkdir()
-    (left / "shared.pt").touch()
-    save_once(tmp_path, 1, 2)
-    assert left.exists(), "an attempt with that version may be writing"
-    age(left)
-    save_once(tmp_path, 2, 2)
-    assert [path.name for path in checkpoints_in(tmp_path)] == [path.name for path in sorted(tmp_path.iterdir())]
-
-
 @pytest.mark.parametrize("still_saves", [True, False])
 @pytest.mark.processes
 def test_a_save_that_another_process_breaks_names_it(still_saves: bool, tmp_path: Path) -> None:
