@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from commhooks import compressors as compressors
     from commhooks import control as control
     from commhooks import language as language
-    from commhooks.checkpoints.distributed import load_distributed
-    from commhooks.checkpoints.files import Checkpoint, load_checkpoint, save_checkpoint
     from commhooks.compressors import (
         DGC,
         SVD,
@@ -65,6 +63,10 @@ if TYPE_CHECKING:
     from commhooks.language.compressor import Compressor
     from commhooks.making import make_compressor
     from commhooks.native.library import Compiled, compiled
+    from commhooks.saving.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
+    from commhooks.saving.distributed import load_distributed
+    from commhooks.saving.parts import merge_state_dicts
+    from commhooks.saving.rules import LoadRules
     from commhooks.scheduling.ledger import ParameterTraffic, Statistics
     from commhooks.scheduling.line import ProcessGroupLine
     from commhooks.scheduling.lockstep import lockstep_lines
@@ -74,7 +76,6 @@ if TYPE_CHECKING:
     from commhooks.sharded.attach import ShardedAttachment, attach_sharded
     from commhooks.sharded.replicas import ReplicasAttachment, attach_replicas
     from commhooks.state.memory import MemoryReport
-    from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
     from commhooks.wrappers import ErrorFeedback, Hierarchical, Match, PerParameter, StartAfter, WireDtype, schedule
 else:
     from commhooks.names import listed as __dir__  # noqa: F401  # "imported but unused": Python calls both
@@ -127,7 +128,6 @@ __all__ = [
     "SettingsError",
     "ShardedAttachment",
     "Signum",
-    "Snapshot",
     "SparseLoCo",
     "StartAfter",
     "Statistics",

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 _PLACES = {
-    "checkpoints.distributed": "load_distributed",
-    "checkpoints.files": "Checkpoint load_checkpoint save_checkpoint",
     "compressors": (
         "DGC SVD AdaptiveRank Affine AllReduceMean Cast DeMo NoOp PowerSGD RandomBlock RandomK Signum SparseLoCo "
         "Threshold TopK TwoHop UnbiasedPowerSGD"
@@ -35,6 +33,10 @@ _PLACES = {
     "language.compressor": "Compressor",
     "making": "make_compressor",
     "native.library": "Compiled compiled",
+    "saving.checkpoints": "Checkpoint load_checkpoint save_checkpoint",
+    "saving.distributed": "load_distributed",
+    "saving.parts": "merge_state_dicts",
+    "saving.rules": "LoadRules",
     "scheduling.ledger": "ParameterTraffic Statistics",
     "scheduling.line": "ProcessGroupLine",
     "scheduling.lockstep": "lockstep_lines",
@@ -44,7 +46,6 @@ _PLACES = {
     "sharded.attach": "ShardedAttachment attach_sharded",
     "sharded.replicas": "ReplicasAttachment attach_replicas",
     "state.memory": "MemoryReport",
-    "state.snapshot": "LoadRules Snapshot merge_state_dicts",
     "wrappers": "ErrorFeedback Hierarchical Match PerParameter StartAfter WireDtype schedule",
 }
 """The names that `commhooks` offers, by module; its imports under `TYPE_CHECKING` are the same."""

@@ -44,7 +44,7 @@ from commhooks.wrappers.hierarchical import machines_share_codes
 
 
 class Engine:
-    """Averages buckets with one compressor; resume.py saves and restores it."""
+    """Averages buckets with one compressor; `commhooks.saving.resumption` saves and restores it."""
 
     def __init__(
         self,

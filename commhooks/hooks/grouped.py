@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, Unpack
 
-from commhooks.engine.resume import agreed, restore
 from commhooks.errors import CheckpointError, SettingsError
-from commhooks.hooks.handle import Handle, complete
+from commhooks.hooks.handle import Handle
 from commhooks.language.compressor import Compressor
+from commhooks.saving.resumption import agreed, restore
+from commhooks.saving.rules import LoadOptions, LoadRules
+from commhooks.saving.saved import SavedGroups, read, refuse
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics, total
-from commhooks.state.groups import Snapshots
-from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 
 One = TypeVar("One", bound=Handle)
 """The handle of one engine."""
@@ -65,16 +65,16 @@ class Grouped(Mapping[str, One]):
         for label, one in given.items():
             self[label].replace(one)
 
-    def snapshot(self, shared: Mapping[str, Any] | None = None) -> Snapshots:
+    def snapshot(self, shared: Mapping[str, Any] | None = None) -> SavedGroups:
         """Return the same as `state_dict`, with the tensors themselves; `shared` is added to it."""
-        return Snapshots(groups={label: one.snapshot() for label, one in self.items()}, shared=dict(shared or {}))
+        return SavedGroups(groups={label: one.snapshot() for label, one in self.items()}, shared=dict(shared or {}))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all groups as plain data, after the rounds under way; see `Handle.state_dict`."""
         groups = {label: one.state_dict() for label, one in self.items()}
-        return Snapshots(groups={}, shared={}).as_dict() | {"groups": groups}
+        return SavedGroups(groups={}, shared={}).as_dict() | {"groups": groups}
 
-    def differences(self, snapshots: Snapshots, rules: LoadRules) -> list[str]:
+    def differences(self, snapshots: SavedGroups, rules: LoadRules) -> list[str]:
         """List every difference between a state and this run that would cause an error on loading."""
         if snapshots.groups.keys() != self.keys():
             return [f"it has the groups {', '.join(snapshots.groups)}, and this run has {', '.join(self)}"]
@@ -89,9 +89,9 @@ class Grouped(Mapping[str, One]):
 
         See `Handle.load_state_dict`.
         """
-        self.restore(read_groups(state), LoadRules(**rules))
+        self.restore(read(SavedGroups.from_dict, state), LoadRules(**rules))
 
-    def restore(self, loaded: Snapshots | CheckpointError, rules: LoadRules) -> None:
+    def restore(self, loaded: SavedGroups | CheckpointError, rules: LoadRules) -> None:
         """Restore a state; if it does not match, or is an error, raise on every rank and change nothing."""
         first = next(iter(self.values()))
         if not isinstance(loaded, CheckpointError) and (faults := self.differences(loaded, rules)):
@@ -110,18 +110,3 @@ class Grouped(Mapping[str, One]):
         """Close all lanes; the thread stops with the line's last one. Later rounds fail."""
         for one in self.values():
             one._made_engine().stop()
-
-
-def read_groups(state: Mapping[str, Any] | CheckpointError) -> Snapshots | CheckpointError:
-    """Read a state_dict of several exchangers; return the error if it cannot be read, for the other ranks to learn."""
-    if isinstance(state, CheckpointError):
-        return state
-    try:
-        snapshots = Snapshots.from_dict(state)
-        for one in state["groups"].values():
-            complete(one)
-    except CheckpointError as error:
-        return error
-    except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
-        return CheckpointError(f"the state is damaged ({type(error).__name__}: {error}).")
-    return snapshots

@@ -11,18 +11,21 @@ from torch.nn import Module
 
 from commhooks.communicators.ranks import Ranks
 from commhooks.engine.engine import Engine
-from commhooks.engine.resume import differences, lay_out, restore, snapshot_of
 from commhooks.errors import AttachError, CheckpointError, SettingsError
 from commhooks.hooks.facts import uncut_steps
 from commhooks.hooks.metrics import Writer, metrics_of, write_to
 from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.making import make_compressor
 from commhooks.native.library import in_use
+from commhooks.saving.parts import merge_state_dicts
+from commhooks.saving.resumption import differences, lay_out, restore, snapshot_of
+from commhooks.saving.rules import LoadOptions, LoadRules
+from commhooks.saving.saved import Saved, read
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.policy import POLICIES
 from commhooks.state.memory import MemoryReport
-from commhooks.state.snapshot import LoadOptions, LoadRules, Snapshot, merge_state_dicts
+from commhooks.tensors import cloned
 from commhooks.wrappers.hierarchical import is_hierarchical
 
 
@@ -135,14 +138,14 @@ class Handle(ABC):
         return self._settled_engine().memory_report()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the hook's state as plain data, for a checkpoint; `commhooks.state.snapshot` describes its layout.
+        """Return the hook's state as plain data, for a checkpoint; `commhooks.saving.saved` describes its layout.
 
         It holds only this rank's residuals, so call it on every rank, between two steps. Tensors are copies. Raises
         `CheckpointError` after a step that failed, or if the parameters' names are not known (see
         `PowerSGDState.bind`).
         """
-        state = self.snapshot().cloned().as_dict()
-        return state | {"inventory": {rank: _inventory(state, rank) for rank in state["local"]}}
+        state: dict[str, Any] = cloned(self.snapshot().as_dict())
+        return state
 
     def gathered(self, *, to: int | None = None) -> dict[str, Any]:
         """Return the `state_dict` with the per-rank state of all ranks, for a checkpoint that one rank writes.
@@ -190,7 +193,7 @@ class Handle(ABC):
         """Write `metrics` to a TensorBoard `SummaryWriter`, a Lightning logger, or a function of (metrics, step)."""
         write_to(writer, self.metrics(by_parameter=by_parameter), step)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> Saved:
         """Return the same as `state_dict`, with the tensors themselves instead of copies."""
         # Allocate now everything that the state will ever hold: torch.distributed.checkpoint loads only into existing
         # tensors, and may be given the state_dict of a run that has taken no step. And after `replace`, what the next
@@ -201,7 +204,7 @@ class Handle(ABC):
 
     def differences(self, snapshot: object, rules: LoadRules) -> list[str]:
         """List every difference between a snapshot and this run that would cause an error on loading."""
-        if not isinstance(snapshot, Snapshot):
+        if not isinstance(snapshot, Saved):
             return ["hooks: it was saved with the state of several exchangers, such as DiLoCo's"]
         return differences(self._made_engine(), snapshot, rules)
 
@@ -224,17 +227,11 @@ class Handle(ABC):
 
     def _load(self, state: object, rules: LoadRules) -> None:
         """Restore the engine's state, and make ddp_core's DDP lay out its buckets as they were when it was saved."""
-        read: Snapshot | CheckpointError
-        try:
-            read = state if isinstance(state, CheckpointError) else complete(state)
-        except CheckpointError as error:
-            read = error
-        except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
-            read = CheckpointError(f"the hook's state is damaged ({type(error).__name__}: {error}).")
-        restore(self._made_engine(), read, rules, uncut_steps(self._model()))
+        loaded = read(Saved.from_dict, state)
+        restore(self._made_engine(), loaded, rules, uncut_steps(self._model()))
         load_bucket_plan: Any = getattr(self._model(), "load_bucket_plan", None)
-        if load_bucket_plan is not None and isinstance(read, Snapshot) and "ddp_core" in read.bucket_plan:
-            load_bucket_plan(read.bucket_plan["ddp_core"])
+        if load_bucket_plan is not None and isinstance(loaded, Saved) and "ddp_core" in loaded.bucket_plan:
+            load_bucket_plan(loaded.bucket_plan["ddp_core"])
 
     def set_grad_scale(self, scale: float) -> None:
         """Set the loss scale from the next step on, and rescale residuals to it. Not needed with a `scaler`."""
@@ -291,30 +288,3 @@ def check_compressor_for(compressor: Compressor, named: Mapping[str, Tensor], li
             f"{compressor!r} needs groups of some of the ranks, which NCCL does not support yet; use a Gloo group, "
             'with process_group=torch.distributed.new_group(backend="gloo").'
         )
-
-
-def _inventory(state: Mapping[str, Any], rank: str) -> list[str]:
-    """List the names of everything in a state_dict that belongs to one rank."""
-    parts = {"replicated": state["replicated"], "local": state["local"][rank]}
-    held = [f"{part}.{name}.{entry}" for part, entries in parts.items() for name in entries for entry in entries[name]]
-    return sorted(held + [f"{part}.{name}" for part in ("settings", "shapes") for name in state[part]])
-
-
-def complete(state: object) -> Snapshot:
-    """Read a state_dict; raise `CheckpointError` if something that was saved is missing from it.
-
-    `torch.distributed.checkpoint.load` reads into the tensors of another state_dict, and silently skips everything that
-    has no place there.
-    """
-    read = Snapshot.from_dict(state)
-    assert isinstance(state, Mapping), "from_dict takes nothing else"
-    inventory = state.get("inventory", {})
-    for rank in state["local"].keys() & inventory.keys():
-        lost = sorted(set(inventory[rank]) - set(_inventory(state, rank)))
-        if lost:
-            more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
-            raise CheckpointError(
-                f"the state was read without {', '.join(lost[:8])}{more}, which it held when it was saved: it was "
-                "edited, or read into a state that had no place for this; read it with commhooks.load_distributed."
-            )
-    return read

@@ -23,11 +23,12 @@ from commhooks.hooks.facts import check_bucket, check_step_has_an_end, searches_
 from commhooks.hooks.handle import Handle, check_run_settings
 from commhooks.hooks.sockets import deliver, group_or_default
 from commhooks.language.compressor import Compressor
+from commhooks.saving.rules import LoadRules
+from commhooks.saving.saved import Saved
 from commhooks.scheduling.ledger import Statistics
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import LossScale, Scaler
-from commhooks.state.snapshot import LoadRules, Snapshot
 from commhooks.state.table import ResidualStorage, StateTable
 from commhooks.unwrapping import plain_name, unwrapped
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
@@ -170,7 +171,7 @@ class PowerSGDState(Handle):
 
     def differences(self, snapshot: object, rules: LoadRules) -> list[str]:
         """List every difference between a snapshot and this run that would cause an error on loading."""
-        if isinstance(snapshot, Snapshot):
+        if isinstance(snapshot, Saved):
             self._take_form_of(self._made_engine(), snapshot.settings)
         return super().differences(snapshot, rules)
 

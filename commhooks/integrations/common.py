@@ -15,9 +15,9 @@ from commhooks.hooks.attach import Attachment, attach
 from commhooks.hooks.handle import check_run_settings
 from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.making import make_compressor
+from commhooks.saving.rules import LoadOptions, LoadRules
 from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import Scaler
-from commhooks.state.snapshot import LoadOptions, LoadRules
 from commhooks.state.table import ResidualStorage
 
 

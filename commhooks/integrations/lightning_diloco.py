@@ -27,12 +27,12 @@ from commhooks.devices import generator_states, set_generator_states
 from commhooks.errors import AttachError, CheckpointError, SettingsError
 from commhooks.integrations.common import check_not_alone, require
 from commhooks.language.compressor import Compressor
+from commhooks.saving.parts import shared_part
+from commhooks.saving.rules import LoadOptions, LoadRules
 from commhooks.seldom.cutting import Arrangement
 from commhooks.seldom.diloco import DiLoCo
 from commhooks.seldom.outer import Outer
 from commhooks.seldom.starting import trained
-from commhooks.state.groups import Snapshots
-from commhooks.state.snapshot import LoadOptions, LoadRules
 from commhooks.state.table import ResidualStorage
 from commhooks.unwrapping import bare, kept_buffers
 from ddp_core.guard import NotAveragedError
@@ -376,7 +376,7 @@ def _state_for(ranks: Ranks, state: dict[str, Any]) -> dict[str, Any]:
             f"this rank read the checkpoint of rank {state['rank']}, as there is none of its own beside it "
             f"(<path>-rank{ranks.rank}.pt); every rank must see the file that it wrote."
         )
-    return Snapshots.from_dict(of_diloco).shared_part()  # this rank has joined
+    return shared_part(of_diloco)  # this rank has joined
 
 
 def _own_tensors(module: LightningModule) -> dict[str, Tensor]:

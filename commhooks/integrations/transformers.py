@@ -10,8 +10,8 @@ from commhooks.communicators.ranks import Ranks
 from commhooks.errors import AttachError, CheckpointError
 from commhooks.hooks.attach import Attachment
 from commhooks.integrations.common import Compression, CompressionOptions, require
-from commhooks.integrations.rank_files import load_rank_files, save_rank_files
 from commhooks.language.compressor import Compressor
+from commhooks.saving.rank_files import load_rank_files, save_rank_files
 
 require("transformers", at_least="4.50", extra="torch")
 

@@ -223,10 +223,6 @@ class StateTable:
                 kinds[state.key] = own
         return kinds
 
-    def declared(self) -> dict[str, Declared]:
-        """Return the entries of each parameter, by its name."""
-        return {state.key: state.entries for state in self._states.values()}
-
     def load(
         self,
         replicated: Entries,
@@ -285,7 +281,7 @@ class StateTable:
                 f"checkpoint has {'no state' if shape is None else f'state of shape {shape}'} for parameter "
                 f"{key!r} of shape {tuple(parameter.shape)}."
             )
-        if self._loaded and key in self._loaded and (fault := fault_of_order(self._orders, key, parameter)):
+        if key in self._orders and (fault := fault_of_order(self._orders, key, parameter)):
             raise CheckpointError(f"{fault}.")
 
     def _fill(self, parameter: Tensor, state: ParameterState, loaded: _Loaded) -> None:

@@ -27,7 +27,7 @@ from commhooks import AttachError, ParameterTraffic, SettingsError, Statistics
 from commhooks.hooks.metrics import metrics_of, write_to
 from commhooks.integrations import common
 from commhooks.integrations.common import Compression
-from commhooks.integrations.rank_files import load_rank_files, save_rank_files
+from commhooks.saving.rank_files import load_rank_files, save_rank_files
 from ddp_core import DistributedDataParallel
 from tests.world import on_ranks
 

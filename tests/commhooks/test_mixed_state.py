@@ -16,13 +16,13 @@ from commhooks import (
     Hierarchical,
     LoadRules,
     PerParameter,
-    Snapshot,
     TwoHop,
     make_compressor,
     schedule,
 )
-from commhooks.engine.resume import restore
 from commhooks.language import Compressor, Place
+from commhooks.saving.resumption import restore
+from commhooks.saving.saved import Saved
 from tests.commhooks.resuming import roundtrip
 from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, normal, zeros
 from tests.tiers import A_ROW, covering
@@ -131,7 +131,7 @@ def test_what_servers_owed_of_a_parameter_that_is_sent_whole_now_is_loaded_and_s
     for entry in ("server error", "server error before"):
         assert not any(entry in ran.kinds()[name] for name in ("layer1", "layer2"))
     for engine, state in zip(resumed.engines, states, strict=True):
-        snapshot = Snapshot.from_dict(state)
+        snapshot = Saved.from_dict(state)
         restore(engine, snapshot, LoadRules(missing=missing), uncut_steps=0)
     (means, *_) = resumed.step([[torch.zeros_like(one) for one in resumed.parameters] for _ in range(4)])
     for table in resumed.states:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks import CheckpointError, PowerSGDState, batched_powerSGD_hook, make_compressor, powerSGD_hook
-from commhooks.state.snapshot import Snapshot
+from commhooks.saving.saved import Saved
 from tests import bounds
 from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, backward, given
 from tests.commhooks.models import Given, wrap
@@ -107,19 +107,25 @@ def what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(rank: int, 
         (altered(world_size=3), "saved by 3 ranks, loaded by 2; pass world_size='spread'"),
         (
             altered(kinds={"weights.0": {"residual": {"kind": "rest"}}}),
-            r"kinds\['weights.0'\]\['residual'\]: Entry\(kind='rest'\): kind must be one of replicated, residual, priv",
+            r"kinds\['weights.0'\]\['residual'\]: expected the description of an entry, got dict {'kind': 'rest'}",
         ),
         (altered(kinds={"weights.0": {"residual": 5}}), r"kinds\['weights.0'\]\['residual'\]: "),
-        (altered(kinds={"weights.0": 5}), r"kinds\['weights.0'\]\[''\]: "),
-        (altered(kinds={"weights.0": {"residual": {"kind": "share"}}}), "a share has a block, and nothing else has"),
+        (altered(kinds={"weights.0": 5}), r"kinds\['weights.0'\]: expected dict, got int 5"),
+        (
+            altered(kinds={"weights.0": {"residual": {"kind": "share"}}}),
+            "expected the description of an entry, got dict",
+        ),
         (altered(local={own: {}}), r"local\['rank.'\]\['weights.0'\]: 'residual' is missing"),
         (altered(local=undescribed), r"weights.0'\]: the kind of 'momentum' is not given"),
         (altered(local=damaged), r"weights.0'\]: a residual of shape \(3,\)"),
         (altered(inventory=5), "the hook's state is damaged"),
-        (altered(bucket_plan={"handed_in": 3}), r"bucket_plan\['handed_in'\]: expected lists of names"),
-        (altered(bucket_plan={"ddp_core": {"rebuilt": True}}), r"bucket_plan\['ddp_core'\]: expected"),
+        (altered(bucket_plan={"handed_in": 3}), r"bucket_plan\['handed_in'\]: expected list, got int 3"),
+        (
+            altered(bucket_plan={"ddp_core": {"rebuilt": True}}),
+            r"bucket_plan\['ddp_core'\]\['limits'\]: expected list, got nothing",
+        ),
         (altered(grad_scale=0.0), "grad_scale: expected"),
-        (altered(step="three"), "step: expected int, got str 'three'"),
+        (altered(step="three"), "step: expected a whole number of at least 0, got str 'three'"),
         ({"model": 1}, r"expected the state_dict\(\) of a hook's state"),
         (
             altered(local={f"rank{1 - rank}": before["local"][own]}),
@@ -382,7 +388,7 @@ def test_states_of_other_numbers_are_not_put_together() -> None:
 
 
 def _of_rank(rank: int, basis: Tensor) -> dict[str, Any]:
-    snapshot = Snapshot(
+    snapshot = Saved(
         step=1,
         world_size=2,
         policy="fifo",

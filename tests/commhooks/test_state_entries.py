@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 import commhooks
+from commhooks.saving.form import faults_of
+from commhooks.state.table import StateTable
 
 
 def alone(compressor: str, **settings: Any) -> commhooks.Exchanger:
@@ -84,8 +87,11 @@ def test_a_state_without_the_compressors_name_is_refused_even_if_settings_may_ch
 
 def test_with_other_settings_a_basis_of_another_size_starts_from_scratch_and_is_named() -> None:
     state, loading = alone("powersgd", rank=2).state_dict(), alone("powersgd", rank=1)
-    with pytest.warns(UserWarning, match=r"'Q' of 'weight' \(saved with shape \(2, 20\), now \(1, 20\)\) starts from"):
+    with pytest.warns(
+        UserWarning, match=r"'Q' of 'weight' \(saved with shape \(2, 20\), now \(1, 20\)\) starts from"
+    ) as told:
         loading.load_state_dict(state, settings="change")
+    assert {one.filename for one in told} == {__file__}, "where load_state_dict was called"
     kept, residual = state["local"]["rank0"]["weight"], loading.state_dict()["local"]["rank0"]["weight"]
     assert torch.equal(kept["residual"], residual["residual"])
 
@@ -125,6 +131,46 @@ def test_a_matrix_that_is_transposed_in_memory_alone_is_refused_too() -> None:
     state = trained(commhooks.make_compressor("top-k"), gradient).state_dict()
     with pytest.raises(commhooks.CheckpointError, match=r"the order \[0, 1\] in memory, now \[1, 0\]; load it into a"):
         trained(commhooks.make_compressor("top-k"), torch.randn(20, 24).t(), state)
+
+
+def test_state_that_waits_for_a_parameters_name_is_refused_in_another_memory_format_too() -> None:
+    """As that of a `PowerSGDState` before `bind`."""
+    plain = torch.zeros(4, 3, 2, 2)
+    for parameter, is_refused in ((plain, True), (plain.to(memory_format=torch.channels_last), False)):
+        table = StateTable()
+        table.load({"weight": {"Q": torch.zeros(1, 12)}}, {}, {}, None, {"weight": [0, 2, 3, 1]})
+        table.bind([("weight", parameter)])
+        with pytest.raises(commhooks.CheckpointError, match="'weight': saved") if is_refused else nullcontext():
+            table.of(parameter)
+
+
+def test_a_parameter_that_a_state_lacks_may_lie_in_any_memory_format_if_it_may_be_missing() -> None:
+    shape = (4, 3, 2, 2)
+    state = trained(commhooks.make_compressor("top-k"), torch.randn(shape)).state_dict()
+    like = {"weight": torch.zeros(shape), "more": torch.zeros(shape).to(memory_format=torch.channels_last)}
+    (line,) = commhooks.lockstep_lines(1)
+    wider = commhooks.Exchanger(like, "top-k", line=line)
+    commhooks.average_in_lockstep([wider], [{name: torch.randn_like(one) for name, one in like.items()}])
+    wider.load_state_dict(state, missing="reset")
+    local = wider.state_dict()["local"]["rank0"]
+    assert torch.equal(local["weight"]["residual"], state["local"]["rank0"]["weight"]["residual"])
+    assert not local["more"]["residual"].any()
+
+
+def test_the_check_of_form_names_every_place_that_differs() -> None:
+    form = {"name": str, "sizes": [int], "more?": {"is": bool}, "by name": {str: float}}
+    right: dict[str, Any] = {"name": "a", "sizes": [1, 2], "by name": {"b": 0.5}}
+    assert list(faults_of(right, form)) == list(faults_of(right | {"more": {"is": True}}, form)) == []
+    wrong = {"name": 1, "sizes": [1, True], "by name": {"b": 1}, "more": {"is": 0}}
+    assert list(faults_of(wrong, form, "file")) == [
+        "file['name']: expected str, got int 1",
+        "file['sizes'][1]: expected int, got bool True",
+        "file['more']['is']: expected bool, got int 0",
+        "file['by name']['b']: expected float, got int 1",
+    ]
+    assert list(faults_of(right | {"other": 1}, form, "file")) == [
+        "file: expected name, sizes, more, by name alone, got 'other'"
+    ]
 
 
 def test_what_is_reset_may_be_anything() -> None:

@@ -28,9 +28,9 @@ from torch import nn
 import commhooks
 import ddp_core
 from commhooks import Attachment, CheckpointError, LoadRules, load_checkpoint, save_checkpoint
-from commhooks.checkpoints.folder import checkpoints_in
-from commhooks.checkpoints.writer import ABANDONED_SECONDS, Writer
-from commhooks.integrations.rank_files import load_rank_files, save_rank_files
+from commhooks.saving.folder import checkpoints_in
+from commhooks.saving.rank_files import load_rank_files, save_rank_files
+from commhooks.saving.writer import ABANDONED_SECONDS, Writer
 from tests.world import on_ranks, run_world
 from tests.world.launcher import context, ensure_server
 

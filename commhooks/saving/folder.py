@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from commhooks.checkpoints.disk import flush_to_disk, read_json, write_text
-from commhooks.checkpoints.writer import Writer
+from commhooks.saving.files import flush_to_disk, read_json, write_text
+from commhooks.saving.writer import Writer
 
 _NAME = re.compile(r"checkpoint-(\d+)-step-(\d+)")
 _WRITING = re.compile(r"\.writing-step-\d+-by-.*")
