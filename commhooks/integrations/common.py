@@ -44,19 +44,11 @@ class Compression:
     """
 
     def __init__(self, owner: str, compressor: Compressor | str, **options: Unpack[CompressionOptions]) -> None:
-        if unknown := options.keys() - CompressionOptions.__annotations__.keys():
-            raise SettingsError(
-                f"{owner}: unknown argument {', '.join(sorted(unknown))}; settings of a compressor go to the "
-                'compressor, as in make_compressor("powersgd", rank=4).'
-            )
+        given, self.allowed, self.rules = split_options(owner, options, CompressionOptions)
         self.owner = owner
         self.compressor = make_compressor(compressor) if isinstance(compressor, str) else compressor
         check_compressor(owner, self.compressor)
         check_run_settings(owner, options.get("policy", "fifo"), options.get("hook_timeout"))
-        given: dict[str, Any] = dict(options)
-        of_loading: Any = {name: given.pop(name) for name in LoadOptions.__annotations__ if name in given}
-        self._allowed: LoadOptions = of_loading
-        self.rules = LoadRules(**self._allowed)
         self.options: AttachOptions = cast(AttachOptions, given)
         self.attachment: Attachment | None = None
         self._loaded: Mapping[str, Any] | CheckpointError | None = None
@@ -103,7 +95,21 @@ class Compression:
             self._load_into(self.attachment, state)
 
     def _load_into(self, attachment: Attachment, state: Mapping[str, Any] | CheckpointError) -> None:
-        attachment.load_state_dict(state, **self._allowed)
+        attachment.load_state_dict(state, **self.allowed)
+
+
+def split_options(owner: str, options: Mapping[str, Any], known: type) -> tuple[dict[str, Any], LoadOptions, LoadRules]:
+    """Return the arguments to pass on, those that allow differences of checkpoints, and their rules.
+
+    Raises `SettingsError` for an argument that is not among the annotations of `known`.
+    """
+    if unknown := options.keys() - known.__annotations__.keys():
+        raise SettingsError(
+            f"{owner}: unknown argument {', '.join(sorted(unknown))}; settings of a compressor go to the "
+            'compressor, as in make_compressor("powersgd", rank=4).'
+        )
+    allowed: Any = {name: options[name] for name in LoadOptions.__annotations__ if name in options}
+    return {name: given for name, given in options.items() if name not in allowed}, allowed, LoadRules(**allowed)
 
 
 def check_not_alone(owner: str) -> None:
