@@ -5,14 +5,14 @@ A name is imported when it is first used; only the names that saved hooks contai
 
 from typing import TYPE_CHECKING
 
+__version__ = "0.1.0"  # before the imports, some of which need it
+
 if TYPE_CHECKING:
     from commhooks import codecs as codecs
     from commhooks import communicators as communicators
     from commhooks import compressors as compressors
     from commhooks import control as control
     from commhooks import language as language
-    from commhooks.checkpoints.distributed import load_distributed
-    from commhooks.checkpoints.files import Checkpoint, load_checkpoint, save_checkpoint
     from commhooks.compressors import (
         DGC,
         SVD,
@@ -63,6 +63,10 @@ if TYPE_CHECKING:
     from commhooks.language.compressor import Compressor
     from commhooks.making import make_compressor
     from commhooks.native.library import Compiled, compiled
+    from commhooks.saving.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
+    from commhooks.saving.distributed import load_distributed
+    from commhooks.saving.parts import merge_state_dicts
+    from commhooks.saving.rules import LoadRules
     from commhooks.scheduling.ledger import ParameterTraffic, Statistics
     from commhooks.scheduling.line import ProcessGroupLine
     from commhooks.scheduling.lockstep import lockstep_lines
@@ -72,7 +76,6 @@ if TYPE_CHECKING:
     from commhooks.sharded.attach import attach_sharded
     from commhooks.sharded.replicas import attach_replicas
     from commhooks.state.memory import MemoryReport
-    from commhooks.state.snapshot import LoadRules, Snapshot, merge_state_dicts
     from commhooks.wrappers import (
         ErrorFeedback,
         Hierarchical,
@@ -87,7 +90,6 @@ else:
     from commhooks.names import listed as __dir__  # noqa: F401  # "imported but unused": Python calls both
     from commhooks.names import resolved as __getattr__  # noqa: F401
 
-__version__ = "0.1.0"
 
 __all__ = [
     "Adaptive",
@@ -132,7 +134,6 @@ __all__ = [
     "SVD",
     "SettingsError",
     "Signum",
-    "Snapshot",
     "SparseLoCo",
     "StartAfter",
     "Statistics",

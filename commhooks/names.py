@@ -8,8 +8,6 @@ import sys
 from typing import Any
 
 _PLACES = {
-    "checkpoints.distributed": "load_distributed",
-    "checkpoints.files": "Checkpoint load_checkpoint save_checkpoint",
     "compressors": (
         "DGC SVD AdaptiveRank Affine AllReduceMean Cast DeMo NoOp PowerSGD RandomBlock RandomK Signum SparseLoCo "
         "Threshold TopK TwoHop UnbiasedPowerSGD"
@@ -33,6 +31,10 @@ _PLACES = {
     "language.compressor": "Compressor",
     "making": "make_compressor",
     "native.library": "Compiled compiled",
+    "saving.checkpoints": "Checkpoint load_checkpoint save_checkpoint",
+    "saving.distributed": "load_distributed",
+    "saving.parts": "merge_state_dicts",
+    "saving.rules": "LoadRules",
     "scheduling.ledger": "ParameterTraffic Statistics",
     "scheduling.line": "ProcessGroupLine",
     "scheduling.lockstep": "lockstep_lines",
@@ -42,7 +44,6 @@ _PLACES = {
     "sharded.attach": "attach_sharded",
     "sharded.replicas": "attach_replicas",
     "state.memory": "MemoryReport",
-    "state.snapshot": "LoadRules Snapshot merge_state_dicts",
     "wrappers": "ErrorFeedback Hierarchical Match PerParameter StartAfter WireDtype WithoutFeedback schedule",
 }
 """The names that `commhooks` offers, by module; its imports under `TYPE_CHECKING` are the same."""

@@ -135,3 +135,11 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=device)
     are_finite = [of_dtype < math.inf for of_dtype in norms]  # `isfinite` would be four calls
     return (are_finite[0] if len(are_finite) == 1 else torch.cat(are_finite)).all()
+
+
+def memory_order(parameter: Tensor) -> list[int]:
+    """Return the dimensions with more than one element, from the outermost in memory to the innermost."""
+    dimensions = [dimension for dimension, size in enumerate(parameter.shape) if size > 1]
+    if not is_dense(parameter):  # a gradient has no gaps: it is laid out in the order of dimensions
+        return dimensions
+    return sorted(dimensions, key=parameter.stride, reverse=True)

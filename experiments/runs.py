@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from commhooks.checkpoints.disk import named, read_json
+from commhooks.saving.files import named, read_json
 from commhooks.units import unknown
 
 from .links.link import LinkSettings

@@ -49,7 +49,6 @@ class DeMo(Compressor):
     It has error feedback with a decay of 0.999, unless it is inside `WithoutFeedback`.
     """
 
-    message_format = 2  # bits and places in runs of bytes
     k: int = setting(32, least=1)
     """Lower: smaller messages, but more left in the momentum."""
     chunk: int = setting(64, least=2, most=128)

@@ -39,7 +39,6 @@ class DGC(Compressor):
     Use it with SGD without momentum.
     """
 
-    message_format = 2  # places in runs of bytes
     ratio: float = setting(0.001, above=0, most=1)
     """Lower: smaller messages, but older updates. At least one element of each parameter is sent."""
     momentum: float = setting(0.9, least=0, below=1)

@@ -34,7 +34,6 @@ from commhooks.language.requests import Asked, Judge
 class Signum(Compressor):
     """A compressor that returns the majority's sign of each element's momentum, m = beta·m + (1 - beta)·gradient."""
 
-    message_format = TwoHop.message_format
     beta: float = setting(0.9, least=0, below=1)
     """Higher: a longer memory. 0: signSGD with majority vote, without state."""
     block: int = 128

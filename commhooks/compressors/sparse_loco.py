@@ -44,7 +44,6 @@ class SparseLoCo(Compressor):
     It has error feedback with a decay of 0.95, unless it is inside `WithoutFeedback`.
     """
 
-    message_format = 2  # places in runs of bytes
     k: int = setting(64, least=1)
     """Lower: smaller messages, but more left in the residual."""
     chunk: int = setting(64, least=2, most=1024)

@@ -42,7 +42,6 @@ SERVER_ERROR = "server error"
 class TwoHop(Compressor):
     """A compressor that exchanges and gathers the codes of `codec`: three collectives per bucket, in two rounds."""
 
-    message_format = 2  # signed integers, bits by eighths of a block, and shared noise
     codec: Codec
     server_feedback: bool = True
     """False: the second code's error is lost."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from commhooks import __version__ as VERSION
 from commhooks.communicators.disagreement import refusal_as_fingerprint
 from commhooks.communicators.kernels import Kernels, kernels_of
 from commhooks.communicators.noticeboard import FIRST_SCALE, OUT_OF_INPUTS, Noticeboard
@@ -28,7 +29,6 @@ from commhooks.language.compressor import (
     begin_exchange,
     compares_kernels,
     judged,
-    message_formats,
 )
 from commhooks.native.library import in_use
 from commhooks.scheduling.lanes import Lane
@@ -44,7 +44,7 @@ from commhooks.wrappers.hierarchical import machines_share_codes
 
 
 class Engine:
-    """Averages buckets with one compressor; resume.py saves and restores it."""
+    """Averages buckets with one compressor; `commhooks.saving.resumption` saves and restores it."""
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ class Engine:
         # Compiled searches choose other elements among equal ones, and return them in another order.
         passes = f"passes: {'eager' if in_use() is None else 'compiled'}\n" if machines_share_codes(compressor) else ""
         return (
-            f"compressor: {compressor!r}\nmessage formats: {message_formats(compressor) or 'the first ones'}\n"
+            f"compressor: {compressor!r}\ncommhooks: {VERSION}\n"
             f"unused parameters: {self._may_be_unused}\npolicy: {self.policy!r}\n"
             f"atomic: {self._undo is not None}\n{passes}lane, in the order of first use: {self.lane.unique}\n"
             f"{self.resumed.fingerprint}\n{self._fingerprint}"

@@ -15,20 +15,22 @@ from torch import Tensor
 from commhooks.communicators.parent_group import group_or_default
 from commhooks.communicators.ranks import Ranks
 from commhooks.engine.engine import Engine
-from commhooks.engine.resume import agreed
 from commhooks.errors import AttachError, CheckpointError, SettingsError
-from commhooks.exchange.checks import checked_compressor, complete, inventory_of
+from commhooks.exchange.checks import checked_compressor
 from commhooks.exchange.feed import ONLY, Channel, Feed
 from commhooks.exchange.metrics import Writer, metrics_of, write_to
 from commhooks.exchange.options import Options, Settings, settings_of
 from commhooks.exchange.watching import Watch, optimizer_of
 from commhooks.language.compressor import Compressor
+from commhooks.saving.parts import merge_state_dicts
+from commhooks.saving.resumption import agreed
+from commhooks.saving.rules import LoadOptions, LoadRules
+from commhooks.saving.saved import Saved, SavedGroups, read, refuse
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics, total
 from commhooks.scheduling.line import Line, ProcessGroupLine
-from commhooks.state.groups import Snapshots
 from commhooks.state.memory import MemoryReport
-from commhooks.state.snapshot import LoadOptions, LoadRules, Snapshot, merge_state_dicts, refuse
 from commhooks.state.table import StateTable
+from commhooks.tensors import cloned
 
 One = TypeVar("One", bound=Channel)
 
@@ -331,24 +333,20 @@ class Handle(Mapping[str, One]):
     # --- saving and loading -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain data, for a checkpoint; `commhooks.state.snapshot` describes its layout.
+        """Return the state as plain data, for a checkpoint; `commhooks.saving.saved` describes its layout.
 
         It holds only this rank's residuals, so call it on every rank, between two steps. Tensors are copies. Raises
         `CheckpointError` after a step that failed, or if the parameters' names are not known (see
         `PowerSGDState.bind`).
         """
-        saved = self.snapshot().cloned()
-        if isinstance(saved, Snapshot):
-            return _with_inventory(saved.as_dict())
-        return saved.as_dict() | {
-            "groups": {name: _with_inventory(one.as_dict()) for name, one in saved.groups.items()}
-        }
+        state: dict[str, Any] = cloned(self.snapshot().as_dict())
+        return state
 
-    def snapshot(self, shared: Mapping[str, Any] | None = None) -> Snapshot | Snapshots:
+    def snapshot(self, shared: Mapping[str, Any] | None = None) -> Saved | SavedGroups:
         """Return the same as `state_dict`, with the tensors themselves; `shared` is added to several channels'."""
         if self._is_plain:
             return self._only().snapshot()
-        return Snapshots(groups={name: one.snapshot() for name, one in self.items()}, shared=dict(shared or {}))
+        return SavedGroups(groups={name: one.snapshot() for name, one in self.items()}, shared=dict(shared or {}))
 
     def gathered(self, *, to: int | None = None) -> dict[str, Any]:
         """Return the `state_dict` with the per-rank state of all ranks, for a checkpoint that one rank writes.
@@ -380,7 +378,7 @@ class Handle(Mapping[str, One]):
         """List every difference between a saved state and this run that would cause an error on loading."""
         if self._is_plain:
             return self._only().differences(saved, rules)
-        if not isinstance(saved, Snapshots):
+        if not isinstance(saved, SavedGroups):
             return ["hooks: it was saved with the state of one channel, not of several"]
         if saved.groups.keys() != self.keys():
             return [f"it has the groups {', '.join(saved.groups)}, and this run has {', '.join(self)}"]
@@ -402,12 +400,12 @@ class Handle(Mapping[str, One]):
         self._load(state, LoadRules(**rules))
 
     def _load(self, state: object, rules: LoadRules) -> None:
-        self.restore(read_state(state, several=not self._is_plain), rules)
+        self.restore(read(Saved.from_dict if self._is_plain else SavedGroups.from_dict, state), rules)
 
-    def restore(self, saved: Snapshot | Snapshots | CheckpointError, rules: LoadRules) -> None:
+    def restore(self, saved: Saved | SavedGroups | CheckpointError, rules: LoadRules) -> None:
         """Restore a state; if it does not match, or is an error, raise on every rank and change nothing."""
         if self._is_plain:
-            assert not isinstance(saved, Snapshots), "it was read as the state of one channel"
+            assert not isinstance(saved, SavedGroups), "it was read as the state of one channel"
             self._only().restore(saved, rules)
             return
         (first, *_) = self.values()
@@ -416,7 +414,7 @@ class Handle(Mapping[str, One]):
         agreed(first.engine, saved)
         if isinstance(saved, CheckpointError):
             raise saved
-        assert isinstance(saved, Snapshots), "differences found no other"
+        assert isinstance(saved, SavedGroups), "differences found no other"
         for name, one in self.items():
             one.restore(saved.groups[name], rules)
 
@@ -435,30 +433,8 @@ def open_exchange(feed: Feed, compressor: Compressor | str, **options: Unpack[Op
     return Handle(feed, checked_compressor(feed.caller, compressor), settings).open()
 
 
-def read_state(state: object, *, several: bool) -> Snapshot | Snapshots | CheckpointError:
-    """Read a state_dict of one channel or of several; return the error if it cannot be read, for others to learn."""
-    if isinstance(state, CheckpointError):
-        return state
-    try:
-        if not several:
-            return complete(state)
-        read = Snapshots.from_dict(state)
-        assert isinstance(state, Mapping), "from_dict takes nothing else"
-        for one in state["groups"].values():
-            complete(one)
-    except CheckpointError as error:
-        return error
-    except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
-        return CheckpointError(f"the hook's state is damaged ({type(error).__name__}: {error}).")
-    return read
-
-
 def _together(counts: Iterable[Statistics]) -> Statistics:
     every = [*counts]
     if len(every) == 1:
         return every[0]
     return dataclasses.replace(total(every), steps=max((one.steps for one in every), default=0))
-
-
-def _with_inventory(state: dict[str, Any]) -> dict[str, Any]:
-    return state | {"inventory": {rank: inventory_of(state, rank) for rank in state["local"]}}

@@ -34,12 +34,13 @@ from commhooks.hooks.facts import (
 )
 from commhooks.hooks.sockets import deliver
 from commhooks.language.compressor import Compressor
+from commhooks.saving.rules import LoadRules
+from commhooks.saving.saved import Saved
 from commhooks.scheduling.ledger import Statistics
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.memory import MemoryReport
-from commhooks.state.snapshot import LoadRules, Snapshot
 from commhooks.state.table import ResidualStorage, StateTable
 from commhooks.unwrapping import plain_name, unwrapped
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
@@ -233,7 +234,7 @@ class PowerSGDState(Handle[Channel]):
 
     def differences(self, snapshot: object, rules: LoadRules) -> list[str]:
         """List every difference between a snapshot and this run that would cause an error on loading."""
-        if isinstance(snapshot, Snapshot):
+        if isinstance(snapshot, Saved):
             self._take_form_of(self._made_engine(), snapshot.settings)
         return super().differences(snapshot, rules)
 
@@ -308,7 +309,7 @@ class PowerSGDState(Handle[Channel]):
         self._check_is_settled()
         return self._only().memory()
 
-    def snapshot(self, shared: Mapping[str, Any] | None = None) -> Snapshot:
+    def snapshot(self, shared: Mapping[str, Any] | None = None) -> Saved:
         """Return the same as `state_dict`, with the tensors themselves instead of copies."""
         self._check_is_settled()
         return self._only().snapshot()

@@ -13,9 +13,9 @@ from commhooks.errors import AttachError
 from commhooks.exchange.feed import Channel
 from commhooks.exchange.handle import Handle
 from commhooks.integrations.common import Compression, CompressionOptions, check_framework_has_no_hook, require
-from commhooks.integrations.rank_files import load_rank_files, save_rank_files
 from commhooks.language.compressor import Compressor
-from commhooks.state.snapshot import LoadRules
+from commhooks.saving.rank_files import load_rank_files, save_rank_files
+from commhooks.saving.rules import LoadRules
 from commhooks.unwrapping import described, find_ddp, is_ddp, unwrapped
 
 require("accelerate", at_least="1.0")

@@ -16,8 +16,8 @@ from commhooks.exchange.options import Options, settings_of
 from commhooks.hooks.attach import attach
 from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.making import make_compressor
+from commhooks.saving.rules import LoadOptions, LoadRules
 from commhooks.state.loss_scale import Scaler
-from commhooks.state.snapshot import LoadOptions, LoadRules
 
 
 class CompressionOptions(Options, LoadOptions, total=False):
@@ -31,18 +31,10 @@ class Compression:
     """
 
     def __init__(self, owner: str, compressor: Compressor | str, **options: Unpack[CompressionOptions]) -> None:
-        if unknown := options.keys() - CompressionOptions.__annotations__.keys():
-            raise SettingsError(
-                f"{owner}: unknown argument {', '.join(sorted(unknown))}; settings of a compressor go to the "
-                'compressor, as in make_compressor("powersgd", rank=4).'
-            )
+        given, self.allowed, self.rules = split_options(owner, options, CompressionOptions)
         self.owner = owner
         self.compressor = make_compressor(compressor) if isinstance(compressor, str) else compressor
         check_compressor(owner, self.compressor)
-        given: dict[str, Any] = dict(options)
-        of_loading: Any = {name: given.pop(name) for name in LoadOptions.__annotations__ if name in given}
-        self._allowed: LoadOptions = of_loading
-        self.rules = LoadRules(**self._allowed)
         self.options: Options = cast(Options, given)
         settings_of("attach", self.options, owner)
         self.attachment: Handle[Channel] | None = None
@@ -92,7 +84,21 @@ class Compression:
             self._load_into(self.attachment, state)
 
     def _load_into(self, attachment: Handle[Channel], state: Mapping[str, Any] | CheckpointError) -> None:
-        attachment.load_state_dict(state, **self._allowed)
+        attachment.load_state_dict(state, **self.allowed)
+
+
+def split_options(owner: str, options: Mapping[str, Any], known: type) -> tuple[dict[str, Any], LoadOptions, LoadRules]:
+    """Return the arguments to pass on, those that allow differences of checkpoints, and their rules.
+
+    Raises `SettingsError` for an argument that is not among the annotations of `known`.
+    """
+    if unknown := options.keys() - known.__annotations__.keys():
+        raise SettingsError(
+            f"{owner}: unknown argument {', '.join(sorted(unknown))}; settings of a compressor go to the "
+            'compressor, as in make_compressor("powersgd", rank=4).'
+        )
+    allowed: Any = {name: options[name] for name in LoadOptions.__annotations__ if name in options}
+    return {name: given for name, given in options.items() if name not in allowed}, allowed, LoadRules(**allowed)
 
 
 def check_not_alone(owner: str) -> None:

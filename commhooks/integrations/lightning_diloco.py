@@ -25,14 +25,14 @@ from commhooks.communicators.connection import WrapCommunicator
 from commhooks.communicators.ranks import Ranks
 from commhooks.devices import generator_states, set_generator_states
 from commhooks.errors import AttachError, CheckpointError, SettingsError
-from commhooks.integrations.common import check_not_alone, require
+from commhooks.integrations.common import check_not_alone, require, split_options
 from commhooks.language.compressor import Compressor
+from commhooks.saving.parts import shared_part
+from commhooks.saving.rules import LoadOptions
 from commhooks.seldom.cutting import Arrangement
 from commhooks.seldom.diloco import DiLoCo
 from commhooks.seldom.outer import Outer
 from commhooks.seldom.starting import trained
-from commhooks.state.groups import Snapshots
-from commhooks.state.snapshot import LoadOptions, LoadRules
 from commhooks.state.table import ResidualStorage
 from commhooks.unwrapping import bare, kept_buffers
 from ddp_core.guard import NotAveragedError
@@ -86,11 +86,7 @@ class TrainWithDiLoCo(Callback):
     def __init__(
         self, *, every: int, compressor: Compressor | str = "all-reduce", **options: Unpack[DiLoCoOptions]
     ) -> None:
-        if unknown := options.keys() - DiLoCoOptions.__annotations__.keys():
-            raise SettingsError(f"{OWNER}: unknown argument {', '.join(sorted(unknown))}.")
-        given: dict[str, Any] = dict(options)
-        self._allowed: Any = {name: given.pop(name) for name in LoadOptions.__annotations__ if name in given}
-        self._rules = LoadRules(**self._allowed)
+        given, self._allowed, self._rules = split_options(OWNER, options, DiLoCoOptions)
         if self._rules.spreads:
             raise SettingsError(
                 f"{OWNER}(world_size={self._rules.world_size!r}): with DiLoCo each rank reads its own file and no "
@@ -376,7 +372,7 @@ def _state_for(ranks: Ranks, state: dict[str, Any]) -> dict[str, Any]:
             f"this rank read the checkpoint of rank {state['rank']}, as there is none of its own beside it "
             f"(<path>-rank{ranks.rank}.pt); every rank must see the file that it wrote."
         )
-    return Snapshots.from_dict(of_diloco).shared_part()  # this rank has joined
+    return shared_part(of_diloco)  # this rank has joined
 
 
 def _own_tensors(module: LightningModule) -> dict[str, Tensor]:

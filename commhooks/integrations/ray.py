@@ -20,12 +20,12 @@ from typing import Any, Literal, Unpack
 import torch
 from torch.nn import Module
 
-from commhooks.checkpoints.disk import read_tensors
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.exchange.feed import Channel
 from commhooks.exchange.handle import Handle
 from commhooks.integrations.common import Compression, CompressionOptions, require
 from commhooks.language.compressor import Compressor
+from commhooks.saving.files import read_tensors
 
 require("ray", at_least="2.40", extra="train")
 
@@ -89,7 +89,6 @@ def _read(checkpoint: object) -> Mapping[str, Any] | CheckpointError:
                     f"{checkpoint.path} holds no {STATE_FILE}: it is from a run without compression, or from one that "
                     "did not call commhooks.integrations.ray.save. Pass checkpoint=None to begin with an empty state."
                 )
-            state: Mapping[str, Any] = read_tensors(Path(folder) / STATE_FILE)
-            return state
+            return read_tensors(Path(folder) / STATE_FILE)
     except Exception as error:  # whatever storage and damaged files cause: the other workers are waiting
         return CheckpointError(f"{checkpoint.path}/{STATE_FILE} cannot be read ({type(error).__name__}: {error}).")

@@ -26,6 +26,7 @@ from commhooks.hooks.attach import attach
 from commhooks.hooks.facts import searches_for_unused
 from commhooks.integrations.common import require
 from commhooks.language.compressor import Compressor
+from commhooks.saving.parts import shared_part
 from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.table import ResidualStorage
@@ -99,8 +100,7 @@ def compress(
 
 def _shared_state(attachment: Handle[Channel]) -> dict[str, Any]:
     """Return the state that all replicas share, without residuals, which stay with their replica."""
-    state = attachment.state_dict()
-    return state | {"local": {}, "inventory": {}}
+    return shared_part(attachment.state_dict())
 
 
 def _load_shared(attachment: Handle[Channel], state: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ from commhooks.errors import AttachError, CheckpointError
 from commhooks.exchange.feed import Channel
 from commhooks.exchange.handle import Handle
 from commhooks.integrations.common import Compression, CompressionOptions, require
-from commhooks.integrations.rank_files import load_rank_files, save_rank_files
 from commhooks.language.compressor import Compressor
+from commhooks.saving.rank_files import load_rank_files, save_rank_files
 
 require("transformers", at_least="4.50", extra="torch")
 

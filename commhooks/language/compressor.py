@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -93,9 +93,6 @@ class Compressor(ABC):
     """
 
     __signature__ = _NoSignature()
-    message_format: ClassVar[int] = 1
-    """The version of the compressor's messages: if ranks differ in it, they raise an error at the beginning, and a
-    checkpoint of another version is continued with a warning, because its messages would have been different."""
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a setting that its field does not allow; subclasses check combinations."""
@@ -242,14 +239,6 @@ def inner_of(compressor: Compressor) -> list[Compressor]:
 def compares_kernels(compressor: Compressor) -> bool:
     """Return whether a compressor or one in its settings needs equal kernels on all ranks."""
     return compressor.needs_equal_kernels or any(map(compares_kernels, inner_of(compressor)))
-
-
-def message_formats(compressor: Compressor) -> dict[str, int]:
-    """Return the versions of messages, if not 1, of a compressor and of those in its settings, by class."""
-    found = {type(compressor).__name__: compressor.message_format} if compressor.message_format != 1 else {}
-    for inner in inner_of(compressor):
-        found |= message_formats(inner)
-    return found
 
 
 def loss_of_a_matrix(compressor: Compressor) -> Loss:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -56,10 +56,6 @@ class Entry:
     """The number of consecutive ranks that share one value and act as one, as a machine does under `Hierarchical`. A
     rank that has run out of inputs continues to use a shared value."""
 
-    along: tuple[int, ...] = ()
-    """The dimensions of the parameter that a replicated entry's last axis runs over, the outermost in memory first. A
-    run with another memory format then gets the entry in its own order."""
-
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise SettingsError(f"Entry(kind={self.kind!r}): kind must be one of {', '.join(KINDS)}.")
@@ -83,23 +79,6 @@ class Entry:
     def is_like(self, other: Entry) -> bool:
         """Return whether two entries may share a tensor: they differ in their first values at most."""
         return dataclasses.replace(self, init=None) == dataclasses.replace(other, init=None)
-
-    def cut(self, kept: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return a tensor as it is saved: with an axis for each dimension that its last axis runs over, in order."""
-        if len(self.along) < 2 or tuple(kept.shape) != self.shape:
-            return kept
-        before = kept.dim() - 1
-        axes = sorted(range(len(self.along)), key=self.along.__getitem__)
-        cut: Tensor = kept.unflatten(-1, [shape[dimension] for dimension in self.along])
-        return cut.permute(*range(before), *(before + axis for axis in axes)).contiguous()
-
-    def joined(self, saved: Tensor, shape: Sequence[int]) -> Tensor:
-        """Undo `cut`: join the last axes to one, in this entry's order; return any other tensor unchanged."""
-        ordered, before = sorted(self.along), saved.dim() - len(self.along)
-        if len(ordered) < 2 or before < 0 or list(saved.shape[before:]) != [shape[d] for d in ordered]:
-            return saved
-        axes = [ordered.index(dimension) for dimension in self.along]
-        return saved.permute(*range(before), *(before + axis for axis in axes)).flatten(before)
 
     @property
     def is_own(self) -> bool:

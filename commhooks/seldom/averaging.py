@@ -17,13 +17,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from commhooks.errors import CheckpointError, SettingsError
-from commhooks.exchange.handle import read_state
 from commhooks.exchange.options import Options, is_whole
 from commhooks.language.compressor import Compressor
+from commhooks.saving.rules import LoadOptions, LoadRules
+from commhooks.saving.saved import SavedGroups, read, refuse
 from commhooks.seldom.counts import DiLoCoStatistics
 from commhooks.seldom.diloco import DiLoCo
-from commhooks.state.groups import Snapshots
-from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
+from commhooks.tensors import cloned
 from commhooks.unwrapping import bare
 
 
@@ -111,9 +111,10 @@ class ModelAverager(averagers.ModelAverager):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data; see `DiLoCo.state_dict`."""
-        return self.snapshot().cloned().as_dict()
+        state: dict[str, Any] = cloned(self.snapshot().as_dict())
+        return state
 
-    def snapshot(self) -> Snapshots:
+    def snapshot(self) -> SavedGroups:
         """Return the same as `state_dict`, with the tensors themselves instead of copies."""
         own = self._diloco.snapshot()
         return dataclasses.replace(
@@ -126,20 +127,20 @@ class ModelAverager(averagers.ModelAverager):
 
     def differences(self, snapshot: object, rules: LoadRules) -> list[str]:
         """List every difference between a state and this run that would cause an error on loading."""
-        saved = snapshot.shared.get("warmup_steps") if isinstance(snapshot, Snapshots) else None
-        if isinstance(snapshot, Snapshots) and saved != self.warmup_steps:
+        saved = snapshot.shared.get("warmup_steps") if isinstance(snapshot, SavedGroups) else None
+        if isinstance(snapshot, SavedGroups) and saved != self.warmup_steps:
             return [f"warmup_steps: saved with {saved}, now {self.warmup_steps}"]
-        if isinstance(snapshot, Snapshots) and type(snapshot.shared.get("step_of_averager")) is not int:
+        if isinstance(snapshot, SavedGroups) and type(snapshot.shared.get("step_of_averager")) is not int:
             return ["ModelAverager's state has no step_of_averager"]
         return self._diloco.differences(snapshot, rules)
 
     def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
         """Restore a `state_dict`; see `DiLoCo.load_state_dict`."""
-        loaded = read_state(state, several=True)
-        if isinstance(loaded, Snapshots) and (faults := self.differences(loaded, LoadRules(**rules))):
+        loaded = read(SavedGroups.from_dict, state)
+        if isinstance(loaded, SavedGroups) and (faults := self.differences(loaded, LoadRules(**rules))):
             state = refuse(f"rank {self.rank_and_world_size[0]}: the checkpoint does not fit", faults)
         self._diloco.load_state_dict(state, **rules)
-        assert isinstance(loaded, Snapshots), "an error was raised"
+        assert isinstance(loaded, SavedGroups), "an error was raised"
         self.step = loaded.shared["step_of_averager"]
 
     def close(self) -> None:

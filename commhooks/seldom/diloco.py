@@ -21,9 +21,11 @@ from commhooks.communicators.beginning import agree, share_from_rank_0
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.errors import CheckpointError, CommHooksError, CompressorError, SettingsError
 from commhooks.exchange.exchanger import WEIGHTS, TensorChannel, is_weight
-from commhooks.exchange.handle import Handle, read_state
+from commhooks.exchange.handle import Handle
 from commhooks.exchange.options import Options, Settings, check_flags, settings_of
 from commhooks.language.compressor import Compressor
+from commhooks.saving.rules import LoadOptions, LoadRules
+from commhooks.saving.saved import SavedGroups, read, refuse
 from commhooks.scheduling.ledger import total
 from commhooks.scheduling.line import Line
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
@@ -35,8 +37,6 @@ from commhooks.seldom.outer import Outer, made_of, nesterov
 from commhooks.seldom.parts import BUFFERS, Buffers, Fragment, PartsFeed
 from commhooks.seldom.shards import shaped_like
 from commhooks.seldom.starting import Beginning, average_over, group_of_ranks, mismatch, trained
-from commhooks.state.groups import Snapshots
-from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
 from commhooks.tensors import all_finite, cloned, local
 from commhooks.units import counted
 from commhooks.unwrapping import bare, difference_of, everything_kept, kept_buffers, plain_name
@@ -445,9 +445,10 @@ class DiLoCo:
         `save_checkpoint` does. Call it on every rank after the same `step`. Raises `CheckpointError` if the optimizer
         took a step that was not counted, if an exchanged parameter was replaced, or after an exchange that failed.
         """
-        return self.snapshot().cloned().as_dict()
+        state: dict[str, Any] = cloned(self.snapshot().as_dict())
+        return state
 
-    def snapshot(self) -> Snapshots:
+    def snapshot(self) -> SavedGroups:
         """Return the same as `state_dict`, with the tensors themselves instead of copies."""
         if self._is_at_outer:
             raise CheckpointError(f"saving {_INSIDE}.")
@@ -471,7 +472,7 @@ class DiLoCo:
             "outer_optimizer_class": type(self._outer_optimizer).__name__,
         }
         saved = self.exchange.snapshot(shared)
-        assert isinstance(saved, Snapshots), "it has several channels"
+        assert isinstance(saved, SavedGroups), "it has several channels"
         return saved
 
     def model_state(self) -> dict[str, Any]:
@@ -490,7 +491,7 @@ class DiLoCo:
 
     def differences(self, snapshot: object, rules: LoadRules) -> list[str]:
         """List every difference between a state and this run that would cause an error on loading."""
-        if not isinstance(snapshot, Snapshots):
+        if not isinstance(snapshot, SavedGroups):
             return ["hooks: it was saved with the state of an attachment, not of DiLoCo"]
         found = misfits(snapshot.shared, self.schedule, self._parts, self._outer_optimizer, rules)
         return found or self.exchange.differences(snapshot, rules)
@@ -502,13 +503,13 @@ class DiLoCo:
 
         `settings="change"` also allows another `every`, `delay` or `mixing`. See `Attachment.load_state_dict`.
         """
-        allowed, loaded = LoadRules(**rules), read_state(state, several=True)
+        allowed, loaded = LoadRules(**rules), read(SavedGroups.from_dict, state)
         if self._is_at_outer:
             loaded = CheckpointError(f"rank {self.rank_and_world_size[0]}: loading {_INSIDE}.")
-        if isinstance(loaded, Snapshots) and (faults := self.differences(loaded, allowed)):
+        if isinstance(loaded, SavedGroups) and (faults := self.differences(loaded, allowed)):
             loaded = refuse(f"rank {self.rank_and_world_size[0]}: the checkpoint does not fit", faults)
         self.exchange.restore(loaded, allowed)
-        assert isinstance(loaded, Snapshots), "an error was raised"
+        assert isinstance(loaded, SavedGroups), "an error was raised"
         shared = loaded.shared
         self._inner.count()
         self.steps, self._rounds, self._dropped = shared["step"], shared["rounds"], shared["dropped_rounds"]

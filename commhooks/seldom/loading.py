@@ -8,63 +8,56 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from commhooks.saving.form import Form, faults_of
+from commhooks.saving.misfits import other_optimizer, other_tensors
+from commhooks.saving.rules import LoadRules
 from commhooks.seldom.parts import Fragment, Part
 from commhooks.seldom.starting import Schedule
-from commhooks.state.snapshot import LoadRules
 
-SHARED = {"step", "rounds", "dropped_rounds", "schedule", "due", "outer", "outer_optimizer", "outer_optimizer_class"}
-"""Keys of DiLoCo's state, in addition to its exchangers' state."""
+SHARED: Form = {
+    "step": int,
+    "rounds": int,
+    "dropped_rounds": int,
+    "schedule": dict,
+    "due": {str: {"at": int, "mean": {str: Tensor}}},
+    "outer": {str: Tensor},
+    "outer_optimizer": {"param_groups": list, ...: Any},
+    "outer_optimizer_class": str,
+    ...: Any,
+}
+"""The form of DiLoCo's state, in addition to its exchangers' state."""
 
 
 def misfits(
     shared: Mapping[str, Any], schedule: Schedule, parts: Sequence[Part], optimizer: Optimizer, rules: LoadRules
 ) -> list[str]:
     """List every difference between a saved state and this run that would cause an error on loading."""
-    if lost := SHARED - shared.keys():
-        return [f"DiLoCo's state has no {', '.join(sorted(lost))}"]
-    try:
-        return [
-            *_other_settings(shared["schedule"], schedule.as_dict(), rules),
-            *_other_optimizer(shared, optimizer),
-            *_other_tensors(shared, parts),
-        ]
-    except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
-        return [f"DiLoCo's state is damaged ({type(error).__name__}: {error})"]
+    if faults := list(faults_of(shared, SHARED)):
+        return [f"DiLoCo's state is damaged: {fault}" for fault in faults]
+    saved, before = shared["outer_optimizer"], shared["outer_optimizer_class"]
+    return [
+        *_other_settings(shared["schedule"], schedule.as_dict(), rules),
+        *other_optimizer("outer optimizer", before, saved["param_groups"], optimizer),
+        *_other_parts(shared, parts),
+    ]
 
 
 def _other_settings(saved: Mapping[str, Any], now: Mapping[str, Any], rules: LoadRules) -> Iterator[str]:
     for name, value in now.items():
         if saved.get(name) != value and (name == "fragments" or rules.settings == "refuse"):
-            yield f"{name}: saved with {saved.get(name)!r}, now {value!r}" + "; pass settings='change'" * (
-                name != "fragments"
-            )
+            remedy = "; pass settings='change'" * (name != "fragments")
+            yield f"{name}: saved with {saved.get(name)!r}, now {value!r}{remedy}"
 
 
-def _other_optimizer(shared: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str]:
-    before, now = shared["outer_optimizer_class"], type(optimizer).__name__
-    if before != now:
-        yield f"outer optimizer: saved from {before}, now {now}"
-    saved = shared["outer_optimizer"]["param_groups"]
-    then, here = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
-    if then != here:
-        yield f"outer optimizer: saved with groups of {then} parameters, now {here}"
-
-
-def _other_tensors(shared: Mapping[str, Any], parts: Sequence[Part]) -> Iterator[str]:
-    """Compare the shapes of outer copies, and of means that were under way, which must be due later."""
-    for part in parts:
-        if isinstance(part, Fragment):
-            yield from _other_shapes("the outer copy", shared["outer"], part.outer)
-    step: int = shared["step"]
+def _other_parts(shared: Mapping[str, Any], parts: Sequence[Part]) -> Iterator[str]:
+    """Compare the outer copies, and the means that were under way, which must be due later."""
+    now = {name: outer for part in parts if isinstance(part, Fragment) for name, outer in part.outer.items()}
+    yield from other_tensors("outer copies", shared["outer"], now)
+    numbered = {str(number): part for number, part in enumerate(parts)}
     for number, due in shared["due"].items():
-        if not due["at"] > step:
-            yield f"a mean was due at step {due['at']}, which was over at step {step}"
-        yield from _other_shapes("the mean", due["mean"], parts[int(number)].like)
-
-
-def _other_shapes(what: str, saved: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Iterator[str]:
-    for name, tensor in now.items():
-        if name not in saved:
-            yield f"{what} of {name!r} is missing"
-        elif saved[name].shape != tensor.shape:
-            yield f"{what} of {name!r} was saved with shape {tuple(saved[name].shape)}, now {tuple(tensor.shape)}"
+        if number not in numbered:
+            yield f"means of part {number} were under way, and there are {len(parts)} parts"
+            continue
+        if due["at"] <= shared["step"]:
+            yield f"a mean was due at step {due['at']}, which was over at step {shared['step']}"
+        yield from other_tensors("means under way", due["mean"], numbered[number].like)

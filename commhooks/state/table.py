@@ -15,7 +15,7 @@ from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import CHOICE, RESIDUAL, Declared, Entry, ParameterState, blocks_served
 from commhooks.language.place import Place
-from commhooks.tensors import computing_dtype, is_dense
+from commhooks.tensors import computing_dtype, is_dense, memory_order
 
 ResidualStorage = Literal["fp32", "bf16", "host"]
 """The storage of per-rank state: in at least fp32, in bf16, or in the host's memory."""
@@ -70,6 +70,7 @@ class StateTable:
         self._names: dict[Tensor, str] = {}
         self._loaded: dict[str, _Loaded] | None = None
         self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._orders: Mapping[str, Sequence[int]] = {}
 
     # --- parameters and their names -----------------------------------------------------------------------------------
 
@@ -132,8 +133,6 @@ class StateTable:
         for name, entry in declared.items():
             kept, before = state.tensors.get(name), state.entries.get(name)
             state.entries[name] = entry
-            if kept is not None:
-                kept = state.tensors[name] = entry.joined(kept, slot.parameter.shape)  # it may have been loaded
             fresh = self._empty(state.key, entry, slot.gradient, slot.parameter.numel())
             is_there = kept is not None and kept.shape == fresh.shape and _have_same_holders(before, entry)
             if kept is not None and is_there and kept.dtype == fresh.dtype and kept.device == fresh.device:
@@ -224,22 +223,21 @@ class StateTable:
                 kinds[state.key] = own
         return kinds
 
-    def declared(self) -> dict[str, Declared]:
-        """Return the entries of each parameter, by its name."""
-        return {state.key: state.entries for state in self._states.values()}
-
     def load(
         self,
         replicated: Entries,
         own: Entries,
         kinds: Kinds,
         shapes: Mapping[str, Sequence[int]] | None = None,
+        orders: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Replace all state with entries in the form of `export`, of these kinds; they are copied.
 
         A parameter that was not seen yet gets its state when it is. If `shapes`, of all parameters by name, is given, a
-        parameter that is missing in it or has another shape then raises `CheckpointError`.
+        parameter that is missing in it or has another shape then raises `CheckpointError`, as does one whose dimensions
+        lie in memory otherwise than `orders` say.
         """
+        self._orders = orders or {}
         self.in_phase = None
         self._shapes = None if shapes is None else {name: tuple(shape) for name, shape in shapes.items()}
         self._loaded = {
@@ -283,6 +281,8 @@ class StateTable:
                 f"checkpoint has {'no state' if shape is None else f'state of shape {shape}'} for parameter "
                 f"{key!r} of shape {tuple(parameter.shape)}."
             )
+        if key in self._orders and (fault := fault_of_order(self._orders, key, parameter)):
+            raise CheckpointError(f"{fault}.")
 
     def _fill(self, parameter: Tensor, state: ParameterState, loaded: _Loaded) -> None:
         """Copy loaded state into allocated entries; keep the rest for a compressor that declares it."""
@@ -291,10 +291,7 @@ class StateTable:
         for name, saved, entry in loaded.items():
             kept = state.tensors.get(name)
             declared = entry if kept is None else state.entries[name]
-            joined = declared.joined(saved, parameter.shape)
-            values = (
-                _flat(joined, parameter) if declared.by_element else joined.detach().to(parameter.device, copy=True)
-            )
+            values = _flat(saved, parameter) if declared.by_element else saved.detach().to(parameter.device, copy=True)
             if kept is None:
                 state.entries[name] = entry
                 state.tensors[name] = values
@@ -316,6 +313,21 @@ class StateTable:
             device = torch.device("cpu") if self.storage == "host" else device
         pinned = device != gradient.device
         return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+
+
+def fault_of_order(orders: Mapping[str, Sequence[int]], name: str, parameter: Tensor) -> str:
+    """Return what is wrong if a parameter lies in memory otherwise than when it was saved; empty if it does not.
+
+    `orders` are the saved `memory_order` of parameters, by name; those of others are taken for contiguous.
+    """
+    now = memory_order(parameter)
+    then = list(orders.get(name, sorted(now)))
+    if then == now:
+        return ""
+    return (
+        f"parameter {name!r}: saved with its dimensions in the order {then} in memory, now {now}; load it into a model "
+        "of the memory format that it was saved with (model.to(memory_format=...))"
+    )
 
 
 def _have_same_holders(one: Entry | None, other: Entry) -> bool:

@@ -14,13 +14,14 @@ from commhooks.communicators import Collective, LockstepCommunicator, LockstepGr
 from commhooks.communicators.collective import Traffic
 from commhooks.engine.engine import Engine
 from commhooks.engine.replay import Resumed
-from commhooks.engine.resume import lay_out, restore, snapshot_of
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import Declared, blocks_served
 from commhooks.language.place import Place
+from commhooks.saving.resumption import lay_out, restore, snapshot_of
+from commhooks.saving.rules import LoadRules
+from commhooks.saving.saved import Saved
 from commhooks.scheduling.ledger import Ledger
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
-from commhooks.state.snapshot import LoadRules, Snapshot
 from commhooks.state.table import StateTable
 
 
@@ -190,7 +191,7 @@ class Workers:
     def resume(self, saved: bytes) -> None:
         """Go on from what other workers saved; read as torch.load reads by default."""
         for engine, state in zip(self.engines, torch.load(io.BytesIO(saved)), strict=True):
-            restore(engine, Snapshot.from_dict(state), LoadRules(), uncut_steps=0)
+            restore(engine, Saved.from_dict(state), LoadRules(), uncut_steps=0)
 
     def kinds(self) -> dict[str, Declared]:
         """Return the entries that the compressor declares, by parameter's name."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from commhooks.checkpoints.disk import read_json
+from commhooks.saving.files import read_json
 
 T = TypeVar("T")
 _LARGEST = 1e30

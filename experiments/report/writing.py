@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 
-from commhooks.checkpoints.disk import named
+from commhooks.saving.files import named
 
 from ..results.outcomes import Setting, settings_of
 from ..results.summary import TARGET_RULE

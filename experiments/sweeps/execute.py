@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 
-from commhooks.checkpoints.folder import newest
+from commhooks.saving.folder import newest
 
 from ..cluster import check_rates, follow, hosts_on
 from ..launch import WorldError, run_in_torchrun, run_world, torchrun_world

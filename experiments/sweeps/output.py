@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from commhooks.checkpoints.disk import read_json
+from commhooks.saving.files import read_json
 
 from ..report.page import HEAD as TITLE
 from ..report.page import PICTURES

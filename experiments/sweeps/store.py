@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commhooks.checkpoints.disk import json_in, named
+from commhooks.saving.files import json_in, named
 
 from ..results.summary import Typical, smoothed_losses, total_bytes, total_seconds, typical_steps
 from ..runs import PARTIAL, RunResult, RunSettings

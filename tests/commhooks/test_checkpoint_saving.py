@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commhooks import CheckpointError, load_checkpoint, save_checkpoint
-from commhooks.checkpoints import files as checkpoint
-from commhooks.checkpoints.contents import read_contents
-from commhooks.checkpoints.folder import newest, prepare
+from commhooks.saving import checkpoints as checkpoint
+from commhooks.saving.contents import read_contents
+from commhooks.saving.folder import newest, prepare
 from tests.commhooks.checkpointed import Network, begin, listing_of, text_of, words_of
 from tests.ddp_core.facts import Facts
 

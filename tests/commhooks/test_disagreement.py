@@ -34,7 +34,7 @@ DIFFERENCES = {
     "rank": f"compressor.inner.rank: 1 {OTHERS}, 2 {ONE}.",
     "seed": f"compressor.inner.seed: 0 {OTHERS}, 1 {ONE}.",
     "policy": f"policy: 'fifo' {OTHERS}, 'fused' {ONE}.",
-    "message format": f"message formats: {{'TwoHop': 2}} {OTHERS}, {{'TwoHop': 3}} {ONE}.",
+    "version": f"commhooks: {commhooks.__version__} {OTHERS}, 0.0.9 {ONE}.",
     "name": f"parameter weights.2: {WEIGHT} {OTHERS}, missing {ONE}; parameter head: missing {OTHERS}, {WEIGHT} {ONE}.",
     "frozen": f"parameter weights.2: {WEIGHT} {OTHERS}, {WEIGHT}, frozen {ONE}.",
     "shape": f"parameter weights.2: {WEIGHT} {OTHERS}, shape (30, 40), torch.float32 {ONE}.",
@@ -98,8 +98,8 @@ def attaching_what_differs_on_one_rank_is_refused_on_every_rank_and_can_be_made_
         name, policy = ours[odd]
         attach = functools.partial(commhooks.attach, model, COMPRESSORS[name], policy=policy)
         told[what] = told_by(attach)
-    with mock.patch.object(commhooks.TwoHop, "message_format", 3 if odd else 2):
-        told["message format"] = told_by(functools.partial(commhooks.attach, model, "int8"))
+    with mock.patch("commhooks.engine.engine.VERSION", "0.0.9" if odd else commhooks.__version__):
+        told["version"] = told_by(functools.partial(commhooks.attach, model, "int8"))
     spoilt = wrap(kind, Given(*SHAPES), **TINY_BUCKETS)
     weight, other = (list(one.parameters())[2] for one in (model, spoilt))
     changes: dict[str, tuple[nn.Module, Any]] = {

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import commhooks
 from commhooks import Handle, PowerSGDState, StartAfter, make_compressor
 from commhooks.language.loss import error_of
+from commhooks.saving.saved import Saved
 from tests import bounds
 from tests.cases import BY_NAME, LowRankBytes, dense_bytes
 from tests.commhooks.models import wrap
@@ -210,7 +211,7 @@ def a_rank_that_has_joined_keeps_what_it_owes_when_buckets_are_cut(rank: int, ki
 
 
 def _replicated_digest(state: dict[str, Any]) -> str:
-    return commhooks.Snapshot.from_dict(state).digest()
+    return Saved.from_dict(state).digest()
 
 
 def _of_rank_0(state: dict[str, Any]) -> dict[str, Any]:

@@ -314,7 +314,7 @@ def test_no_group_switches_if_one_cannot() -> None:
     assert [str(exchanger.compressor) for exchanger in exchangers.values()] == ["top-k", "fp16", "top-k"]
     assert str(exchangers).count("fragment") == 3
     with pytest.raises(CheckpointError, match="it has the groups x, and this run has"):
-        exchangers.load_state_dict({"format_version": 1, "groups": {"x": saved_alone()}, "shared": {}})
+        exchangers.load_state_dict({"layout": 4, "groups": {"x": saved_alone()}, "shared": {}})
 
 
 def saved_alone() -> dict[str, Any]:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from commhooks import CheckpointError, load_checkpoint, save_checkpoint
-from commhooks.checkpoints.disk import read_tensors, write_tensors
+from commhooks.saving.files import read_tensors, write_tensors
 
 BYTES = 1 << 20
 MODEL = torch.nn.Linear(4, 4)

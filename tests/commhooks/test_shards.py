@@ -22,7 +22,6 @@ from commhooks import (
     RandomBlock,
     RandomK,
     Signum,
-    Snapshot,
     Threshold,
     TopK,
     TwoHop,
@@ -32,9 +31,10 @@ from commhooks import (
 )
 from commhooks.codecs import E3M0, Codebook
 from commhooks.compressors.codecs import FP8, MXFP4, QSGD, Codec, Half, Int4, Int8, Natural, Sign, TernGrad
-from commhooks.engine.resume import lay_out, restore, snapshot_of
 from commhooks.errors import CommHooksError, CompressorError, GradientError
 from commhooks.language import BucketView, Compressor, Context
+from commhooks.saving.resumption import lay_out, restore, snapshot_of
+from commhooks.saving.saved import Saved
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.lockstep import lockstep_lines
 from commhooks.wrappers.hierarchical import Hierarchical
@@ -279,7 +279,7 @@ def test_a_run_goes_on_bit_for_bit_from_what_was_saved(name: str) -> None:
     file.seek(0)
     resumed = Sharded.in_lockstep(compressor, 2, zeros(*SHAPES))
     for engine, state in zip(resumed.engines, torch.load(file), strict=True):
-        restore(engine, Snapshot.from_dict(state), LoadRules(), uncut_steps=0)
+        restore(engine, Saved.from_dict(state), LoadRules(), uncut_steps=0)
     for step in range(4, 6):
         gradients = normal(parameters, 2, seed=step)
         for means, others in zip(workers.step(gradients), resumed.step(gradients), strict=True):

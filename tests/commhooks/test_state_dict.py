@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks import CheckpointError, PowerSGDState, batched_powerSGD_hook, make_compressor, powerSGD_hook
-from commhooks.state.snapshot import Snapshot
+from commhooks.saving.saved import Saved
 from tests import bounds
 from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, backward, given
 from tests.commhooks.models import Given, wrap
@@ -45,7 +45,7 @@ def a_state_dict_holds_plain_data_and_is_a_copy(rank: int, kind: str, folder: Pa
     read = torch.load(folder / f"{rank}.pt")
     _require_plain(read)
     assert distance(read, state) == 0.0
-    assert (read["step"], read["world_size"], read["format_version"], list(read["local"])) == (3, 2, 3, [f"rank{rank}"])
+    assert (read["step"], read["world_size"], read["layout"], list(read["local"])) == (3, 2, 4, [f"rank{rank}"])
     assert read["settings"]["inner.rank"] == "2" and read["settings"]["inner.compressor"] == "PowerSGD"
     assert read["local"][f"rank{rank}"]["weights.0"]["residual"].shape == (30, 50)
     attachment.load_state_dict(read)  # back to the third step: what is done again comes out the same
@@ -98,24 +98,34 @@ def what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(rank: int, 
             _without_weights_0(altered(**renamed), own),
             "checkpoint has no parameter 'weights.0'.*checkpoint has parameter 'w.0', which the model does not have",
         ),
-        (altered(format_version=4), "saved in format 4; this version of commhooks reads formats 2 and 3"),
-        (altered(format_version=1), "saved in format 1; this version of commhooks reads formats 2 and 3"),
+        (altered(layout=5), r"saved in layout 5 by commhooks .*; this one \(.*\) reads layout 4"),
+        (_of_the_last_commit(before), r"saved in layout 3 by an earlier commhooks; this one \(.*\) reads layout 4"),
+        (
+            altered(orders={"weights.0": [1, 0]}),
+            r"parameter 'weights.0': saved with its dimensions in the order \[1, 0\] in memory, now \[0, 1\]",
+        ),
         (altered(world_size=3), "saved by 3 ranks, loaded by 2; pass world_size='spread'"),
         (
             altered(kinds={"weights.0": {"residual": {"kind": "rest"}}}),
-            r"kinds\['weights.0'\]\['residual'\]: Entry\(kind='rest'\): kind must be one of replicated, residual, priv",
+            r"kinds\['weights.0'\]\['residual'\]: expected the description of an entry, got dict {'kind': 'rest'}",
         ),
         (altered(kinds={"weights.0": {"residual": 5}}), r"kinds\['weights.0'\]\['residual'\]: "),
-        (altered(kinds={"weights.0": 5}), r"kinds\['weights.0'\]\[''\]: "),
-        (altered(kinds={"weights.0": {"residual": {"kind": "share"}}}), "a share has a block, and nothing else has"),
+        (altered(kinds={"weights.0": 5}), r"kinds\['weights.0'\]: expected dict, got int 5"),
+        (
+            altered(kinds={"weights.0": {"residual": {"kind": "share"}}}),
+            "expected the description of an entry, got dict",
+        ),
         (altered(local={own: {}}), r"local\['rank.'\]\['weights.0'\]: 'residual' is missing"),
         (altered(local=undescribed), r"weights.0'\]: the kind of 'momentum' is not given"),
         (altered(local=damaged), r"weights.0'\]: a residual of shape \(3,\)"),
         (altered(inventory=5), "the hook's state is damaged"),
-        (altered(bucket_plan={"handed_in": 3}), r"bucket_plan\['handed_in'\]: expected lists of names"),
-        (altered(bucket_plan={"ddp_core": {"rebuilt": True}}), r"bucket_plan\['ddp_core'\]: expected"),
+        (altered(bucket_plan={"handed_in": 3}), r"bucket_plan\['handed_in'\]: expected list, got int 3"),
+        (
+            altered(bucket_plan={"ddp_core": {"rebuilt": True}}),
+            r"bucket_plan\['ddp_core'\]\['limits'\]: expected list, got nothing",
+        ),
         (altered(grad_scale=0.0), "grad_scale: expected"),
-        (altered(step="three"), "step: expected int, got str 'three'"),
+        (altered(step="three"), "step: expected a whole number of at least 0, got str 'three'"),
         ({"model": 1}, r"expected the state_dict\(\) of a hook's state"),
         (
             altered(local={f"rank{1 - rank}": before["local"][own]}),
@@ -142,6 +152,13 @@ def what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(rank: int, 
     attachment.load_state_dict(before)
     assert attachment.steps == 3
     attachment.load_state_dict(altered(settings=other_settings), settings="change")
+
+
+def _of_the_last_commit(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state_dict as it was before layouts had this name."""
+    older = {name: value for name, value in state.items() if name not in ("layout", "commhooks", "orders")}
+    settings = state["settings"] | {"message formats": "{}"}
+    return copy.deepcopy({"format_version": 3} | older | {"settings": settings})
 
 
 def _without_weights_0(state: dict[str, Any], own: str) -> dict[str, Any]:
@@ -371,7 +388,7 @@ def test_states_of_other_numbers_are_not_put_together() -> None:
 
 
 def _of_rank(rank: int, basis: Tensor) -> dict[str, Any]:
-    snapshot = Snapshot(
+    snapshot = Saved(
         step=1,
         world_size=2,
         policy="fifo",

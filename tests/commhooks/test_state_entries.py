@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 import commhooks
-from commhooks.state.settings import settings_of, settings_that_differ
+from commhooks.saving.form import faults_of
+from commhooks.state.table import StateTable
 
 
 def alone(compressor: str, **settings: Any) -> commhooks.Exchanger:
@@ -61,9 +63,6 @@ def test_an_entry_with_one_element_more_is_refused_by_name_with_what_is_expected
     expected = r"local\['rank0'\]\['weight'\]: a velocity of shape \(481,\), expected \(24, 20\)"
     with pytest.raises(commhooks.CheckpointError, match=expected):
         loading.load_state_dict(edited(state, "velocity", torch.zeros(481)))
-    older = dict(state, format_version=2, kinds=state["kinds"]["weight"])  # which did not check it
-    with pytest.raises(commhooks.CheckpointError, match=r"a velocity of shape \(481,\), expected \(24, 20\)"):
-        loading.load_state_dict(edited(older, "velocity", torch.zeros(481)))
     assert str(loading.state_dict()) == before
 
 
@@ -88,8 +87,11 @@ def test_a_state_without_the_compressors_name_is_refused_even_if_settings_may_ch
 
 def test_with_other_settings_a_basis_of_another_size_starts_from_scratch_and_is_named() -> None:
     state, loading = alone("powersgd", rank=2).state_dict(), alone("powersgd", rank=1)
-    with pytest.warns(UserWarning, match=r"'Q' of 'weight' \(saved with shape \(2, 20\), now \(1, 20\)\) starts from"):
+    with pytest.warns(
+        UserWarning, match=r"'Q' of 'weight' \(saved with shape \(2, 20\), now \(1, 20\)\) starts from"
+    ) as told:
         loading.load_state_dict(state, settings="change")
+    assert {one.filename for one in told} == {__file__}, "where load_state_dict was called"
     kept, residual = state["local"]["rank0"]["weight"], loading.state_dict()["local"]["rank0"]["weight"]
     assert torch.equal(kept["residual"], residual["residual"])
 
@@ -105,66 +107,70 @@ def trained(compressor: commhooks.Compressor, gradient: torch.Tensor, state: Any
     return exchanger
 
 
-@pytest.mark.parametrize("settings", [{}, {"alternating": True}, {"rank": 2}], ids=str)
-@pytest.mark.parametrize("shape", [(16, 8, 3, 3), (16, 8, 1, 3), (6, 5, 4, 3, 2)], ids=str)
-def test_a_basis_fits_a_run_with_another_memory_format(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{}, {"alternating": True}, {"matrices": "most-square"}], ids=str)
+@pytest.mark.parametrize("shape", [(16, 8, 3, 3), (4, 32, 3, 2), (6, 5, 4, 3, 2)], ids=str)
+def test_a_run_is_resumed_in_its_own_memory_format_and_in_no_other(
+    shape: tuple[int, ...], settings: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
-    gradient = torch.randn(shape, dtype=torch.float64)
+    gradient = torch.randn(shape)
     last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
     formats = [gradient, gradient.to(memory_format=last)]
     compressor = commhooks.ErrorFeedback(inner=commhooks.PowerSGD(**settings))
     for one, other in (formats, formats[::-1]):
-        state = trained(compressor, one).state_dict()
-        same, elsewhere = (trained(compressor, again, state).state_dict() for again in (one, other))
-        pairs = [(same["local"]["rank0"]["weight"]["residual"], elsewhere["local"]["rank0"]["weight"]["residual"])]
-        pairs += [(kept, elsewhere["replicated"]["weight"][e]) for e, kept in same["replicated"]["weight"].items()]
-        for ours, theirs in pairs:  # sums of at most 720 terms in float64, with products conditioned below 1e4
-            assert (ours - theirs).norm() <= 720 * 1e4 * torch.finfo(torch.float64).eps * ours.norm()
-        loaded = commhooks.Exchanger(
-            {"weight": torch.empty_like(other)}, compressor, line=commhooks.lockstep_lines(1)[0]
-        )
-        loaded.load_state_dict(state)
-        assert str(loaded.state_dict()["replicated"]) == str(state["replicated"])
+        ran = trained(compressor, one)
+        state = ran.state_dict()
+        commhooks.average_in_lockstep([ran], [{"weight": one.clone()}])
+        assert str(trained(compressor, one, state).state_dict()) == str(ran.state_dict())
+        with pytest.raises(commhooks.CheckpointError, match=r"'weight': saved with its dimensions in the order \[0, "):
+            trained(compressor, other, state)
 
 
-def test_a_basis_that_waits_for_its_compressor_fits_another_memory_format_too() -> None:
-    torch.manual_seed(0)
-    gradient = torch.randn(16, 8, 3, 3, dtype=torch.float64)
-    powersgd = commhooks.ErrorFeedback(inner=commhooks.PowerSGD())
-    told = []
-    for formats in (torch.contiguous_format, torch.channels_last):
-        exchanger = trained(powersgd, gradient)
-        for compressor in (commhooks.make_compressor("top-k"), powersgd):
-            exchanger.engine.compressor = compressor  # as `Handle.replace` does
-            exchanger = trained(compressor, gradient.to(memory_format=formats), exchanger.state_dict())
-        told.append(exchanger.state_dict()["replicated"]["weight"]["Q"])
-    assert (told[0] - told[1]).norm() <= 288 * 1e4 * torch.finfo(torch.float64).eps * told[0].norm()
+def test_a_matrix_that_is_transposed_in_memory_alone_is_refused_too() -> None:
+    gradient = torch.randn(24, 20)
+    state = trained(commhooks.make_compressor("top-k"), gradient).state_dict()
+    with pytest.raises(commhooks.CheckpointError, match=r"the order \[0, 1\] in memory, now \[1, 0\]; load it into a"):
+        trained(commhooks.make_compressor("top-k"), torch.randn(20, 24).t(), state)
 
 
-def test_a_basis_of_an_earlier_version_is_taken_as_it_lies_in_memory() -> None:
-    torch.manual_seed(0)
-    gradient = torch.randn(16, 8, 3, 3).to(memory_format=torch.channels_last)
-    compressor = commhooks.ErrorFeedback(inner=commhooks.PowerSGD())
-    state = trained(compressor, gradient).state_dict()
-    older = copy.deepcopy(state)
-    basis = state["replicated"]["weight"]["Q"]
-    assert basis.shape == (1, 8, 3, 3)
-    older["replicated"]["weight"]["Q"] = basis.permute(0, 2, 3, 1).reshape(1, 72)
-    one, other = (trained(compressor, gradient, saved).state_dict() for saved in (state, older))
-    assert str(one) == str(other)
+def test_state_that_waits_for_a_parameters_name_is_refused_in_another_memory_format_too() -> None:
+    """As that of a `PowerSGDState` before `bind`."""
+    plain = torch.zeros(4, 3, 2, 2)
+    for parameter, is_refused in ((plain, True), (plain.to(memory_format=torch.channels_last), False)):
+        table = StateTable()
+        table.load({"weight": {"Q": torch.zeros(1, 12)}}, {}, {}, None, {"weight": [0, 2, 3, 1]})
+        table.bind([("weight", parameter)])
+        with pytest.raises(commhooks.CheckpointError, match="'weight': saved") if is_refused else nullcontext():
+            table.of(parameter)
 
 
-def test_a_basis_that_does_not_fit_another_memory_format_starts_from_scratch_and_is_named() -> None:
-    torch.manual_seed(0)
-    gradient = torch.randn(4, 32, 3, 2)
-    compressor = commhooks.ErrorFeedback(inner=commhooks.PowerSGD(matrices="most-square"))
-    for one, other in ((torch.contiguous_format, torch.channels_last), (torch.channels_last, torch.contiguous_format)):
-        state = trained(compressor, gradient.to(memory_format=one)).state_dict()
-        with pytest.warns(
-            UserWarning, match=r"memory format, 'Q' of 'weight' \(saved with shape .*starts from scratch"
-        ) as told:
-            trained(compressor, gradient.to(memory_format=other), state)
-        assert {one.filename for one in told} == {__file__}, "where load_state_dict was called"
+def test_a_parameter_that_a_state_lacks_may_lie_in_any_memory_format_if_it_may_be_missing() -> None:
+    shape = (4, 3, 2, 2)
+    state = trained(commhooks.make_compressor("top-k"), torch.randn(shape)).state_dict()
+    like = {"weight": torch.zeros(shape), "more": torch.zeros(shape).to(memory_format=torch.channels_last)}
+    (line,) = commhooks.lockstep_lines(1)
+    wider = commhooks.Exchanger(like, "top-k", line=line)
+    commhooks.average_in_lockstep([wider], [{name: torch.randn_like(one) for name, one in like.items()}])
+    wider.load_state_dict(state, missing="reset")
+    local = wider.state_dict()["local"]["rank0"]
+    assert torch.equal(local["weight"]["residual"], state["local"]["rank0"]["weight"]["residual"])
+    assert not local["more"]["residual"].any()
+
+
+def test_the_check_of_form_names_every_place_that_differs() -> None:
+    form = {"name": str, "sizes": [int], "more?": {"is": bool}, "by name": {str: float}}
+    right: dict[str, Any] = {"name": "a", "sizes": [1, 2], "by name": {"b": 0.5}}
+    assert list(faults_of(right, form)) == list(faults_of(right | {"more": {"is": True}}, form)) == []
+    wrong = {"name": 1, "sizes": [1, True], "by name": {"b": 1}, "more": {"is": 0}}
+    assert list(faults_of(wrong, form, "file")) == [
+        "file['name']: expected str, got int 1",
+        "file['sizes'][1]: expected int, got bool True",
+        "file['more']['is']: expected bool, got int 0",
+        "file['by name']['b']: expected float, got int 1",
+    ]
+    assert list(faults_of(right | {"other": 1}, form, "file")) == [
+        "file: expected name, sizes, more, by name alone, got 'other'"
+    ]
 
 
 def test_what_is_reset_may_be_anything() -> None:
@@ -183,58 +189,10 @@ def test_a_basis_that_a_replacement_will_start_from_scratch_is_saved_with_its_ne
     alone("powersgd", rank=1).load_state_dict(saved.as_dict())
 
 
-def test_a_setting_that_a_file_does_not_know_had_its_default_when_that_was_saved() -> None:
-    """So a release that gives a compressor one setting more reads the files of the one before."""
-    tensors = {"weight": torch.zeros(12, 10)}
-    (line,) = commhooks.lockstep_lines(1)
-    state = commhooks.Exchanger(tensors, commhooks.make_compressor("top-k"), line=line).state_dict()
-    without = copy.deepcopy(state)
-    del without["settings"]["inner.ratio"]
+def test_a_setting_that_a_state_lacks_is_named() -> None:
+    state, loading = alone("top-k").state_dict(), alone("top-k")
+    del state["settings"]["inner.ratio"]
     with pytest.raises(commhooks.CheckpointError, match=r"read without settings.inner.ratio, which it held when it"):
-        commhooks.Exchanger(
-            tensors, commhooks.make_compressor("top-k"), line=commhooks.lockstep_lines(1)[0]
-        ).load_state_dict(without)
-    del state["settings"]["inner.indices"]
-    state["inventory"] = {}  # a file that does not know a setting does not list it
-    commhooks.Exchanger(
-        tensors, commhooks.make_compressor("top-k"), line=commhooks.lockstep_lines(1)[0]
-    ).load_state_dict(state)
-    changed = commhooks.make_compressor("top-k", indices="int32")
-    other = commhooks.Exchanger(tensors, changed, line=commhooks.lockstep_lines(1)[0])
-    with pytest.raises(commhooks.CheckpointError, match="setting inner.indices: saved with 'auto', now 'int32'"):
-        other.load_state_dict(state)
-
-
-DEMO = "ErrorFeedback(inner=DeMo(k=32, chunk=64, one_bit=False, sign=False), decay=0.999)"
-
-"""As it was written before DeMo had the setting `mean_over`."""
-
-
-@pytest.mark.parametrize(
-    ("compressor", "setting", "text"),
-    [
-        ("demo", "rules", f"(('layer0', {DEMO}),)"),
-        ("demo", "rules", f"(('layer0', {DEMO}), (Match(name='head.*'), {DEMO}))"),
-        ("demo", "before.rules", f"(('layer0', {DEMO}),)"),
-        ("distro", "rules", f"(('layer0', {DEMO.replace('32', '4').replace('False', 'True')}),)"),
-    ],
-)
-def test_a_setting_inside_a_rule_that_a_file_does_not_know_had_its_default(
-    compressor: str, setting: str, text: str
-) -> None:
-    def made(**settings: Any) -> commhooks.Compressor:
-        one = commhooks.make_compressor(compressor, **settings)
-        head = ((commhooks.Match(name="head.*"), one),) if "head" in text else ()
-        mixed = commhooks.PerParameter(rules=(("layer0", one), *head))
-        top_k = commhooks.make_compressor("top-k")
-        return commhooks.schedule((0, mixed), (9, top_k)) if setting.startswith("before") else mixed
-
-    saved = settings_of(made())
-    assert saved[setting] != text
-    older = saved | {setting: text}
-    assert settings_that_differ(older, made()) == settings_that_differ(saved, made()) == []
-    for other in (made(mean_over="senders"), made(k=3)):
-        (found,) = settings_that_differ(older, other)
-        assert found.startswith(f"setting {setting}: saved with (('layer0', ")
-    for wrong in (text.replace("64", "32"), "no expression (", ""):
-        assert len(settings_that_differ(saved | {setting: wrong}, made())) == 1
+        loading.load_state_dict(state)
+    with pytest.raises(commhooks.CheckpointError, match="setting inner.ratio: saved with nothing, now 0.01"):
+        loading.load_state_dict(state | {"inventory": {}})

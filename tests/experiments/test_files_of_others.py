@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 import commhooks
 from commhooks import Adaptive, SettingsError, load_checkpoint, save_checkpoint
-from commhooks.checkpoints.contents import read_contents
 from commhooks.errors import CommHooksError
 from commhooks.making import compressor_in_file
-from commhooks.state.snapshot import LoadRules
+from commhooks.saving.contents import read_contents
+from commhooks.saving.rules import LoadRules
 from experiments import predicting
 from experiments.commands.cli import app
 from experiments.planning import planning

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from commhooks.checkpoints import files as checkpoint
 from commhooks.communicators import ProcessGroupCommunicator
+from commhooks.saving import checkpoints as checkpoint
 
 
 class Countdown:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from commhooks import CheckpointError, LoadRules
-from commhooks.checkpoints.contents import read_contents
-from commhooks.checkpoints.folder import checkpoints_in
+from commhooks.saving.contents import read_contents
+from commhooks.saving.folder import checkpoints_in
 from tests.soak.places import PLACES
 from tests.soak.train_and_resume import read_arguments, train
 from tests.tiers import THOROUGH

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 import commhooks
-from commhooks.engine.resume import snapshot_of
 from commhooks.exchange.metrics import metrics_of
 from commhooks.language import Entry
+from commhooks.saving.resumption import snapshot_of
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
 from tests.virtual_device.worlds import DeviceWorld, steps

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from commhooks.tensors import is_dense
+from commhooks.tensors import memory_order
 
 MatrixRule = Literal["first-dimension", "most-square", "whole-bucket"]
 
@@ -45,7 +44,7 @@ def form_of(parameter: Tensor, rule: str) -> MatrixForm | None:
     shape, elements = parameter.shape, parameter.numel()
     if len(shape) < 2 or elements == 0:
         return None
-    order = _memory_order(parameter)
+    order = memory_order(parameter)
     sizes = [shape[dimension] for dimension in order]
     if rule == "most-square":
         splits = [math.prod(sizes[:split]) for split in range(len(sizes))]
@@ -58,15 +57,6 @@ def form_of(parameter: Tensor, rule: str) -> MatrixForm | None:
     return MatrixForm(sizes[0], elements // sizes[0])
 
 
-def dimensions_of(parameter: Tensor, form: MatrixForm) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the dimensions that the rows and the columns of `form_of` run over, the outermost in memory first."""
-    order = _memory_order(parameter)
-    outer = form.m if form.transposed else form.n
-    split = next(k for k in range(len(order) + 1) if math.prod(parameter.shape[d] for d in order[:k]) == outer)
-    first, last = tuple(order[:split]), tuple(order[split:])
-    return (last, first) if form.transposed else (first, last)
-
-
 def form_of_bucket(elements: int, rank: int) -> MatrixForm:
     """Return the nearly square matrix that holds all but the last, fewer than `m`, of `elements` elements.
 
@@ -77,12 +67,3 @@ def form_of_bucket(elements: int, rank: int) -> MatrixForm:
     widths = range(max(1, root - root // 8), root + 1)
     m = min(widths, key=lambda width: (elements // width + width) * rank + elements % width)
     return MatrixForm(elements // m, m)
-
-
-def _memory_order(parameter: Tensor) -> Sequence[int]:
-    """Return the dimensions with more than one element, from the outermost in memory to the innermost."""
-    strides = parameter.stride()
-    dimensions = [dimension for dimension, size in enumerate(parameter.shape) if size > 1]
-    if not is_dense(parameter):  # a gradient has no gaps: it is laid out in the order of dimensions
-        return dimensions
-    return sorted(dimensions, key=lambda dimension: -strides[dimension])

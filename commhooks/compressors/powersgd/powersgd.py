@@ -31,7 +31,6 @@ from commhooks.compressors.powersgd.low_rank import OTHER, LowRankGroup, LowRank
 from commhooks.compressors.powersgd.matrices import (
     MatrixForm,
     MatrixRule,
-    dimensions_of,
     error_of_rank,
     form_of,
     form_of_bucket,
@@ -118,7 +117,7 @@ class PowerSGD(Compressor):
             whole = form_of_bucket(place.bucket.elements, self.rank)
             return self._declared(_key_of(place.bucket), whole) if self._pays(whole) else {}
         form = self.paying_form(place.parameter, place.name)
-        return {} if form is None else self._declared(place.name, form, *dimensions_of(place.parameter, form))
+        return {} if form is None else self._declared(place.name, form)
 
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return the largest error of the best rank-r basis, that of a square matrix, if the gradient is compressed.
@@ -232,9 +231,7 @@ class PowerSGD(Compressor):
         x = LowRankMatrix(_key_of(bucket.layout), form, r, whole, bucket.slots[0], layout=bucket.layout)
         return LowRankPlan.of([x], whole.rest(form.n * form.m))
 
-    def _declared(
-        self, key: str, form: MatrixForm, rows: tuple[int, ...] = (), columns: tuple[int, ...] = ()
-    ) -> Declared:
+    def _declared(self, key: str, form: MatrixForm) -> Declared:
         """Return the entries for the bases that are kept: the last step's Q, and also P if steps alternate."""
         r = min(form.n, form.m, self.rank)
         widths: dict[Side, int] = {"Q": form.m, "P": form.n} if self.alternating else {"Q": form.m}
@@ -243,7 +240,6 @@ class PowerSGD(Compressor):
                 kind="replicated",
                 shape=(r, width),
                 init=functools.partial(self._random_basis, key, side),
-                along=columns if side == "Q" else rows,
             )
             for side, width in widths.items()
         }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from commhooks.tensors import computing_dtype
 class OwnPlaces(Compressor):
     """A compressor that adds up elements that each rank has chosen on its own: one collective per bucket."""
 
-    message_format: ClassVar[int] = 2  # places in runs of bytes
     sends = Sends.ANYTHING  # what is sent cannot be summed
 
     @property

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from commhooks.checkpoints.disk import read_json
+from commhooks.saving.files import read_json
 from commhooks.units import three_digits
 from experiments.commands.terminal import errors_in_words
 from experiments.estimate.showing import rates_in_words

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from commhooks.checkpoints.disk import json_in
+from commhooks.saving.files import json_in
 from commhooks.units import counted
 
 PARTS = "parts.jsonl"

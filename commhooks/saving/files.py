@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import pickle
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -39,25 +40,44 @@ def write_tensors(path: Path, content: dict[str, Any], *, flush: bool) -> tuple[
     return path.stat().st_size, f"{file.crc32:08x}"
 
 
-def crc32_of(path: Path) -> str:
-    """Return a file's CRC-32, as `write_tensors` does."""
+def sums_of(path: Path) -> tuple[int, str]:
+    """Return a file's size and CRC-32, as `write_tensors` does; raise `CheckpointError` if it cannot be read."""
     crc32 = 0
-    with path.open("rb") as file:
+    with _readable(path), path.open("rb") as file:
         while chunk := file.read(1 << 20):
             crc32 = zlib.crc32(chunk, crc32)
-    return f"{crc32:08x}"
+        return file.tell(), f"{crc32:08x}"
 
 
-def read_tensors(path: Path) -> Any:
-    """Return a `torch.save` file's content, in the host's memory; raise `CheckpointError` if a checksum is wrong.
+def read_tensors(path: Path) -> dict[str, Any]:
+    """Return the dictionary in a `torch.save` file, in the host's memory; raise `CheckpointError` if it is damaged.
 
     `torch.load` compares no checksums. With `weights_only=True`, as here, it executes nothing.
     """
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise CheckpointError(f"{path} is damaged: the checksum of {damaged} is wrong.")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    with _readable(path):
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(f"{path} is damaged: the checksum of {damaged} is wrong.")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no dictionary (got {type(content).__name__}).")
+    return content
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise `CheckpointError`, naming the file, for whatever a damaged or hostile file causes inside."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except pickle.UnpicklingError as error:  # PyTorch's message would tell the user how to execute the content
+        raise CheckpointError(
+            f"{path} was not written by commhooks: torch.load rejects it with its default arguments."
+        ) from error
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {str(error)[:200]}).") from error
 
 
 def read_json(path: Path) -> Any:

@@ -15,17 +15,18 @@ from torch.nn import Module
 from commhooks.communicators.ranks import Ranks
 from commhooks.devices import generator_states
 from commhooks.errors import CheckpointError
-from commhooks.state.groups import Snapshots
-from commhooks.state.snapshot import LoadRules, Snapshot
+from commhooks.saving.form import LAYOUT, VERSION
+from commhooks.saving.parts import Part, own_part, shared_part
+from commhooks.saving.rules import LoadRules
+from commhooks.saving.saved import Saved, SavedGroups
 from commhooks.unwrapping import bare, unwrapped
 
-FORMAT_VERSION = 1
 _PLAIN = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
 _SEQUENCES = (list, tuple, set, torch.Size)
 _MAPPINGS = (dict, OrderedDict, Counter)
 
 
-class Saved(Protocol):
+class Stateful(Protocol):
     """Anything with a `state_dict`: a `torch.optim.Optimizer`, `torch.amp.GradScaler`, learning-rate scheduler, ..."""
 
     def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
@@ -33,7 +34,7 @@ class Saved(Protocol):
 
 
 class HookState(Protocol):
-    """An `Attachment`, a `PowerSGDState` or a `DiLoCo`."""
+    """A `Handle`, such as a `PowerSGDState`, or a `DiLoCo`."""
 
     @property
     def keeps_own_model(self) -> bool:
@@ -41,8 +42,14 @@ class HookState(Protocol):
         ...
 
     @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group whose ranks average together."""
+        ...
+
+    @property
     def rank_and_world_size(self) -> tuple[int, int]: ...  # noqa: D102
-    def snapshot(self) -> Snapshot | Snapshots: ...  # noqa: D102
+    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    def snapshot(self) -> Saved | SavedGroups: ...  # noqa: D102
     def differences(self, snapshot: Any, rules: LoadRules) -> list[str]: ...  # noqa: D102
     def load_state_dict(  # noqa: D102
         self,
@@ -56,11 +63,6 @@ class HookState(Protocol):
 
 class OwnModels(HookState, Protocol):
     """A `DiLoCo` or another averager of the ranks' own models."""
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The process group whose ranks average together."""
-        ...
 
     def model_state(self) -> dict[str, Any]:
         """Return a state_dict of the model that all ranks share."""
@@ -77,8 +79,8 @@ class Run:
     """The objects that `save_checkpoint` saves and `load_checkpoint` loads into."""
 
     ddp: Module
-    optimizer: Saved | None
-    scaler: Saved | None
+    optimizer: Stateful | None
+    scaler: Stateful | None
     hooks: HookState | None
 
     @property
@@ -114,41 +116,45 @@ class Run:
         if is_sharded(self.optimizer):
             self.optimizer.consolidate_state_dict(to=0)
 
-    def own_part(self, snapshot: Snapshot | Snapshots | None, step: int, save: str) -> dict[str, Any]:
+    def own_part(self, hooks: Part | None, step: int, save: str) -> dict[str, Any]:
         """Return the state that each rank saves separately: its residuals, buffers and random number generators.
 
         If ranks have their own models, it includes the states of the rank's model, optimizer and scaler. `save` names
         the save, so that files of different saves cannot be mixed up.
         """
         generators = {"cpu": torch.get_rng_state(), **generator_states()}
-        part: dict[str, Any] = {"format_version": FORMAT_VERSION, "save": save, "step": step, "generators": generators}
-        part["buffers"] = self.buffers()
+        part = _head(save, step) | {"generators": generators, "buffers": self.buffers()}
         if of_own_models(self.hooks):
             part["model"] = self.model.state_dict()
             part |= self._saved_beside()
             _require_plain("", part)
-        return part if snapshot is None else part | {"hooks": snapshot.own_part()}
+        return part if hooks is None else part | {"hooks": own_part(hooks)}
 
     def _saved_beside(self) -> dict[str, Any]:
         beside = {"optimizer": self.optimizer, "scaler": self.scaler}
         return {name: saved.state_dict() for name, saved in beside.items() if saved is not None}
 
     def shared_part(
-        self, snapshot: Snapshot | Snapshots | None, step: int, save: str, world_size: int, extra: Mapping[str, Any]
+        self, hooks: Part | None, step: int, save: str, world_size: int, extra: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the state that is the same on every rank; raise `CheckpointError` if it is not plain data."""
-        part: dict[str, Any] = {"format_version": FORMAT_VERSION, "save": save, "step": step, "world_size": world_size}
+        part = _head(save, step) | {"world_size": world_size}
         part["model"] = self.hooks.model_state() if of_own_models(self.hooks) else self.model.state_dict()
         part |= self._saved_beside()
         part["optimizer_class"] = optimizer_class(self.optimizer)
-        if snapshot is not None:
-            part["hooks"] = snapshot.shared_part()
+        if hooks is not None:
+            part["hooks"] = shared_part(hooks)
         part["extra"] = dict(extra)
         _require_plain("", part)
         return part
 
 
-class ShardedOptimizer(Saved, Protocol):
+def _head(save: str, step: int) -> dict[str, Any]:
+    """Return what every file of a checkpoint says of itself."""
+    return {"layout": LAYOUT, "commhooks": VERSION, "save": save, "step": step}
+
+
+class ShardedOptimizer(Stateful, Protocol):
     """A `ZeroRedundancyOptimizer`, or an optimizer with the same interface."""
 
     optim: object
@@ -157,12 +163,12 @@ class ShardedOptimizer(Saved, Protocol):
     def consolidate_state_dict(self, to: int = ...) -> None: ...  # noqa: D102
 
 
-def is_sharded(optimizer: Saved | None) -> TypeGuard[ShardedOptimizer]:
+def is_sharded(optimizer: Stateful | None) -> TypeGuard[ShardedOptimizer]:
     """Return whether the optimizer's state is sharded over the ranks."""
     return hasattr(optimizer, "consolidate_state_dict")
 
 
-def optimizer_class(optimizer: Saved | None) -> str:
+def optimizer_class(optimizer: Stateful | None) -> str:
     """Return the name of an optimizer's class; for a sharded one, of the optimizer of its shards.
 
     A sharded optimizer saves the same state as an unsharded one, so a run may change between the two.

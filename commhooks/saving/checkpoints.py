@@ -26,13 +26,15 @@ from typing import Any, Unpack
 
 from torch.nn import Module
 
-from commhooks.checkpoints.contents import Contents, read_contents
-from commhooks.checkpoints.disk import write_tensors
-from commhooks.checkpoints.folder import newest, others_in, prepare, put_in_place, remove_abandoned, remove_all_but
-from commhooks.checkpoints.run import FORMAT_VERSION, HookState, Run, Saved
 from commhooks.communicators.ranks import Ranks
 from commhooks.errors import CheckpointError
-from commhooks.state.snapshot import LoadOptions, LoadRules, refuse
+from commhooks.saving.contents import Contents, read_contents
+from commhooks.saving.files import write_tensors
+from commhooks.saving.folder import newest, others_in, prepare, put_in_place, remove_abandoned, remove_all_but
+from commhooks.saving.form import LAYOUT, VERSION
+from commhooks.saving.rules import LoadOptions, LoadRules
+from commhooks.saving.run import HookState, Run, Stateful
+from commhooks.saving.saved import refuse
 
 MOST_REMOVED = 10
 """A load gives up when this many checkpoints were removed while it read them."""
@@ -52,8 +54,8 @@ def save_checkpoint(
     *,
     step: int,
     model: Module,
-    optimizer: Saved | None = None,
-    scaler: Saved | None = None,
+    optimizer: Stateful | None = None,
+    scaler: Stateful | None = None,
     hooks: HookState | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int | None = 2,
@@ -97,7 +99,8 @@ def save_checkpoint(
         )
         written: dict[str, tuple[int, str]] = {name: sums for part in parts for name, sums in part.items()}
         manifest = {
-            "format_version": FORMAT_VERSION,
+            "layout": LAYOUT,
+            "commhooks": VERSION,
             "save": save,
             "step": step,
             "world_size": ranks.world_size,
@@ -115,8 +118,8 @@ def load_checkpoint(
     directory: str | os.PathLike[str],
     *,
     model: Module,
-    optimizer: Saved | None = None,
-    scaler: Saved | None = None,
+    optimizer: Stateful | None = None,
+    scaler: Stateful | None = None,
     hooks: HookState | None = None,
     **rules: Unpack[LoadOptions],
 ) -> Checkpoint | None:
@@ -138,8 +141,7 @@ def load_checkpoint(
         return None
     path, contents = found
     if hooks is not None and contents.hooks is not None:
-        state = contents.hooks.as_dict()
-        hooks.load_state_dict(state, **rules)
+        hooks.load_state_dict(contents.hooks.as_dict(), **rules)
     contents.load_into(run)
     return Checkpoint(path, int(contents.shared["step"]), dict(contents.shared["extra"]))
 
@@ -161,10 +163,10 @@ def _write(
     folder: Path, run: Run, step: int, save: str, ranks: Ranks, extra: Mapping[str, Any], flush: bool
 ) -> dict[str, tuple[int, str]]:
     """Write this rank's files, and return the size in bytes and the CRC-32 of each."""
-    snapshot = None if run.hooks is None else run.hooks.snapshot()
-    files = {f"rank{ranks.rank}.pt": run.own_part(snapshot, step, save)}
+    hooks = None if run.hooks is None else run.hooks.snapshot().as_dict()
+    files = {f"rank{ranks.rank}.pt": run.own_part(hooks, step, save)}
     if ranks.rank == 0:
-        files["shared.pt"] = run.shared_part(snapshot, step, save, ranks.world_size, extra)
+        files["shared.pt"] = run.shared_part(hooks, step, save, ranks.world_size, extra)
     return {name: write_tensors(folder / name, content, flush=flush) for name, content in files.items()}
 
 
@@ -210,7 +212,6 @@ def _read_what_fits(path: Path, run: Run, ranks: Ranks, rules: LoadRules, must_b
         if must_be_there or path.exists():
             raise
         return None
-    faults = contents.faults(run, rules)
-    if faults:
+    if faults := contents.misfits(run, rules):
         raise refuse(f"{path} does not fit", faults)
     return contents

@@ -1,1 +1,0 @@
-"""Checkpoints of a model, its optimiser and its hooks: folders of files, and torch.distributed.checkpoint."""

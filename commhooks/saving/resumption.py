@@ -1,0 +1,178 @@
+"""Taking an engine's state, and resuming from it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.communicators.disagreement import refusal_as_fingerprint
+from commhooks.devices import wait_for_copies
+from commhooks.engine.engine import Engine
+from commhooks.engine.replay import Resumed
+from commhooks.errors import AttachError, CheckpointError
+from commhooks.language.bucket import Slot
+from commhooks.language.entries import Declared
+from commhooks.saving.form import VERSION
+from commhooks.saving.misfits import Declaration, begun_again, misfits, usable
+from commhooks.saving.rules import LoadRules
+from commhooks.saving.saved import Saved, SavedGroups, refuse
+from commhooks.saving.settings import settings_of
+from commhooks.tensors import memory_order
+
+
+def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Saved:
+    """Return a checkpoint's content, without copying tensors; `bucket_plan` is the DDP's addition to it.
+
+    Call it between two steps, on every rank. Raises `CheckpointError` if names are not known, or after a failed step,
+    of whose buckets some may have changed their state.
+    """
+    engine.stand_between_steps("state_dict")
+    failure = engine.failure()
+    if failure is not None:
+        raise CheckpointError(
+            f"state_dict: a step failed, and some of its buckets may have changed their state and others may not; "
+            f"resume from the last checkpoint. The failure was: {failure}"
+        )
+    wait_for_copies(kept for state in engine.state.states() for kept in state.tensors.values())
+    engine.state.choose(engine.compressor, engine.step)  # when loading, not all parameters' names may be known in time
+    replicated, own = engine.state.export()
+    buckets = {"handed_in": engine.buckets.names() or [list(names) for names in engine.resumed.plan]}
+    named = engine.state.named()
+    return Saved(
+        step=engine.step,
+        world_size=engine.line.world_size,
+        policy=engine.policy,
+        grad_scale=engine.loss_scale.value(),
+        settings=settings_of(engine.compressor),
+        shapes={name: list(parameter.shape) for name, parameter in named.items()},
+        orders={name: memory_order(parameter) for name, parameter in named.items()},
+        bucket_plan=buckets | dict(bucket_plan),
+        kinds=engine.state.kinds(),
+        replicated=replicated,
+        local={engine.line.rank: own},
+    )
+
+
+def declaration_of(engine: Engine, saved_size: int) -> Declaration:
+    """Return what an engine's compressors declare, now and with the number of ranks that saved a state."""
+    named = engine.state.named()
+    now, then = (
+        {name: _declared_by_each(engine, name, parameter, size) for name, parameter in named.items()}
+        for size in (engine.line.world_size, saved_size)
+    )
+    return Declaration(
+        compressor=engine.compressor,
+        named=named,
+        rank=engine.line.rank,
+        world_size=engine.line.world_size,
+        now=now,
+        then=then,
+    )
+
+
+def _declared_by_each(engine: Engine, name: str, parameter: Tensor, world_size: int) -> list[Declared]:
+    """Return the entries of each compressor that may be in use for a parameter, the current compressor's first."""
+    # A parameter as a compressor sees it: PyTorch's DDP passes complex gradients as pairs of real numbers.
+    seen = torch.view_as_real(parameter.detach()).reshape(-1) if parameter.is_complex() else parameter
+    place = engine.state.place(name, seen, world_size)
+    return [compressor.state(place) for compressor in (engine.compressor, *engine.state.successors)]
+
+
+def differences(engine: Engine, saved: Saved, rules: LoadRules) -> list[str]:
+    """List every mismatch between a saved state and the engine."""
+    return misfits(saved, declaration_of(engine, saved.world_size), rules)
+
+
+@torch.inference_mode(False)  # as Engine.run
+@torch.no_grad()
+def restore(engine: Engine, read: Saved | CheckpointError, rules: LoadRules, uncut_steps: int) -> None:
+    """Continue from a saved state; call it between two steps, on every rank.
+
+    Raises `CheckpointError` on every rank, and changes nothing, if the state does not match on any rank, or if ranks
+    pass different ones. A rank that cannot even read its state passes the error instead. The DDP makes `uncut_steps`
+    steps before it splits its buckets.
+    """
+    engine.stand_between_steps("load_state_dict")
+    checked = _checked(engine, read, rules) if isinstance(read, Saved) else read
+    fingerprint = agreed(engine, checked)
+    if isinstance(checked, CheckpointError):
+        raise checked
+    declared = declaration_of(engine, checked.world_size)
+    for text in _warnings(engine, checked, declared, rules):
+        # The stack level is that of who calls load_state_dict: the two decorators have frames of their own.
+        warnings.warn(f"commhooks: {text}", stacklevel=6)
+    checked = usable(checked, declared, rules)
+    kinds = checked.kinds | {
+        name: {e: what for e, what in entries.items() if not what.is_own} | checked.kinds.get(name, {})
+        for name, entries in declared.kept(checked).items()
+    }
+    unchecked = checked.shapes if not declared.named and rules.missing == "refuse" else None
+    own = checked.entries_for(declared.rank, declared.world_size, rules)
+    engine.state.load(checked.replicated, own, kinds, unchecked, checked.orders)
+    engine.go_on_from(checked.step, checked.grad_scale, Resumed(fingerprint, checked.buckets_handed_in(), uncut_steps))
+
+
+def _checked(engine: Engine, read: Saved, rules: LoadRules) -> Saved | CheckpointError:
+    try:
+        faults = differences(engine, read, rules)
+    except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
+        faults = [f"it is damaged ({type(error).__name__}: {error})"]
+    return refuse(f"rank {engine.line.rank}: the checkpoint does not fit", faults) if faults else read
+
+
+def _warnings(engine: Engine, saved: Saved, declared: Declaration, rules: LoadRules) -> Iterator[str]:
+    """Yield what is lost, or may differ, although the rules allow it."""
+    if again := begun_again(saved, declared):
+        listed = ", ".join(again[:8]) + (f" and {len(again) - 8} more" if len(again) > 8 else "")
+        yield f"with this run's settings, {listed} starts from scratch."
+    if saved.commhooks != VERSION:  # its compressors may have sent other messages
+        yield (
+            f"the checkpoint was saved by commhooks {saved.commhooks}, and this is {VERSION}. All of its state is "
+            "continued, but the run may differ from what it would have been, as with another seed."
+        )
+    if rules.world_size != "keep" or declared.rank > 0:
+        return
+    ranks, of = declared.world_size, f" of {engine.lane.name}" * bool(engine.lane.name)
+    lost = [f"that of rank {number} (norm {norm:.4g})" for number, norm in saved.lost_with(ranks).items()]
+    if lost:
+        yield f"what ranks that have left had not sent{of} is lost: {', '.join(lost)}."
+    shares = any(what.kind == "share" for entries in saved.kinds.values() for what in entries.values())
+    if shares and ranks != saved.world_size:
+        yield (
+            f"{ranks} ranks serve other blocks{of} than {saved.world_size} did: the errors of served blocks start from "
+            "zero."
+        )
+
+
+def agreed(engine: Engine, loaded: Saved | SavedGroups | CheckpointError) -> str:
+    """Return the fingerprint of the loaded state; if the line is open, raise unless every rank loads the same."""
+    if isinstance(loaded, CheckpointError):
+        fingerprint = refusal_as_fingerprint(loaded)
+    else:
+        fingerprint = f"loaded state, step: {loaded.step}\nloaded state, digest: {loaded.digest()}"
+    if engine.scheduler is not None and (named := engine.state.named()):
+        try:
+            engine.agree(fingerprint, "load_state_dict", next(iter(named.values())).device)
+        except AttachError as error:
+            if not isinstance(loaded, CheckpointError):
+                raise CheckpointError(f"load_state_dict: nothing was loaded. {error}") from error
+    return fingerprint
+
+
+@torch.inference_mode(False)  # as Engine.run
+@torch.no_grad()
+def lay_out(engine: Engine, sparse: Set[Tensor]) -> None:
+    """Lay out all state that the compressor will ever keep; none for `sparse` parameters.
+
+    A checkpoint that is read into existing tensors (`torch.distributed.checkpoint`) thus finds a place for everything.
+    """
+    for name, parameter in engine.state.named().items():
+        gradient = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        if parameter not in sparse and engine.compressor.takes(gradient):
+            flat = parameter.detach().reshape(-1)  # for its size: apart from that only dtype and device matter
+            declared = engine.compressor.state(engine.state.place(name, parameter))
+            engine.state.lay_out_entries(Slot(parameter, flat, engine.state.of(parameter)), declared)
