@@ -7,6 +7,8 @@ from commhooks.hooks.default import (
     fp16_compress_hook,
     fp16_compress_wrapper,
     noop_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
 )
 
 __all__ = [
@@ -16,4 +18,6 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "noop_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
 ]

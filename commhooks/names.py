@@ -8,46 +8,32 @@ import sys
 from typing import Any
 
 _PLACES = {
-    "compressors": (
-        "DGC SVD AdaptiveRank Affine AllReduceMean Cast DeMo NoOp PowerSGD RandomBlock RandomK Signum SparseLoCo "
-        "Threshold TopK TwoHop UnbiasedPowerSGD"
-    ),
-    "control.adaptive": "Adaptive",
-    "errors": (
-        "AttachError CheckpointError CollectiveError CommHooksError CompressorError GradientError HookTypeError "
-        "SettingsError"
-    ),
+    "errors": "AttachError CheckpointError CollectiveError CommHooksError SettingsError",
     "exchange.handle": "Handle",
     "hooks.attach": "attach",
     "hooks.by_name": "DDPCommHookType register_ddp_comm_hook",
     "hooks.default": (
-        "allreduce_hook bf16_compress_hook bf16_compress_wrapper fp16_compress_hook fp16_compress_wrapper noop_hook "
-        "quantization_perchannel_hook quantization_pertensor_hook"
+        "allreduce_hook bf16_compress_hook bf16_compress_wrapper fp16_compress_hook fp16_compress_wrapper noop_hook"
     ),
-    "exchange.exchanger": "Averaging Exchanger average_in_lockstep",
+    "exchange.exchanger": "Exchanger",
     "hooks.powersgd": "PowerSGDState batched_powerSGD_hook powerSGD_hook",
     "hooks.sockets": "hook_statistics",
     "exchange.watching": "NotAveragedError NotAveragedWarning set_guard steps_locally",
     "language.compressor": "Compressor",
     "making": "make_compressor",
-    "native.library": "Compiled compiled",
     "saving.checkpoints": "Checkpoint load_checkpoint save_checkpoint",
     "saving.distributed": "load_distributed",
     "saving.parts": "merge_state_dicts",
     "saving.rules": "LoadRules",
-    "scheduling.ledger": "ParameterTraffic Statistics",
-    "scheduling.line": "ProcessGroupLine",
-    "scheduling.lockstep": "lockstep_lines",
-    "seldom.averaging": "ModelAverager",
-    "seldom.counts": "DiLoCoStatistics",
-    "seldom.diloco": "DiLoCo step_in_lockstep",
+    "scheduling.ledger": "Statistics",
+    "diloco.averaging": "ModelAverager",
+    "diloco.diloco": "DiLoCo",
     "sharded.attach": "attach_sharded",
     "sharded.replicas": "attach_replicas",
-    "state.memory": "MemoryReport",
     "wrappers": "ErrorFeedback Hierarchical Match PerParameter StartAfter WireDtype WithoutFeedback schedule",
 }
 """The names that `commhooks` offers, by module; its imports under `TYPE_CHECKING` are the same."""
-_ROOMS = ("codecs", "communicators", "compressors", "control", "language")
+_ROOMS = ("codecs", "communicators", "compressors", "control", "diloco", "exchange", "language", "lockstep", "native")
 """Packages of names for authors of compressors and communicators."""
 _MODULE_OF = {name: f"commhooks.{place}" for place, names in _PLACES.items() for name in names.split()}
 

@@ -95,7 +95,8 @@ def _of_torch() -> dict[str, Any]:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
         return {"error": f"import torch: {_without_folders(str(error))}"}
-    from commhooks import compiled, versions
+    from commhooks import versions
+    from commhooks.native import compiled
 
     from .predicting.place import processor_name, usable_processors
 

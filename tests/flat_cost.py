@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from commhooks import TwoHop, make_compressor
+from commhooks import make_compressor
 from commhooks.communicators.collective import Traffic
-from commhooks.compressors import COMPRESSORS
+from commhooks.compressors import COMPRESSORS, TwoHop
 from commhooks.language import BucketView, Compressor, Context, Judge, Request, Slot
 from commhooks.scheduling.packing import Packer
 from commhooks.state.table import StateTable

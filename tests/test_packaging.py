@@ -21,6 +21,7 @@ from setuptools import Distribution
 from typer.testing import CliRunner
 
 import commhooks
+from commhooks.native import compiled
 from experiments.commands import front, needs, purpose
 from experiments.commands.cli import app
 from tests.commhooks.test_plan import a_probe, a_profile, hook
@@ -126,12 +127,12 @@ def test_a_wheel_without_a_compiler_is_pure_and_says_why_its_passes_are_eager(so
     assert "commhooks gets no compiled passes, since its C files could not be compiled" in built.said
     assert not [*built.folder.rglob("_kernels.*")] and not [*built.folder.rglob("*.[ch]")]
     assert "UserWarning: commhooks has no compiled passes, since they are not built" in built.run(
-        "import commhooks; commhooks.compiled()"
+        "import commhooks; commhooks.native.compiled()"
     )
 
 
 @THOROUGH
-@pytest.mark.skipif(not commhooks.compiled().levels, reason=str(commhooks.compiled()))
+@pytest.mark.skipif(not compiled().levels, reason=str(compiled()))
 def test_a_wheel_with_a_compiler_is_of_a_platform_and_of_any_python(sources: Path, tmp_path: Path) -> None:
     built = built_with({}, sources, tmp_path)
     assert re.fullmatch(rf"commhooks-{commhooks.__version__}-py3-none-(?!any)\w+\.whl", built.name)
@@ -141,9 +142,9 @@ def test_a_wheel_with_a_compiler_is_of_a_platform_and_of_any_python(sources: Pat
             "import commhooks, pathlib\n"
             "from commhooks.native.library import opened\n"
             "assert not opened.cache_info().currsize, 'loaded on use'\n"
-            "print(pathlib.Path(commhooks.__file__).parents[1], commhooks.compiled().levels)"
+            "print(pathlib.Path(commhooks.__file__).parents[1], commhooks.native.compiled().levels)"
         )
-        == f"{built.folder} {commhooks.compiled().levels}\n"
+        == f"{built.folder} {compiled().levels}\n"
     )
 
 

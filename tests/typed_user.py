@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks import Checkpoint, Handle, PowerSGDState, make_compressor, powerSGD_hook
 from commhooks.codecs import Int8
-from commhooks.control import AdaptiveRule
+from commhooks.compressors import TwoHop
+from commhooks.control import Adaptive, AdaptiveRule
 from commhooks.exchange.feed import Channel
 from commhooks.language import Compressor
 from experiments import predicting
@@ -22,9 +23,9 @@ def names_have_types(model: DistributedDataParallel, optimizer: torch.optim.Opti
     attachment = commhooks.attach(model, "powersgd", policy="fused", residuals="bf16")
     assert_type(attachment, Handle[Channel])
     assert_type(make_compressor("fp16"), Compressor)
-    assert_type(commhooks.Adaptive(attachment, ["fp16", "int8"], rule=AdaptiveRule(look=4)), commhooks.Adaptive)
+    assert_type(Adaptive(attachment, ["fp16", "int8"], rule=AdaptiveRule(look=4)), Adaptive)
     assert_type(predicting.plan(Profile.read(Path("profile.json")), Probe.read(Path("probe.json"))), Plan)
-    commhooks.Exchanger({}, commhooks.TwoHop(codec=Int8()), policy="fifo")
+    commhooks.Exchanger({}, TwoHop(codec=Int8()), policy="fifo")
     model.register_comm_hook(PowerSGDState(None), powerSGD_hook)
     loaded = commhooks.load_checkpoint("checkpoints", model=model, optimizer=optimizer, hooks=attachment)
     assert_type(loaded, Checkpoint | None)

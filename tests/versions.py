@@ -58,7 +58,7 @@ PARTS = {
         "tests/commhooks/test_distributed_checkpoint.py tests/commhooks/test_resume.py "
         "tests/commhooks/test_state_dict.py"
     ),
-    "DiLoCo": "tests/seldom",
+    "DiLoCo": "tests/diloco",
     "FSDP2": (
         "tests/sharded tests/commhooks/test_sharded_steps.py "
         "tests/test_examples.py::test_a_sharded_model_resumes_bit_for_bit"

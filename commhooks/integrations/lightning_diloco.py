@@ -24,15 +24,15 @@ from torch import Tensor
 from commhooks.communicators.connection import WrapCommunicator
 from commhooks.communicators.ranks import Ranks
 from commhooks.devices import generator_states, set_generator_states
+from commhooks.diloco.cutting import Arrangement
+from commhooks.diloco.diloco import DiLoCo
+from commhooks.diloco.outer import Outer
+from commhooks.diloco.starting import trained
 from commhooks.errors import AttachError, CheckpointError, SettingsError
 from commhooks.integrations.common import check_not_alone, require, split_options
 from commhooks.language.compressor import Compressor
 from commhooks.saving.parts import shared_part
 from commhooks.saving.rules import LoadOptions
-from commhooks.seldom.cutting import Arrangement
-from commhooks.seldom.diloco import DiLoCo
-from commhooks.seldom.outer import Outer
-from commhooks.seldom.starting import trained
 from commhooks.state.table import ResidualStorage
 from commhooks.unwrapping import bare, kept_buffers
 from ddp_core.guard import NotAveragedError

@@ -75,7 +75,7 @@ class SparseKernels:
     def chosen(cls, memory: Tensor) -> Self | None:
         """Return the functions to use for this memory, or None if everything runs eagerly.
 
-        Raises `SettingsError` as `commhooks.compiled` does.
+        Raises `SettingsError` as `commhooks.native.compiled` does.
         """
         if type(memory) is not Tensor or not memory.is_cpu or memory.dtype is not torch.float32:
             return None

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 
 import commhooks
 import ddp_core
-from commhooks import Cast, Compressor
+from commhooks import Compressor
 from commhooks.communicators.parent_group import group_or_default
+from commhooks.compressors import Cast
+from commhooks.native import compiled
 
 from ..hooks import make_hook
 from ..launch import Send, run_world
@@ -221,7 +223,7 @@ def _one_pass(plan: Plan, tell: Callable[[str], None]) -> Costs:
         copy_rate=4 / statistics.median(copies),
         machine={name: here[name] for name in ("system", "processor", "cores")},
         versions=versions(),
-        level=commhooks.compiled().level,
+        level=compiled().level,
     )
 
 

@@ -144,7 +144,7 @@ class Costs:
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
     level: str | None = None
-    """The compiled passes that were in use, as named by `commhooks.compiled()`; None: everything ran eagerly."""
+    """The compiled passes that were in use, as named by `commhooks.native.compiled()`; None: everything ran eagerly."""
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""

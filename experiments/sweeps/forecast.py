@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-import commhooks
+from commhooks.lockstep import average_in_lockstep
 from commhooks.tensors import tensor_bytes
 
 from ..hooks import make_hook
@@ -96,7 +96,7 @@ def _counted(settings: RunSettings) -> float:
     others = tuple((name, value) for name, value in hook.settings if name != "start_after")
     workers = join_workers(model, make_hook(Spec(hook.name, others)), settings.ranks)
     gradients = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
-    commhooks.average_in_lockstep(workers, [{n: g.clone() for n, g in gradients.items()} for _ in workers])
+    average_in_lockstep(workers, [{n: g.clone() for n, g in gradients.items()} for _ in workers])
     share = min(start_after / settings.steps, 1.0)
     return (share * dense + (1 - share) * workers[0].last_step().moved_bytes) / every
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-import commhooks
 from commhooks import Compressor, Exchanger
 from commhooks.language.entries import RESIDUAL
+from commhooks.lockstep import average_in_lockstep, lockstep_lines
 
 from ..results.summary import Spread
 from ..specs import Spec
@@ -81,7 +81,7 @@ def train_in_lockstep(
         task.set_learning_rate(made, step, steps)
         losses, gradients = own_gradients(task, step, workers)
         means = [_copies(own) for own in gradients] if step in {0, steps - 1} else gradients
-        commhooks.average_in_lockstep(exchangers, means)
+        average_in_lockstep(exchangers, means)
         if step in {0, steps - 1}:
             _check_agreement(means)
         if step == 0:
@@ -121,7 +121,7 @@ def vnmse(received: Gradients, gradients: Sequence[Gradients]) -> float:
 def join_workers(model: nn.Module, compressor: Compressor, workers: int) -> list[Exchanger]:
     """Return an exchanger for each worker, for the gradients of the model."""
     like = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return [Exchanger(like, compressor, line=line) for line in commhooks.lockstep_lines(workers)]
+    return [Exchanger(like, compressor, line=line) for line in lockstep_lines(workers)]
 
 
 def own_gradients(task: LoadedTask, step: int, workers: int) -> tuple[list[float], list[Gradients]]:
@@ -147,7 +147,7 @@ def time_in_lockstep(
     whole = torch.cat([gradient.flatten() for gradient in gradients[0].values()])
     room, ratios = torch.empty_like(whole), []
     for _ in range(warm_up + rounds):
-        commhooks.average_in_lockstep(exchangers, [_copies(own) for own in gradients])
+        average_in_lockstep(exchangers, [_copies(own) for own in gradients])
         seconds = statistics.fmean(exchanger.last_step().seconds_compressing for exchanger in exchangers)
         begun = time.perf_counter()
         for _ in range(_COPIES):

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-import commhooks
 from commhooks.compressors.codecs import Codec
 from commhooks.engine.engine import Engine
+from commhooks.lockstep import lockstep_lines
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 
 from ..hooks import gather_of, make_hook, reduction_of
@@ -30,7 +30,7 @@ def train_sharded_in_lockstep(task: LoadedTask, hook: Spec, *, steps: int, worke
     """
     model, code = task.model, gather_of(hook)
     optimizer = task.optimizer()
-    lines = commhooks.lockstep_lines(workers)
+    lines = lockstep_lines(workers)
     compressor = make_hook(reduction_of(hook), task.seed)
     engines = [Engine(compressor, line, may_join=False) for line in lines]
     named = dict(model.named_parameters())

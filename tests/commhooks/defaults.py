@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import commhooks
-from commhooks import ProcessGroupLine
 from commhooks.communicators.parent_group import group_or_default
+from commhooks.exchange import ProcessGroupLine
+from commhooks.lockstep import average_in_lockstep, lockstep_lines
 from tests.cases import BY_NAME, FORMS
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.golden import digest_of
@@ -114,10 +115,10 @@ def in_lockstep(rank: int, compressor: str, around: Around) -> list[Tensor]:
     """Average two workers' tensors in this process."""
     rounds = [[dict(zip(NAMES, gradients(worker, step), strict=True)) for worker in (0, 1)] for step in range(STEPS)]
     with around():
-        exchangers = [commhooks.Exchanger(rounds[0][0], compressor, line=line) for line in commhooks.lockstep_lines(2)]
+        exchangers = [commhooks.Exchanger(rounds[0][0], compressor, line=line) for line in lockstep_lines(2)]
         for one in rounds[:-1]:
-            commhooks.average_in_lockstep(exchangers, one)
-    commhooks.average_in_lockstep(exchangers, rounds[-1])
+            average_in_lockstep(exchangers, one)
+    average_in_lockstep(exchangers, rounds[-1])
     return [value for one in rounds for worker in one for value in worker.values()]
 
 

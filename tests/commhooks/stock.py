@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
-import commhooks
+from commhooks.compressors import PowerSGD
 from commhooks.language import Place, Slot
 from commhooks.state.table import StateTable
 
 
 def compressed(parameters: Sequence[Tensor], rank: int) -> list[Tensor]:
     """Return what both hooks compress, in PyTorch's order: matrices of one shape lie side by side."""
-    matrices = [p for p in parameters if commhooks.PowerSGD(rank=rank).compresses(p)]
+    matrices = [p for p in parameters if PowerSGD(rank=rank).compresses(p)]
     shapes = list(dict.fromkeys(_matrix_shape(p) for p in matrices))
     return sorted(matrices, key=lambda p: shapes.index(_matrix_shape(p)))
 
@@ -26,7 +26,7 @@ def draw_basis(ours: StateTable, parameters: Sequence[Tensor], rank: int, seed: 
     matrices = compressed(parameters, rank)
     for parameter in matrices:
         slot = Slot(parameter, parameter.detach().reshape(-1), ours.of(parameter))
-        ours.lay_out_entries(slot, commhooks.PowerSGD(rank=rank).state(Place(slot.name, parameter, 1)))
+        ours.lay_out_entries(slot, PowerSGD(rank=rank).state(Place(slot.name, parameter, 1)))
         n, m = _matrix_shape(parameter)
         Q = torch.randn(min(n, m, rank), m, generator=generator, dtype=parameter.dtype)
         ours.of(parameter)["Q"].copy_(Q)

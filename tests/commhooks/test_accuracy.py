@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import commhooks
+from commhooks.compressors import AllReduceMean
 from experiments import predicting
 from experiments.predicting.accuracy import FILE, Accuracy, Difference, TaskAccuracy
 from experiments.predicting.costs import Costs
@@ -44,7 +45,7 @@ def test_the_file_of_the_package_is_of_compressors_that_can_be_made_and_names_it
     for one in found.tasks:
         assert one.seeds >= 2 and one.seed_range > 0 and one.unit
         made = [commhooks.make_compressor(each.compressor) for each in one.differences]
-        assert made[0] == commhooks.AllReduceMean()
+        assert made[0] == AllReduceMean()
         assert len(set(map(str, made))) == len(made)
         for each in one.differences:
             assert each.mean is None or each.low is None or each.high is None or each.low <= each.mean <= each.high

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import Adaptive, Handle, make_compressor
+from commhooks import Handle, make_compressor
+from commhooks.control import Adaptive
 from commhooks.control.decider import StepTimes
 from commhooks.control.link import Link as Found
 from experiments.predicting.link import Link

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import AdaptiveRank, Compressor, ErrorFeedback, PerParameter, PowerSGD, StartAfter
+from commhooks import Compressor, ErrorFeedback, PerParameter, StartAfter
+from commhooks.compressors import AdaptiveRank, PowerSGD
 from commhooks.compressors.powersgd.adaptive_rank import _norms_of_rows
 from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least_error
 from experiments.tasks import load_task

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
 
-from commhooks import Affine
+from commhooks.compressors import Affine
 from tests import bounds
 from tests.commhooks.workers import Workers, normal, zeros
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 import commhooks
-from commhooks import PowerSGD, PowerSGDState, make_compressor
+from commhooks import PowerSGDState, make_compressor
 from commhooks.communicators import noticeboard
+from commhooks.compressors import PowerSGD
 from tests.commhooks.mirrored import TINY_BUCKETS
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import commhooks
+from commhooks.compressors import AllReduceMean
 from commhooks.language import (
     AllGather,
     AllToAll,
@@ -55,7 +56,7 @@ def test_what_only_one_rank_received_does_not_decide_the_step(policy: str) -> No
 @pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16], ids=str)
 def test_a_wire_ends_with_the_compressor_that_it_was_put_around(wire: torch.dtype) -> None:
     """In float64 a step's means and what is owed add up to some hundred roundings of 2**-53 of numbers below 10."""
-    before = commhooks.WireDtype(inner=commhooks.AllReduceMean(), dtype=wire)
+    before = commhooks.WireDtype(inner=AllReduceMean(), dtype=wire)
     compressor = commhooks.StartAfter(before=before, steps=2, inner=commhooks.make_compressor("powersgd", rank=1))
     workers = Workers(compressor, 2, zeros((24, 40), dtype=torch.float64))
     short = torch.zeros(24, 40, dtype=torch.float64)

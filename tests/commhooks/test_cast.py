@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commhooks import AllReduceMean, Cast, Compressor, ErrorFeedback, WireDtype
+from commhooks import Compressor, ErrorFeedback, WireDtype
+from commhooks.compressors import AllReduceMean, Cast
 from commhooks.scheduling import packing
 from tests.commhooks.workers import Workers
 from tests.tiers import A_ROW

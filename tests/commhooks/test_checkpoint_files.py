@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import commhooks
 from commhooks import CheckpointError, PowerSGDState, load_checkpoint, make_compressor, save_checkpoint
+from commhooks.compressors import AllReduceMean
 from tests.commhooks.checkpointed import Network, Renamed, Told, begin
 from tests.ddp_core.facts import Facts
 from tests.world import on_ranks
@@ -225,7 +225,7 @@ def a_checkpoint_of_another_run_is_refused_and_says_what_differs(rank: int, fold
         "names": {"module": Renamed()},
         "shapes": {"module": Network(width=10)},
         "settings": {"compressor": make_compressor("powersgd", rank=2, iterations=2)},
-        "compressor": {"compressor": commhooks.AllReduceMean()},
+        "compressor": {"compressor": AllReduceMean()},
         "optimizer": {"optimizer": torch.optim.Adagrad},
     }
     told = [begin(rank, folder, **settings).told(name, directory=path) for name, settings in runs.items()]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import commhooks
-from commhooks import CompressorError, ErrorFeedback, PerParameter, SettingsError, StartAfter, TwoHop
+from commhooks import ErrorFeedback, PerParameter, SettingsError, StartAfter
 from commhooks.codecs import (
     E3M0,
     FP8,
@@ -30,6 +30,8 @@ from commhooks.codecs import (
     TernGrad,
     Vote,
 )
+from commhooks.compressors import TwoHop
+from commhooks.errors import CompressorError
 from commhooks.language.loss import error_of
 from commhooks.packing import pack_blocks, pack_signs, unpack_blocks_into, unpack_signs
 from tests import bounds

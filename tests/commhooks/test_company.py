@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
+from commhooks.default_hooks import quantization_perchannel_hook, quantization_pertensor_hook
 from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, Mirrored, backward, given, largest_error
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
@@ -101,9 +102,9 @@ STATELESS_HOOKS = (
     commhooks.allreduce_hook,
     commhooks.fp16_compress_hook,
     commhooks.bf16_compress_hook,
-    commhooks.quantization_pertensor_hook,
-    commhooks.quantization_perchannel_hook,
-    commhooks.fp16_compress_wrapper(commhooks.quantization_pertensor_hook),
+    quantization_pertensor_hook,
+    quantization_perchannel_hook,
+    commhooks.fp16_compress_wrapper(quantization_pertensor_hook),
 )
 
 

@@ -10,21 +10,13 @@ import numpy
 import pytest
 import torch
 
-import commhooks
-from commhooks import (
-    AllReduceMean,
-    CompressorError,
-    ErrorFeedback,
-    PerParameter,
-    PowerSGD,
-    StartAfter,
-    TopK,
-    TwoHop,
-    make_compressor,
-)
+from commhooks import ErrorFeedback, PerParameter, StartAfter, make_compressor
 from commhooks.codecs import Int8
+from commhooks.compressors import AllReduceMean, PowerSGD, TopK, TwoHop
+from commhooks.errors import CompressorError
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Entry, Exchange, Judge, Part, Place
 from commhooks.language.requests import Layout
+from commhooks.lockstep import average_in_lockstep
 from tests.commhooks.workers import Workers, exchangers, gradients_of, normal, zeros
 
 
@@ -53,12 +45,12 @@ def test_state_that_is_shaped_like_its_parameter_is_loaded(compressor: Compresso
     tensors = {"w": torch.zeros(shape)}
     ran, resumed = (exchangers(tensors, compressor) for _ in range(2))
     for step in range(3):
-        commhooks.average_in_lockstep(ran, gradients_of(tensors, step))
+        average_in_lockstep(ran, gradients_of(tensors, step))
     for one, other in zip(ran, resumed, strict=True):
         other.load_state_dict(one.state_dict())
     ours, theirs = gradients_of(tensors, 9), gradients_of(tensors, 9)
-    commhooks.average_in_lockstep(ran, ours)
-    commhooks.average_in_lockstep(resumed, theirs)
+    average_in_lockstep(ran, ours)
+    average_in_lockstep(resumed, theirs)
     assert torch.equal(ours[0]["w"], theirs[0]["w"])
 
 
@@ -138,7 +130,7 @@ def test_one_tensor_under_two_names_is_two() -> None:
     tensor = torch.zeros(64)
     both = exchangers({"a": tensor, "b": tensor}, make_compressor("top-k", ratio=0.1))
     own = [{"a": torch.full((64,), 1.0), "b": torch.full((64,), -1.0)} for _ in range(2)]
-    commhooks.average_in_lockstep(both, own)
+    average_in_lockstep(both, own)
     state = both[0].state_dict()["local"]["rank0"]
     assert not torch.equal(state["a"]["residual"], state["b"]["residual"])
 
@@ -163,14 +155,14 @@ class Tabled(Int8):
 def test_settings_that_cannot_be_compared_break_no_other_compressor(make: Callable[[Any], Compressor]) -> None:
     tensors = {"w": torch.zeros(64)}
     for kept in [exchangers(tensors, make(numpy.arange(3) + own)) for own in range(3)]:
-        commhooks.average_in_lockstep(kept, gradients_of(tensors, 0))
+        average_in_lockstep(kept, gradients_of(tensors, 0))
 
 
 def test_state_of_a_channels_last_tensor_is_saved_in_its_order() -> None:
     tensor = torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     last, plain = exchangers({"w": tensor}, "top-k"), exchangers({"w": torch.zeros(2, 3, 4, 5)}, "top-k")
-    commhooks.average_in_lockstep(last, gradients_of({"w": tensor}, 0))
-    commhooks.average_in_lockstep(plain, gradients_of({"w": tensor}, 0))
+    average_in_lockstep(last, gradients_of({"w": tensor}, 0))
+    average_in_lockstep(plain, gradients_of({"w": tensor}, 0))
     saved = [of[0].state_dict()["local"]["rank0"]["w"]["residual"] for of in (last, plain)]
     assert torch.equal(*saved)
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import ErrorFeedback, PerParameter, PowerSGD, SettingsError, TopK, make_compressor
+from commhooks import ErrorFeedback, PerParameter, SettingsError, make_compressor
 from commhooks.communicators.disagreement import describe, refusal_as_fingerprint
+from commhooks.compressors import PowerSGD, TopK
 from commhooks.scheduling.policy import PolicyName
 from tests import bounds
 from tests.commhooks.inline_on_cpu import as_on_nccl

@@ -10,22 +10,16 @@ import pytest
 import torch
 
 from commhooks import (
-    AdaptiveRank,
-    Affine,
     Compressor,
-    DeMo,
     ErrorFeedback,
     PerParameter,
-    PowerSGD,
     SettingsError,
-    Signum,
-    SparseLoCo,
     StartAfter,
-    TopK,
     make_compressor,
     making,
     schedule,
 )
+from commhooks.compressors import AdaptiveRank, Affine, DeMo, PowerSGD, Signum, SparseLoCo, TopK
 from commhooks.wrappers.error_feedback import with_feedback
 from tests.commhooks.workers import Workers, normal, zeros
 

@@ -12,10 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
-from commhooks import CompressorError, Exchanger, SettingsError, lockstep_lines
+from commhooks import Exchanger, SettingsError
+from commhooks.compressors import PowerSGD
+from commhooks.errors import CompressorError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.requests import AllGather, Part
+from commhooks.lockstep import average_in_lockstep, lockstep_lines
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.lockstep import run_in_turns
 from tests import bounds
@@ -49,7 +52,7 @@ def test_workers_of_one_process_get_the_mean(policy: Any, world_size: int) -> No
     exchangers = [Exchanger(TENSORS, "all-reduce", line=line) for line in lockstep_lines(world_size, policy)]
     for step in range(3):
         values = [drawn(rank, step) for rank in range(world_size)]
-        commhooks.average_in_lockstep(exchangers, values)
+        average_in_lockstep(exchangers, values)
         for own in values:
             for name, mean in means(world_size, step).items():
                 allowed = bounds.of_mean(world_size, TENSORS[name].dtype) * 5  # no element is above 5
@@ -66,7 +69,7 @@ def ranks_of_a_process_group_get_what_workers_of_one_process_get(rank: int) -> N
         exchangers = [Exchanger(TENSORS, name, line=line) for line in lockstep_lines(2, "fused")]
         for step in range(3):
             wanted = [drawn(worker, step) for worker in range(2)]
-            commhooks.average_in_lockstep(exchangers, wanted)
+            average_in_lockstep(exchangers, wanted)
         got = average_over_gloo(rank, name)
         assert all(torch.equal(got[tensor], wanted[rank][tensor]) for tensor in TENSORS), name
 
@@ -88,9 +91,9 @@ def average_over_gloo(rank: int, name: str) -> dict[str, Tensor]:
 def test_zeros_are_values_like_others() -> None:
     """A DDP hands in zeros for a rank that has run out of inputs; an Exchanger does not."""
     exchangers = [Exchanger({"w": torch.zeros(64)}, "top-k", line=line) for line in lockstep_lines(2)]
-    commhooks.average_in_lockstep(exchangers, [{"w": torch.arange(64.0)} for _ in range(2)])
+    average_in_lockstep(exchangers, [{"w": torch.arange(64.0)} for _ in range(2)])
     silence = [{"w": torch.zeros(64)} for _ in range(2)]
-    commhooks.average_in_lockstep(exchangers, silence)
+    average_in_lockstep(exchangers, silence)
     assert silence[0]["w"].any(), "what was not sent in the first step is sent in the second"
 
 
@@ -101,7 +104,7 @@ def test_zeros_are_values_like_others() -> None:
         ({"tensors": [torch.zeros(2)]}, r"Exchanger\(tensors=\[.*\]\): tensors must name at least one tensor"),
         ({"tensors": {"w": torch.zeros(3, dtype=torch.int64)}}, "'w' must be dense and of floating point"),
         ({"compressor": 7}, "expected a Compressor or a name"),
-        ({"compressor": commhooks.PowerSGD(skip=("head",))}, "'head' must match"),
+        ({"compressor": PowerSGD(skip=("head",))}, "'head' must match"),
         ({"weighted": 2.5}, r"Exchanger\(weighted=2.5\): weighted must be True or False"),
         ({"atomic": "no"}, r"Exchanger\(atomic='no'\): atomic must be True or False"),
         ({"policy": []}, r"Exchanger\(policy=\[\]\): policy must be one of fifo, fused"),
@@ -141,7 +144,7 @@ def test_a_round_of_workers_that_take_turns_is_not_waited_for_and_none_begins_af
     assert torch.allclose(values["a"].double(), means(2)["a"])
     exchangers[0].close()
     with pytest.raises(commhooks.AttachError, match="average_in_lockstep: this Exchanger was closed"):
-        commhooks.average_in_lockstep(exchangers, [drawn(0), drawn(1)])
+        average_in_lockstep(exchangers, [drawn(0), drawn(1)])
     with pytest.raises(commhooks.CollectiveError, match="rank 0, step 1, .*: not started"):
         exchangers[0].begin(drawn(0)).wait()
 
@@ -228,7 +231,7 @@ def test_memory_does_not_grow_while_every_round_sends_another_size() -> None:
     tensors = {"a": torch.zeros(1000)}
     exchangers = [Exchanger(tensors, OfAnotherSize(), line=line) for line in lockstep_lines(2)]
     for _ in range(60):
-        commhooks.average_in_lockstep(exchangers, [{"a": torch.ones(1000)} for _ in exchangers])
+        average_in_lockstep(exchangers, [{"a": torch.ones(1000)} for _ in exchangers])
     assert exchangers[0].memory().working <= 4 * 60 * tensors["a"].element_size()
 
 

@@ -11,15 +11,11 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import (
-    CheckpointError,
-    CompressorError,
-    Exchanger,
-    ProcessGroupLine,
-    SettingsError,
-    lockstep_lines,
-)
+from commhooks import CheckpointError, Exchanger, SettingsError
 from commhooks.communicators.parent_group import group_or_default
+from commhooks.errors import CompressorError
+from commhooks.exchange import ProcessGroupLine
+from commhooks.lockstep import average_in_lockstep, lockstep_lines
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 from tests import bounds
 from tests.commhooks.resuming import distance, roundtrip
@@ -66,7 +62,7 @@ def test_tensors_written_in_the_room_get_the_means_of_tensors_that_are_copied(na
                 room[key].copy_(value)
         rounds = [exchanger.begin() for exchanger in written]
         run_in_turns([exchanger.engine.line for exchanger in written])  # type: ignore[misc]  # LockstepLines
-        commhooks.average_in_lockstep(copied, values)
+        average_in_lockstep(copied, values)
         assert all(
             torch.equal(one.means[key], own[key]) for one, own in zip(rounds, values, strict=True) for key in own
         )

@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commhooks import TwoHop, devices
+from commhooks import devices
 from commhooks.communicators.collective import Traffic
+from commhooks.compressors import TwoHop
 from commhooks.engine import undo
 from commhooks.language import BucketView, Compressor, Context
 from commhooks.language.compressor import inner_of

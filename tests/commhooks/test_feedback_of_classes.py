@@ -10,26 +10,20 @@ import torch
 
 from commhooks import (
     Compressor,
-    DeMo,
     ErrorFeedback,
     Exchanger,
     Hierarchical,
     PerParameter,
-    PowerSGD,
-    RandomK,
-    SparseLoCo,
     StartAfter,
-    TopK,
-    TwoHop,
     WireDtype,
     WithoutFeedback,
     attach,
-    lockstep_lines,
     make_compressor,
     schedule,
 )
 from commhooks.codecs import QSGD, Int8, Sign
-from commhooks.compressors import COMPRESSORS
+from commhooks.compressors import COMPRESSORS, DeMo, PowerSGD, RandomK, SparseLoCo, TopK, TwoHop
+from commhooks.lockstep import lockstep_lines
 from commhooks.wrappers.error_feedback import with_feedback
 from tests.cases import NEEDED
 from tests.commhooks.models import Given, wrap

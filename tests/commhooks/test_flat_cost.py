@@ -8,8 +8,9 @@ import math
 
 import pytest
 
-from commhooks import TwoHop, make_compressor
+from commhooks import make_compressor
 from commhooks.communicators.collective import Traffic
+from commhooks.compressors import TwoHop
 from commhooks.language.entries import blocks_served
 from tests.commhooks.workers import Workers, normal, zeros
 from tests.flat_cost import DEVICES, MODELS, WORLD_SIZES, Shapes, traffic_of, two_hop_names, two_hop_of

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commhooks import Cast, ErrorFeedback, NoOp, PowerSGD, StartAfter, WireDtype, make_compressor
+from commhooks import ErrorFeedback, StartAfter, WireDtype, make_compressor
+from commhooks.compressors import Cast, NoOp, PowerSGD
 from commhooks.engine.guards import are_zeros
 from commhooks.wrappers.phases import phases_of
 

@@ -17,23 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
-from commhooks import (
-    CompressorError,
-    ErrorFeedback,
-    Exchanger,
-    Hierarchical,
-    PerParameter,
-    SettingsError,
-    SparseLoCo,
-    StartAfter,
-    TopK,
-    TwoHop,
-    make_compressor,
-)
+from commhooks import ErrorFeedback, Exchanger, Hierarchical, PerParameter, SettingsError, StartAfter, make_compressor
 from commhooks.codecs import Int8
+from commhooks.compressors import SparseLoCo, TopK, TwoHop
+from commhooks.errors import CompressorError
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Group
 from commhooks.language.compressor import map_requests
 from commhooks.language.requests import Asked
+from commhooks.lockstep import average_in_lockstep, lockstep_lines
 from commhooks.native import library
 from commhooks.wrappers.wrapper import Wrapper
 from tests.cases import BY_NAME
@@ -209,7 +200,7 @@ def test_a_parameter_counts_as_unused_only_if_no_machine_uses_it(policy: str) ->
 
 def exchangers(world_size: int, inner: Compressor) -> tuple[list[Exchanger], dict[str, Tensor]]:
     like = {"a": torch.zeros(9, 10, dtype=torch.float64), "b": torch.zeros(40, dtype=torch.float64)}
-    lines = commhooks.lockstep_lines(world_size)
+    lines = lockstep_lines(world_size)
     return [Exchanger(like, Hierarchical(inner=inner, size=2), line=line) for line in lines], like
 
 
@@ -219,7 +210,7 @@ def steps(workers: list[Exchanger], like: dict[str, Tensor], seeds: Sequence[int
     for seed in seeds:
         drawn = normal(list(like.values()), len(workers), seed)
         tensors = [dict(zip(like, own, strict=True)) for own in drawn]
-        commhooks.average_in_lockstep(workers, tensors)
+        average_in_lockstep(workers, tensors)
     return tensors
 
 
@@ -295,7 +286,7 @@ def test_ranks_that_are_not_whole_machines_are_refused_before_the_first_step() -
     hidden = PerParameter(rules=(("*", StartAfter(inner=compressor, steps=1)),))
     for one in (compressor, hidden):
         with pytest.raises(SettingsError, match=fault):
-            Exchanger({"a": torch.zeros(3)}, one, line=commhooks.lockstep_lines(3)[0])
+            Exchanger({"a": torch.zeros(3)}, one, line=lockstep_lines(3)[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import AllReduceMean, CollectiveError, CompressorError
+from commhooks import CollectiveError
 from commhooks.communicators import LockstepGroup
 from commhooks.communicators.kernels import Kernels
+from commhooks.compressors import AllReduceMean
 from commhooks.devices import SideStream
+from commhooks.errors import CompressorError
 from commhooks.language import BucketView, Compressor, Context
 from commhooks.language.compressor import Exchange
 from commhooks.language.requests import AllGather, AllReduce, Part

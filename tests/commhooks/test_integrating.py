@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 
 import commhooks
 import ddp_core
-from commhooks import AttachError, ParameterTraffic, SettingsError, Statistics
+from commhooks import AttachError, SettingsError, Statistics
+from commhooks.exchange import ParameterTraffic
 from commhooks.exchange.metrics import metrics_of, write_to
 from commhooks.integrations import common
 from commhooks.integrations.common import Compression

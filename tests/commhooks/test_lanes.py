@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
-from commhooks import Averaging, CollectiveError, Exchanger, lockstep_lines
+from commhooks import CollectiveError, Exchanger
 from commhooks.communicators import Collective, Communicator, Pending
+from commhooks.exchange import Averaging
 from commhooks.exchange.exchanger import TensorChannel
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Part
+from commhooks.lockstep import average_in_lockstep, lockstep_lines
 from commhooks.scheduling import line as lines
 from commhooks.scheduling.line import ProcessGroupLine
 from tests.commhooks.told import told_by
@@ -197,7 +199,7 @@ def test_workers_of_one_process_have_lanes_too() -> None:
     for turn in range(4):
         values = [[values_of(rank, turn + n) for n in range(3)] for rank in range(2)]
         both = [one for of_rank in of_ranks for one in of_rank]
-        commhooks.average_in_lockstep(both, [one for of_rank in values for one in of_rank])
+        average_in_lockstep(both, [one for of_rank in values for one in of_rank])
         for n in range(3):
             assert torch.equal(values[0][n]["w"], values[1][n]["w"])
             assert float(values[0][n]["w"][0]) == turn + n + 0.5
@@ -209,7 +211,7 @@ def test_workers_of_one_process_that_swap_lanes_are_told() -> None:
         [Exchanger(values_of(0, 0), "fp16", line=x) for _ in "ab"] for x in lockstep_lines(2)
     )
     with pytest.raises(CollectiveError, match="rank 0: lane 0, step 0, bucket 0; rank 1: lane 1, step 0, bucket 0"):
-        commhooks.average_in_lockstep([one, swapped, other, another], [values_of(n % 2, 0) for n in range(4)])
+        average_in_lockstep([one, swapped, other, another], [values_of(n % 2, 0) for n in range(4)])
 
 
 def mean_of(rank: int, exchanger: Exchanger) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 import commhooks
 from commhooks.language import Place
 from commhooks.language.entries import Kind
+from commhooks.lockstep import average_in_lockstep
 from commhooks.wrappers.phases import phases_of
 from tests import bounds
 from tests.cases import CASES, FORMS, Case, is_form
@@ -174,13 +175,13 @@ def test_a_run_is_resumed_from_a_state_dict_with_all_kinds_of_state(case: Case) 
     tensors = {f"layer{number}": tensor for number, tensor in enumerate(zeros(*SHAPES))}
     ran, resumed = (exchangers(tensors, case.make()) for _ in range(2))
     for step in range(3):
-        commhooks.average_in_lockstep(ran, gradients_of(tensors, step))
+        average_in_lockstep(ran, gradients_of(tensors, step))
     for one, other in zip(ran, resumed, strict=True):
         other.load_state_dict(one.state_dict())
     for step in range(3, 6):
         ours, theirs = gradients_of(tensors, step), gradients_of(tensors, step)
-        commhooks.average_in_lockstep(ran, ours)
-        commhooks.average_in_lockstep(resumed, theirs)
+        average_in_lockstep(ran, ours)
+        average_in_lockstep(resumed, theirs)
         for mean, same in zip(ours, theirs, strict=True):
             assert all(torch.equal(mean[name], same[name]) for name in tensors)
     for one, other in zip(ran, resumed, strict=True):
@@ -192,7 +193,7 @@ def test_an_entry_with_one_element_more_or_a_nan_is_refused_by_name_and_nothing_
     tensors = {f"layer{number}": tensor for number, tensor in enumerate(zeros(*SHAPES))}
     ran = exchangers(tensors, case.make())
     for step in range(3):
-        commhooks.average_in_lockstep(ran, gradients_of(tensors, step))
+        average_in_lockstep(ran, gradients_of(tensors, step))
     state, edits = ran[0].state_dict(), 0
     before, held = str(state), [state["replicated"], state["local"]["rank0"]]
     for part in held:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import CompressorError, LoadRules, make_compressor
+from commhooks import LoadRules, make_compressor
 from commhooks.compressors.powersgd.adaptive_rank import NORMS
 from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.engine.replay import Resumed
+from commhooks.errors import CompressorError
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Entry, Exchange, Place, Slot
 from commhooks.language.entries import blocks_served
 from commhooks.saving.misfits import Declaration, misfits, usable

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
+from commhooks.control import Adaptive
 from tests.commhooks.mirrored import SHAPES, backward, given
 from tests.commhooks.models import SparseTables, wrap
 from tests.commhooks.ranks import be_impatient, survived
@@ -50,9 +51,7 @@ def calls(rank: int, kind: str, limit: float | None) -> Calls:
     gradients = normal(zeros(*SHAPES), 3, seed=0)[rank]
     model, controlled = given(kind), given(kind)
     attachment = commhooks.attach(model, "powersgd", hook_timeout=limit)
-    controller = commhooks.Adaptive(
-        commhooks.attach(controlled, "all-reduce", hook_timeout=limit), ["all-reduce", "fp16"]
-    )
+    controller = Adaptive(commhooks.attach(controlled, "all-reduce", hook_timeout=limit), ["all-reduce", "fp16"])
     for _ in range(2):
         backward(model, gradients)
     backward(controlled, gradients)

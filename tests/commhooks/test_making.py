@@ -11,8 +11,8 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
-from commhooks import ErrorFeedback, PerParameter, SettingsError, StartAfter, TopK, TwoHop, make_compressor, making
-from commhooks.compressors import COMPRESSORS
+from commhooks import ErrorFeedback, PerParameter, SettingsError, StartAfter, make_compressor, making
+from commhooks.compressors import COMPRESSORS, TopK, TwoHop
 from commhooks.language.compressor import loss_of_a_matrix
 from commhooks.making import settings_of
 from commhooks.wrappers.error_feedback import with_feedback

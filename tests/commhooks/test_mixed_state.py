@@ -10,17 +10,10 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import (
-    CheckpointError,
-    ErrorFeedback,
-    Hierarchical,
-    LoadRules,
-    PerParameter,
-    TwoHop,
-    make_compressor,
-    schedule,
-)
+from commhooks import CheckpointError, ErrorFeedback, Hierarchical, LoadRules, PerParameter, make_compressor, schedule
+from commhooks.compressors import TwoHop
 from commhooks.language import Compressor, Place
+from commhooks.lockstep import average_in_lockstep
 from commhooks.saving.resumption import restore
 from commhooks.saving.saved import Saved
 from tests.commhooks.resuming import roundtrip
@@ -58,7 +51,7 @@ every_mixture = pytest.mark.parametrize("compressor", MIXED.values(), ids=list(M
 def trained(compressor: Compressor, steps: int = 3) -> list[commhooks.Exchanger]:
     ranks = exchangers(TENSORS, compressor, 4)
     for step in range(steps):
-        commhooks.average_in_lockstep(ranks, gradients_of(TENSORS, step, 4))
+        average_in_lockstep(ranks, gradients_of(TENSORS, step, 4))
     return ranks
 
 
@@ -70,7 +63,7 @@ def next_means(ranks: list[commhooks.Exchanger], steps: int = 3) -> list[dict[st
     means = []
     for step in range(50, 50 + steps):
         gradients = gradients_of(TENSORS, step, len(ranks))
-        commhooks.average_in_lockstep(ranks, gradients)
+        average_in_lockstep(ranks, gradients)
         means += gradients
     return means
 

@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import commhooks
-from commhooks import CompressorError, SettingsError
-from commhooks.native import library, passes
+from commhooks import SettingsError
+from commhooks.errors import CompressorError
+from commhooks.native import compiled, library, passes
 from commhooks.native.passes import CodeFormat, CodeKernels, NoiseTable
 from tests.commhooks.native_oracle import Array, Oracle
 from tests.tiers import in_turn
@@ -387,7 +387,7 @@ def placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reason_warned_once() -> str:
     """Return why there are no compiled passes, as `compiled` and one warning say."""
     with pytest.warns(UserWarning, match="commhooks has no compiled passes") as warned:
-        found, again, level = commhooks.compiled(), commhooks.compiled(), library.chosen()
+        found, again, level = compiled(), compiled(), library.chosen()
     assert again == found and level is None
     assert len(warned) == 1 and found.reason in str(warned[0].message)
     assert (found.level, found.levels, found.kinds) == (None, (), ())
@@ -431,13 +431,13 @@ def test_off_is_no_warning(placed: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(library.VARIABLE, "off")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert library.chosen() is None and commhooks.compiled().level is None
+        assert library.chosen() is None and compiled().level is None
 
 
 def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library.VARIABLE, "avx")
     with pytest.raises(SettingsError, match="COMMHOOKS_COMPILED must be avx512, avx2, sse42, plain or off .got 'avx'."):
-        commhooks.compiled()
+        compiled()
 
 
 def test_a_level_of_no_library_is_refused(placed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +451,7 @@ def test_a_level_that_the_processor_does_not_have_is_refused(monkeypatch: pytest
     monkeypatch.setattr(library, "levels_of", lambda _: ("plain",))
     monkeypatch.setenv(library.VARIABLE, "avx2")
     with pytest.raises(SettingsError, match="is 'avx2', but this processor, or the compiler of .* has only plain"):
-        commhooks.compiled()
+        compiled()
     library.function.cache_clear()
     with pytest.raises(SettingsError, match="there is no level 'avx512'"):
         CodeKernels("avx512", CodeFormat("sign", 8)).write(Case("sign", 8).message(1, 1), torch.zeros(1, 8))
@@ -463,12 +463,12 @@ def test_the_variable_chooses_a_level_and_the_highest_is_taken_without(
     level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(library.VARIABLE, raising=False)
-    found = commhooks.compiled()
+    found = compiled()
     assert found.level == LEVELS[0] and found.levels == LEVELS and library.chosen() == LEVELS[0]
     assert str(found).startswith(f"compiled passes: {LEVELS[0]} (the highest that this processor has; of ")
     monkeypatch.setenv(library.VARIABLE, level)
     assert library.chosen() == level
-    assert f"{level} (COMMHOOKS_COMPILED says so" in str(commhooks.compiled())
+    assert f"{level} (COMMHOOKS_COMPILED says so" in str(compiled())
 
 
 @needs_library

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import CompressorError, make_compressor
+from commhooks import make_compressor
 from commhooks.compressors.kernels.sums import add_in_rank_order
 from commhooks.compressors.tiles import Tiling
+from commhooks.errors import CompressorError
 from commhooks.native import library
 from commhooks.native.largest import MOST, Packed, SparseKernels
 from commhooks.packing import pack_integers, packed_bytes

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from commhooks import AllReduceMean
 from commhooks.communicators import Collective, Communicator, ProcessGroupCommunicator, connection, noticeboard
 from commhooks.communicators.connection import Address, Connection
 from commhooks.communicators.noticeboard import Noticeboard, SilentStoreError, StoreThread, address_of
 from commhooks.communicators.sections import Section
+from commhooks.compressors import AllReduceMean
 from commhooks.errors import CollectiveError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context

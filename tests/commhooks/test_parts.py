@@ -16,6 +16,8 @@ import commhooks
 from commhooks.communicators import Collective, LockstepGroup, ProcessGroupCommunicator
 from commhooks.communicators.collective import CollectiveKind, Traffic
 from commhooks.communicators.lockstep import run_collective
+from commhooks.compressors import AllReduceMean, TwoHop
+from commhooks.errors import CompressorError
 from commhooks.language import (
     AllGather,
     AllReduce,
@@ -421,7 +423,7 @@ def test_a_collective_that_fails_is_thrown_into_the_compressor() -> None:
         Watching(),
         commhooks.WireDtype(inner=Watching(), dtype=torch.float16),
         commhooks.ErrorFeedback(inner=Watching()),
-        commhooks.StartAfter(inner=commhooks.AllReduceMean(), before=Watching(), steps=1),
+        commhooks.StartAfter(inner=AllReduceMean(), before=Watching(), steps=1),
     ]
     for compressor in wrappers:
         task = _task(0, compressor)
@@ -444,7 +446,7 @@ def test_start_after_runs_the_other_compressor_first() -> None:
 
 
 def test_without_error_feedback_no_server_keeps_an_error_either() -> None:
-    sign = commhooks.TwoHop(codec=commhooks.codecs.Sign())
+    sign = TwoHop(codec=commhooks.codecs.Sign())
     assert commhooks.make_compressor("sign") == commhooks.ErrorFeedback(inner=sign)
     bare = commhooks.WithoutFeedback(inner=dataclasses.replace(sign, server_feedback=False))
     assert commhooks.make_compressor("sign", error_feedback=False) == bare
@@ -523,7 +525,7 @@ def test_only_sums_can_be_cast_on_the_wire() -> None:
             yield AllGather(Part(bucket.memory))
 
     task = _task(0, commhooks.WireDtype(inner=Gathering(), dtype=torch.float16))
-    with pytest.raises(commhooks.CompressorError, match="only sums can be cast on the wire.*asked for an all-gather"):
+    with pytest.raises(CompressorError, match="only sums can be cast on the wire.*asked for an all-gather"):
         task.begin()
 
 
@@ -535,7 +537,7 @@ def test_error_feedback_keeps_nothing_where_nothing_is_lost(name: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Expanding(commhooks.AllReduceMean):
+class Expanding(AllReduceMean):
     """Lose, at worst, so many times what is given, in squared norms."""
 
     error: float

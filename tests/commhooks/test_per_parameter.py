@@ -8,18 +8,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from commhooks import (
-    AllReduceMean,
-    ErrorFeedback,
-    Match,
-    PerParameter,
-    SettingsError,
-    TopK,
-    TwoHop,
-    make_compressor,
-    schedule,
-)
+from commhooks import ErrorFeedback, Match, PerParameter, SettingsError, make_compressor, schedule
 from commhooks.codecs import TernGrad
+from commhooks.compressors import AllReduceMean, TopK, TwoHop
 from commhooks.language import Place
 from tests import bounds
 from tests.commhooks.workers import Workers, mean_of, normal, zeros

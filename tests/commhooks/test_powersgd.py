@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
 import commhooks
+from commhooks.compressors import PowerSGD
 from commhooks.compressors.powersgd.powersgd import orthonormal_rows
 from commhooks.language.randomness import stable_seed
 from experiments.studies.bench.given import GivenBucket as Bucket
@@ -49,7 +50,7 @@ def test_models_send_as_many_floats_as_the_paper_says(rank: int) -> None:
 
 
 def test_at_the_default_rate_the_last_layer_of_resnet18_stays_dense_at_rank_7() -> None:
-    compressor = commhooks.PowerSGD(rank=7)
+    compressor = PowerSGD(rank=7)
     assert sum(compressor.payload_elements(p) for p in _meta(resnet18_shapes())) == 265_351
 
 
@@ -57,7 +58,7 @@ def _check_volume(
     shapes: list[Shape], rank: int, figures: tuple[int, str, str], *, steps: int, dense: tuple[int, str]
 ) -> None:
     floats, mebibytes, ratio = figures
-    compressor = commhooks.PowerSGD(rank=rank, min_compression_rate=1 if rank == 7 else 2)
+    compressor = PowerSGD(rank=rank, min_compression_rate=1 if rank == 7 else 2)
     elements = sum(math.prod(shape) for shape in shapes)
     assert (elements, _mebibytes(elements * steps, like=dense[1])) == dense
     assert sum(compressor.payload_elements(p) for p in _meta(shapes)) == floats
@@ -251,7 +252,7 @@ def test_epsilon_damps_directions_of_its_own_size() -> None:
 
 
 def test_a_pattern_that_fits_no_parameter_is_refused_with_the_names_there_are() -> None:
-    compressor = commhooks.PowerSGD(skip=("head.*", "boddy.?"))
+    compressor = PowerSGD(skip=("head.*", "boddy.?"))
     with pytest.raises(ValueError, match=r"PowerSGD\(skip=.*'boddy.\?' must match a parameter's name.*body.0, head.a"):
         compressor.check({"body.0": torch.empty(0), "head.a": torch.empty(0)}, 2)
     compressor.check({"boddy.0": torch.empty(0), "head.a": torch.empty(0)}, 2)
@@ -259,7 +260,7 @@ def test_a_pattern_that_fits_no_parameter_is_refused_with_the_names_there_are() 
 
 def test_parameters_to_skip_are_averaged_exactly_and_keep_nothing() -> None:
     names = ["head.weight", "body.0.weight", "body.1.weight", "norm"]
-    compressor = commhooks.PowerSGD(rank=1, skip=("head.*", "body.[1-9].weight"))
+    compressor = PowerSGD(rank=1, skip=("head.*", "body.[1-9].weight"))
     parameters = zeros((30, 40), (30, 40), (30, 40), (7,))
     workers = Workers(commhooks.ErrorFeedback(inner=compressor), 2, parameters, names=names)
     gradients = normal(workers.parameters, 2, seed=0)
@@ -275,7 +276,7 @@ def test_parameters_to_skip_are_averaged_exactly_and_keep_nothing() -> None:
 
 
 def test_a_low_rate_never_makes_a_message_larger_and_leaves_vectors_alone() -> None:
-    compressor = commhooks.PowerSGD(rank=4, min_compression_rate=0.5)
+    compressor = PowerSGD(rank=4, min_compression_rate=0.5)
     for shape in ((100,), (4, 4), (5, 100), (100, 100), ()):
         parameter = torch.zeros(shape)
         assert compressor.payload_elements(parameter) <= parameter.numel()
@@ -389,7 +390,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("iterations", [1, 2, 3])
 def test_alternating_steps_go_on_with_the_side_after_the_last(iterations: int) -> None:
-    compressor = commhooks.PowerSGD(rank=2, alternating=True, iterations=iterations)
+    compressor = PowerSGD(rank=2, alternating=True, iterations=iterations)
     assert [side for step in range(4) for side in compressor.sides(step)] == ["P", "Q"] * (2 * iterations)
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import commhooks
+from commhooks.compressors import PowerSGD
 from commhooks.scheduling.lockstep import run_in_turns
 from experiments.studies.bench.given import GivenBucket as Bucket
 from experiments.studies.bench.given import Shape, resnet18_shapes
@@ -128,7 +129,7 @@ SETTINGS: list[dict[str, Any]] = [{}, {"rank": 4}, {"alternating": True}, {"skip
 @pytest.mark.parametrize(("settings", "dtype"), in_turn(SETTINGS, DTYPES, fast=bool), ids=str)
 def test_state_takes_little_more_than_what_is_compressed(settings: dict[str, Any], dtype: torch.dtype) -> None:
     """In fp32, whatever the gradients are in."""
-    compressor = commhooks.PowerSGD(**settings)
+    compressor = PowerSGD(**settings)
     workers = Workers(commhooks.ErrorFeedback(inner=compressor), 1, zeros(*resnet18_shapes(), dtype=dtype))
     for _ in range(2):
         workers.step([workers.parameters])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import UnbiasedPowerSGD
+from commhooks.compressors import UnbiasedPowerSGD
 from commhooks.language.randomness import seeded_normal, stable_seed
 from tests import bounds
 from tests.commhooks.workers import Workers, mean_of, normal, zeros

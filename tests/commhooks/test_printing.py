@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from commhooks import MemoryReport, ParameterTraffic, Statistics
+from commhooks import Statistics
 from commhooks.communicators.collective import KindTraffic
+from commhooks.exchange import MemoryReport, ParameterTraffic
 from commhooks.units import bytes_in_words, seconds_in_words, three_digits
 
 

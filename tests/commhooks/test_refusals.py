@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import CompressorError, ErrorFeedback, Exchanger, SettingsError, TwoHop, lockstep_lines
+from commhooks import ErrorFeedback, Exchanger, SettingsError
 from commhooks.codecs import Codec
+from commhooks.compressors import TwoHop
+from commhooks.errors import CompressorError
 from commhooks.language import (
     AllReduce,
     BucketView,
@@ -23,6 +25,7 @@ from commhooks.language import (
     Loss,
     Place,
 )
+from commhooks.lockstep import lockstep_lines
 from tests.commhooks.workers import Workers, zeros
 
 

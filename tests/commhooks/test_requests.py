@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import CompressorError
+from commhooks.errors import CompressorError
 from commhooks.language import (
     AllGather,
     AllReduce,

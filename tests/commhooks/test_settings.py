@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import commhooks
-from commhooks import AllReduceMean, Compressor, Match, SettingsError, WireDtype, compressors, language
+from commhooks import Compressor, Match, SettingsError, WireDtype, compressors, language
 from commhooks.codecs import Codec, Int8
+from commhooks.compressors import AllReduceMean, Threshold, TopK
 from commhooks.language.settings import setting
 
 GIVEN: dict[str, Any] = {
-    "inner": commhooks.TopK(),
+    "inner": TopK(),
     "codec": Int8(),
     "dtype": torch.float16,
     "rules": (("*", AllReduceMean()),),
@@ -298,7 +299,7 @@ def test_what_cannot_work_is_refused_in_words(written: str, words: str) -> None:
 
 def test_a_setting_without_a_default_must_be_given() -> None:
     with pytest.raises(TypeError, match="threshold"):
-        commhooks.Threshold()
+        Threshold()
 
 
 def test_a_whole_number_is_a_number() -> None:

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks import (
+from commhooks import ErrorFeedback, LoadRules, PerParameter, WireDtype, make_compressor, schedule
+from commhooks.codecs import E3M0, Codebook
+from commhooks.compressors import (
     AllReduceMean,
     Cast,
-    ErrorFeedback,
-    LoadRules,
     NoOp,
-    PerParameter,
     PowerSGD,
     RandomBlock,
     RandomK,
@@ -25,11 +24,7 @@ from commhooks import (
     Threshold,
     TopK,
     TwoHop,
-    WireDtype,
-    make_compressor,
-    schedule,
 )
-from commhooks.codecs import E3M0, Codebook
 from commhooks.compressors.codecs import FP8, MXFP4, QSGD, Codec, Half, Int4, Int8, Natural, Sign, TernGrad
 from commhooks.errors import CommHooksError, CompressorError, GradientError
 from commhooks.language import BucketView, Compressor, Context

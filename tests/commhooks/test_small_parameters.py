@@ -17,6 +17,7 @@ from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.language import BucketView, Compressor, Context, Exchange
 from commhooks.language.compressor import map_requests
 from commhooks.language.requests import Asked, Judge
+from commhooks.lockstep import average_in_lockstep
 from commhooks.wrappers.wrapper import Wrapper
 from experiments.predicting.payloads import rounds_of
 from tests import bounds
@@ -68,14 +69,14 @@ def test_what_too_many_ranks_would_send_as_codes_is_sent_whole_with_what_fewer_s
     for step in range(3):
         gradients = gradients_of(tensors, step)
         short += sum(own["layer0"] for own in gradients) / 2
-        commhooks.average_in_lockstep(few, gradients)
+        average_in_lockstep(few, gradients)
         short -= gradients[0]["layer0"]
     first = commhooks.merge_state_dicts([one.state_dict() for one in few])
     for one in many:
         one.load_state_dict(first, world_size=how)
     second = commhooks.merge_state_dicts([one.state_dict() for one in many])
     means = [{name: torch.zeros_like(tensor) for name, tensor in tensors.items()} for _ in many]
-    commhooks.average_in_lockstep(many, means)
+    average_in_lockstep(many, means)
     for one in many:
         assert next(iter(one.state_dict()["local"].values()))["layer0"].keys() == {"residual"}
     times = 2 / 8 if how == "spread" else 1

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commhooks import DGC, ErrorFeedback, RandomK, Threshold, TopK, make_compressor
+from commhooks import ErrorFeedback, make_compressor
+from commhooks.compressors import DGC, RandomK, Threshold, TopK
 from commhooks.compressors.kernels.selection import largest
 from commhooks.compressors.sparse.indices import Bitmap, InBlocks, Indices, coding_of, codings_of
 from commhooks.language import Compressor, Context

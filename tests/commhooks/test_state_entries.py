@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import commhooks
+from commhooks.compressors import PowerSGD
+from commhooks.lockstep import average_in_lockstep, lockstep_lines
 from commhooks.saving.form import faults_of
 from commhooks.state.table import StateTable
 
@@ -18,10 +20,10 @@ from commhooks.state.table import StateTable
 def alone(compressor: str, **settings: Any) -> commhooks.Exchanger:
     """Return a worker that is alone, and has taken a step."""
     tensors = {"weight": torch.zeros(24, 20), "bias": torch.zeros(20)}
-    (line,) = commhooks.lockstep_lines(1)
+    (line,) = lockstep_lines(1)
     exchanger = commhooks.Exchanger(tensors, commhooks.make_compressor(compressor, **settings), line=line)
     torch.manual_seed(0)
-    commhooks.average_in_lockstep([exchanger], [{name: torch.randn(one.shape) for name, one in tensors.items()}])
+    average_in_lockstep([exchanger], [{name: torch.randn(one.shape) for name, one in tensors.items()}])
     return exchanger
 
 
@@ -98,12 +100,12 @@ def test_with_other_settings_a_basis_of_another_size_starts_from_scratch_and_is_
 
 def trained(compressor: commhooks.Compressor, gradient: torch.Tensor, state: Any = None) -> commhooks.Exchanger:
     """Return a worker that has taken two steps, or one from a state, in the gradient's memory format."""
-    (line,) = commhooks.lockstep_lines(1)
+    (line,) = lockstep_lines(1)
     exchanger = commhooks.Exchanger({"weight": torch.empty_like(gradient)}, compressor, line=line)
     if state is not None:
         exchanger.load_state_dict(state)
     for _ in range(2 if state is None else 1):
-        commhooks.average_in_lockstep([exchanger], [{"weight": gradient.clone()}])
+        average_in_lockstep([exchanger], [{"weight": gradient.clone()}])
     return exchanger
 
 
@@ -116,11 +118,11 @@ def test_a_run_is_resumed_in_its_own_memory_format_and_in_no_other(
     gradient = torch.randn(shape)
     last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
     formats = [gradient, gradient.to(memory_format=last)]
-    compressor = commhooks.ErrorFeedback(inner=commhooks.PowerSGD(**settings))
+    compressor = commhooks.ErrorFeedback(inner=PowerSGD(**settings))
     for one, other in (formats, formats[::-1]):
         ran = trained(compressor, one)
         state = ran.state_dict()
-        commhooks.average_in_lockstep([ran], [{"weight": one.clone()}])
+        average_in_lockstep([ran], [{"weight": one.clone()}])
         assert str(trained(compressor, one, state).state_dict()) == str(ran.state_dict())
         with pytest.raises(commhooks.CheckpointError, match=r"'weight': saved with its dimensions in the order \[0, "):
             trained(compressor, other, state)
@@ -148,9 +150,9 @@ def test_a_parameter_that_a_state_lacks_may_lie_in_any_memory_format_if_it_may_b
     shape = (4, 3, 2, 2)
     state = trained(commhooks.make_compressor("top-k"), torch.randn(shape)).state_dict()
     like = {"weight": torch.zeros(shape), "more": torch.zeros(shape).to(memory_format=torch.channels_last)}
-    (line,) = commhooks.lockstep_lines(1)
+    (line,) = lockstep_lines(1)
     wider = commhooks.Exchanger(like, "top-k", line=line)
-    commhooks.average_in_lockstep([wider], [{name: torch.randn_like(one) for name, one in like.items()}])
+    average_in_lockstep([wider], [{name: torch.randn_like(one) for name, one in like.items()}])
     wider.load_state_dict(state, missing="reset")
     local = wider.state_dict()["local"]["rank0"]
     assert torch.equal(local["weight"]["residual"], state["local"]["rank0"]["weight"]["residual"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from commhooks import SVD, PowerSGD
+from commhooks.compressors import SVD, PowerSGD
 from tests import bounds
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import AllReduceMean, ErrorFeedback, Hierarchical, PerParameter, TwoHop, make_compressor
+from commhooks import ErrorFeedback, Hierarchical, PerParameter, make_compressor
+from commhooks.compressors import AllReduceMean, TwoHop
 from commhooks.compressors.codecs import Sign
 from commhooks.language import Compressor, Place
 from commhooks.language.entries import blocks_served
+from commhooks.lockstep import average_in_lockstep
 from commhooks.wrappers.phases import phases_of
 from commhooks.wrappers.start_after import schedule
 from tests import bounds
@@ -279,7 +281,7 @@ def replace(ran: Sequence[commhooks.Exchanger], compressor: Compressor) -> None:
 def average(ran: Sequence[commhooks.Exchanger], tensors: dict[str, Tensor], step: int) -> None:
     for one in ran:
         one.set_grad_scale(3.0**step)
-    commhooks.average_in_lockstep(ran, gradients_of(tensors, step, 4, scale=3.0**step))
+    average_in_lockstep(ran, gradients_of(tensors, step, 4, scale=3.0**step))
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:

@@ -12,7 +12,8 @@ import scipy.fft
 import torch
 from torch import Tensor
 
-from commhooks import Compressor, DeMo, ErrorFeedback, SettingsError, SparseLoCo, WithoutFeedback, make_compressor
+from commhooks import Compressor, ErrorFeedback, SettingsError, WithoutFeedback, make_compressor
+from commhooks.compressors import DeMo, SparseLoCo
 from commhooks.compressors.dct import cosines, transform
 from commhooks.compressors.tiles import MeanOver, Tiling
 from commhooks.packing import pack_integers, packed_bytes, unpack_integers

@@ -22,6 +22,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock
 from torch.futures import Future
 
 import commhooks
+from commhooks.compressors import PowerSGD
+from commhooks.errors import GradientError, HookTypeError
 from commhooks.hooks import default as default_hooks
 from tests.commhooks.exact import SHAPES, Hook, hooked, integers, means, same, step
 from tests.commhooks.models import Given, wrap
@@ -326,12 +328,12 @@ def a_hook_that_goes_wrong_in_a_wrapper_is_named_and_the_bucket_gets_its_buffer_
 @both_ddps
 def test_a_state_or_a_compressor_in_the_wrong_place_is_told_what_to_write(rank: int, kind: str) -> None:
     """When it is registered, or at the first bucket."""
-    powersgd = commhooks.PowerSGD(rank=4)
+    powersgd = PowerSGD(rank=4)
     # All that PyTorch says of a class: it has no argument of this name.
     of_a_class = "attach a compressor with commhooks.attach" if kind == "core" else "'bucket'"
     no_hooks: list[tuple[Any, str]] = [
         (powersgd, f'write commhooks.attach(model, "{powersgd}") in place of'),
-        (commhooks.PowerSGD, of_a_class),
+        (PowerSGD, of_a_class),
     ]
     for hook, words in no_hooks:
         told = told_by(functools.partial(hooked, kind, hook))
@@ -343,7 +345,7 @@ def test_a_state_or_a_compressor_in_the_wrong_place_is_told_what_to_write(rank: 
         (None, commhooks.fp16_compress_wrapper(commhooks.powerSGD_hook), f"(got None); {write}powerSGD_hook)"),
     ):
         model = hooked(kind, registered, state)
-        with pytest.raises(commhooks.HookTypeError, match=re.escape(words)):
+        with pytest.raises(HookTypeError, match=re.escape(words)):
             step(model, integers(0)[rank])
 
 
@@ -355,18 +357,18 @@ def test_a_wrapper_round_what_is_not_callable_is_refused_at_once(wrapper: Any, h
     assert isinstance(refusal.value, commhooks.CommHooksError)
 
 
-@pytest.mark.parametrize("hook", [commhooks.PowerSGD, commhooks.PowerSGD(rank=4)], ids=["class", "compressor"])
+@pytest.mark.parametrize("hook", [PowerSGD, PowerSGD(rank=4)], ids=["class", "compressor"])
 def test_a_wrapper_round_a_compressor_says_what_to_write(hook: Any) -> None:
-    expected = r'a compressor\); write commhooks.attach\(model, (commhooks.PowerSGD|"powersgd:)'
-    with pytest.raises(commhooks.HookTypeError, match=expected):
+    expected = r'a compressor\); write commhooks.attach\(model, (commhooks.compressors.PowerSGD|"powersgd:)'
+    with pytest.raises(HookTypeError, match=expected):
         commhooks.fp16_compress_wrapper(hook)
 
 
 def test_a_class_of_compressors_has_the_signature_of_its_settings() -> None:
     """Compressors themselves have none, so that a DDP to which one is registered meets an error that helps."""
-    assert "matrices" in inspect.signature(commhooks.PowerSGD).parameters
-    with pytest.raises(commhooks.HookTypeError, match="expected a hook"):
-        commhooks.PowerSGD()(None, None)
+    assert "matrices" in inspect.signature(PowerSGD).parameters
+    with pytest.raises(HookTypeError, match="expected a hook"):
+        PowerSGD()(None, None)
 
 
 class IntegerBucket:
@@ -385,7 +387,7 @@ class IntegerBucket:
 @pytest.mark.parametrize("wrapper", WRAPPERS.values())
 def test_a_wrapper_refuses_integer_gradients(wrapper: Any) -> None:
     bucket: Any = IntegerBucket()
-    with pytest.raises(commhooks.GradientError, match=r"bucket 3 .* and 2 more\): hook plain: .* torch\.int64; a"):
+    with pytest.raises(GradientError, match=r"bucket 3 .* and 2 more\): hook plain: .* torch\.int64; a"):
         wrapper(plain)(None, bucket)
 
 

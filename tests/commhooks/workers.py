@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks import Compressor, Exchanger, lockstep_lines
+from commhooks import Compressor, Exchanger
 from commhooks.compressors.powersgd.matrices import form_of
+from commhooks.lockstep import lockstep_lines
 from commhooks.testing.workers import GivenBucket, Workers, flat, largest, mean_of, normal, zeros
 
 __all__ = [

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import commhooks
-from commhooks.native import library
+from commhooks.native import compiled, library
 from commhooks.native.library import VARIABLE
 from experiments.results.summary import Spread
 from experiments.studies.app import app
@@ -174,7 +173,7 @@ def test_a_level_is_in_use_during_the_step_alone(monkeypatch: pytest.MonkeyPatch
     assert list(found) == [EAGER] and found[EAGER].low > 0
 
 
-@pytest.mark.skipif(not commhooks.compiled().levels, reason=str(commhooks.compiled()))
+@pytest.mark.skipif(not compiled().levels, reason=str(compiled()))
 def test_the_compressors_that_are_measured_in_two_forms_are_those_with_compiled_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -187,7 +186,7 @@ def test_the_compressors_that_are_measured_in_two_forms_are_those_with_compiled_
     monkeypatch.setattr(library, "function", seeing)
     for text in throughput.names():
         called.clear()
-        Worked(text, [(128, 128), (4096,)], 2).step(commhooks.compiled().levels[0])
+        Worked(text, [(128, 128), (4096,)], 2).step(compiled().levels[0])
         found |= {text.partition(":")[0]} if called else set()
     assert found == throughput.COMPILED
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import commhooks
 from commhooks import versions
-from commhooks.native import library
+from commhooks.native import compiled, library
 from experiments.commands.cli import app
 from experiments.commit import commit_of_code
 from experiments.environment import BACKENDS, environment, in_words
@@ -40,7 +40,7 @@ def test_the_text_and_the_json_tell_versions_processors_backends_and_compiled_pa
         *filter(torch.distributed.is_backend_available, BACKENDS)
     }
     assert found["processor"]["usable_cores"] >= 1
-    assert found["compiled_passes"] == str(commhooks.compiled()).replace(f"{Path(commhooks.__file__).parent}/", "")
+    assert found["compiled_passes"] == str(compiled()).replace(f"{Path(commhooks.__file__).parent}/", "")
     for words in (torch_version, found["processor"]["name"], "gloo", found["compiled_passes"].split(": ")[1]):
         assert words in text.stdout
 

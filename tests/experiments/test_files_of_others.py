@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 import commhooks
-from commhooks import Adaptive, SettingsError, load_checkpoint, save_checkpoint
+from commhooks import SettingsError, load_checkpoint, save_checkpoint
+from commhooks.control import Adaptive
 from commhooks.errors import CommHooksError
 from commhooks.making import compressor_in_file
 from commhooks.saving.contents import read_contents
@@ -44,7 +45,7 @@ MODULE = "planted_by_a_file"
 TRAP = """
 import dataclasses
 from pathlib import Path
-from commhooks import TopK
+from commhooks.compressors import TopK
 
 Path(__file__).with_name("imported").touch()
 

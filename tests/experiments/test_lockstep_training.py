@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import commhooks
-from commhooks import AllReduceMean, Compressor, ErrorFeedback, TopK
+from commhooks import Compressor, ErrorFeedback
+from commhooks.compressors import AllReduceMean, TopK
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context, Exchange
 from experiments.tasks import LoadedTask, load_task

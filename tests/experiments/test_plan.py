@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from commhooks import ErrorFeedback, PowerSGD
+from commhooks import ErrorFeedback
+from commhooks.compressors import PowerSGD
 from experiments.hooks import make_hook, policy_of
 from experiments.links.link import LinkSettings
 from experiments.runs import RunSettings

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
-from tests.seldom.workers import Worker
+from tests.diloco.workers import Worker
 
 SAVE_EVERY = 5
 

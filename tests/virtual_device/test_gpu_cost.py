@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commhooks import PowerSGD
+from commhooks.compressors import PowerSGD
 from experiments.studies.gpu_cost.counting import Counting
 from experiments.studies.gpu_cost.page import MODELS
 from experiments.studies.gpu_cost.rank import count, fake_group

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import commhooks
 import ddp_core
+from commhooks.control import Adaptive
 from commhooks.default_hooks import fp16_compress_wrapper
 
 STEPS = 4
@@ -203,7 +204,7 @@ def adapting(rank: int) -> list[Tensor]:
     """Follow the link from one compressor to another. When is a matter of time, so the parameters are not returned."""
     run = Run(rank)
     attachment = commhooks.attach(run.model, "all-reduce")
-    adaptive = commhooks.Adaptive(attachment, ["all-reduce", "fp16", "powersgd"])
+    adaptive = Adaptive(attachment, ["all-reduce", "fp16", "powersgd"])
     for step in range(24):
         run.step(step)
         adaptive.step()

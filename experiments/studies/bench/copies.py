@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import nn
 
-import commhooks
 from commhooks.engine.engine import Engine
+from commhooks.lockstep import lockstep_lines
 from commhooks.native.library import VARIABLE
 from commhooks.scheduling.lockstep import run_in_turns
 from experiments.hooks import make_hook
@@ -46,7 +46,7 @@ class Worked:
         spec = Spec.parse(text)
         compressor = make_hook(spec)
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-        self.lines = commhooks.lockstep_lines(workers)
+        self.lines = lockstep_lines(workers)
         self.engines = [Engine(compressor, line) for line in self.lines]
         for engine in self.engines:
             engine.bind([(f"layer{number}", parameter) for number, parameter in enumerate(parameters)])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import commhooks
+from commhooks.lockstep import average_in_lockstep, lockstep_lines
 from experiments.hooks import make_hook
 from experiments.launch import Tell, on_ranks
 from experiments.report.words import seconds_in_words
@@ -112,9 +113,9 @@ def _powersgd(rank: int) -> Callable[[], object]:
 
 def _averaging(text: str, gradients: Mapping[str, Tensor]) -> Callable[[], object]:
     """Return a function that averages these gradients, in place, among one worker."""
-    (line,) = commhooks.lockstep_lines(1)
+    (line,) = lockstep_lines(1)
     exchanger = commhooks.Exchanger(gradients, make_hook(Spec.parse(text)), line=line)
-    return partial(commhooks.average_in_lockstep, [exchanger], [dict(gradients)])
+    return partial(average_in_lockstep, [exchanger], [dict(gradients)])
 
 
 def _buckets(text: str, count: int) -> Callable[[], object]:
@@ -129,12 +130,10 @@ def _workers(text: str, count: int) -> Callable[[], float]:
     """Return a function that averages among `count` workers, and returns the mean seconds of a worker's compression."""
     gradients = [torch.randn(1000, 1000, generator=torch.Generator().manual_seed(worker)) for worker in range(count)]
     hook = make_hook(Spec.parse(text))
-    exchangers = [
-        commhooks.Exchanger({"layer": gradients[0]}, hook, line=line) for line in commhooks.lockstep_lines(count)
-    ]
+    exchangers = [commhooks.Exchanger({"layer": gradients[0]}, hook, line=line) for line in lockstep_lines(count)]
     return partial(_compute_of, exchangers, gradients)
 
 
 def _compute_of(exchangers: Sequence[commhooks.Exchanger], gradients: Sequence[Tensor]) -> float:
-    commhooks.average_in_lockstep(exchangers, [{"layer": own.clone()} for own in gradients])
+    average_in_lockstep(exchangers, [{"layer": own.clone()} for own in gradients])
     return sum(one.last_step().seconds_compressing for one in exchangers) / len(exchangers)

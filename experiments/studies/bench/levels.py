@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from commhooks import compiled
+from commhooks.native import compiled
 from experiments.launch import Tell
 
 from .copies import EAGER, MODELS, TINY, Worked, in_copies

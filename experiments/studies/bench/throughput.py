@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from commhooks import compiled
 from commhooks.compressors import COMPRESSORS
+from commhooks.native import compiled
 from experiments.launch import Tell
 from experiments.leaderboard.contenders import SKIPPED, USUAL
 from experiments.results.summary import Spread

@@ -226,7 +226,7 @@ def _draw_steps(
 REPRODUCTION = Reproduction(
     name="control-link",
     title="A controller on a link that changes",
-    source="This project: `commhooks.Adaptive`",
+    source="This project: `commhooks.control.Adaptive`",
     said=(
         "A controller between steps follows a link that goes from 1 Gbit/s to 100 Mbit/s and back (guide, control).",
         "Its goals: the new setting within 10 steps; at least 90 % of the best fixed compressor's throughput over each "

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commhooks
-from commhooks import Adaptive
+from commhooks.control import Adaptive
 from experiments.hooks import make_hook, policy_of
 from experiments.launch import Send, Tell
 from experiments.links.link import parse_rate

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import commhooks
+from commhooks.lockstep import average_in_lockstep
 from experiments.hooks import make_hook
 from experiments.report.blocks import Block, Table
 from experiments.report.words import listed
@@ -85,7 +85,7 @@ def bytes_sent(model: nn.Module, hook: str, workers: int) -> float:
     exchangers = join_workers(model, make_hook(Spec.parse(hook)), workers)
     generator = torch.Generator().manual_seed(0)
     gradient = {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
-    commhooks.average_in_lockstep(exchangers, [gradient] * workers)  # all write the same mean to the same place
+    average_in_lockstep(exchangers, [gradient] * workers)  # all write the same mean to the same place
     return float(exchangers[0].statistics().payload_bytes)
 
 

@@ -16,13 +16,13 @@ from torch.distributed.algorithms.model_averaging import averagers
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from commhooks.diloco.counts import DiLoCoStatistics
+from commhooks.diloco.diloco import DiLoCo
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.exchange.options import Options, is_whole
 from commhooks.language.compressor import Compressor
 from commhooks.saving.rules import LoadOptions, LoadRules
 from commhooks.saving.saved import SavedGroups, read, refuse
-from commhooks.seldom.counts import DiLoCoStatistics
-from commhooks.seldom.diloco import DiLoCo
 from commhooks.tensors import cloned
 from commhooks.unwrapping import bare
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from commhooks import DiLoCo, lockstep_lines, step_in_lockstep
+from commhooks import DiLoCo
+from commhooks.lockstep import lockstep_lines, step_in_lockstep
 
 
 class TwoWeights(nn.Module):

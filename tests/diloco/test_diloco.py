@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import commhooks
-from commhooks import CheckpointError, CompressorError, DiLoCo, SettingsError, lockstep_lines, step_in_lockstep
+from commhooks import CheckpointError, DiLoCo, SettingsError
+from commhooks.diloco.cutting import cut, turns
+from commhooks.diloco.inner import Inner
+from commhooks.diloco.starting import Schedule
+from commhooks.errors import CompressorError
 from commhooks.exchange.options import check_timeout
-from commhooks.seldom.cutting import cut, turns
-from commhooks.seldom.inner import Inner
-from commhooks.seldom.starting import Schedule
+from commhooks.lockstep import lockstep_lines, step_in_lockstep
 from tests.commhooks.resuming import distance
-from tests.seldom.workers import Worker, network, train_in_lockstep, workers
+from tests.diloco.workers import Worker, network, train_in_lockstep, workers
 
 plain = functools.partial(torch.optim.SGD, lr=1.0)
 

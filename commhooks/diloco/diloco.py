@@ -19,6 +19,14 @@ from torch.optim import Optimizer
 
 from commhooks.communicators.beginning import agree, share_from_rank_0
 from commhooks.compressors.all_reduce import AllReduceMean
+from commhooks.diloco.counts import DiLoCoStatistics
+from commhooks.diloco.cutting import Arrangement
+from commhooks.diloco.inner import Inner
+from commhooks.diloco.loading import misfits
+from commhooks.diloco.outer import Outer, made_of, nesterov
+from commhooks.diloco.parts import BUFFERS, Buffers, Fragment, PartsFeed
+from commhooks.diloco.shards import shaped_like
+from commhooks.diloco.starting import Beginning, average_over, group_of_ranks, mismatch, trained
 from commhooks.errors import CheckpointError, CommHooksError, CompressorError, SettingsError
 from commhooks.exchange.exchanger import WEIGHTS, TensorChannel, is_weight
 from commhooks.exchange.handle import Handle
@@ -29,14 +37,6 @@ from commhooks.saving.saved import SavedGroups, read, refuse
 from commhooks.scheduling.ledger import total
 from commhooks.scheduling.line import Line
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
-from commhooks.seldom.counts import DiLoCoStatistics
-from commhooks.seldom.cutting import Arrangement
-from commhooks.seldom.inner import Inner
-from commhooks.seldom.loading import misfits
-from commhooks.seldom.outer import Outer, made_of, nesterov
-from commhooks.seldom.parts import BUFFERS, Buffers, Fragment, PartsFeed
-from commhooks.seldom.shards import shaped_like
-from commhooks.seldom.starting import Beginning, average_over, group_of_ranks, mismatch, trained
 from commhooks.tensors import all_finite, cloned, local
 from commhooks.units import counted
 from commhooks.unwrapping import bare, difference_of, everything_kept, kept_buffers, plain_name

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from commhooks.diloco.parts import Fragment, Part
+from commhooks.diloco.starting import Schedule
 from commhooks.saving.form import Form, faults_of
 from commhooks.saving.misfits import other_optimizer, other_tensors
 from commhooks.saving.rules import LoadRules
-from commhooks.seldom.parts import Fragment, Part
-from commhooks.seldom.starting import Schedule
 
 SHARED: Form = {
     "step": int,

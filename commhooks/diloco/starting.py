@@ -14,15 +14,15 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from commhooks.communicators.parent_group import group_or_default, name_and_store
+from commhooks.diloco.cutting import Arrangement, cut, turns
+from commhooks.diloco.inner import check_is_free
+from commhooks.diloco.shards import Shards
 from commhooks.errors import SettingsError
 from commhooks.exchange.checks import checked_compressor
 from commhooks.exchange.exchanger import check_takes_weights
 from commhooks.exchange.options import is_whole
 from commhooks.exchange.watching import optimizer_of
 from commhooks.language.compressor import Compressor
-from commhooks.seldom.cutting import Arrangement, cut, turns
-from commhooks.seldom.inner import check_is_free
-from commhooks.seldom.shards import Shards
 from commhooks.tensors import all_finite, computing_dtype, local
 from commhooks.units import counted
 from commhooks.unwrapping import bare, is_ddp, is_sharded, kept_buffers, plain_name, reshard, unwrapped

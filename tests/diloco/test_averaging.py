@@ -23,7 +23,7 @@ from tests.commhooks.models import wrap
 from tests.commhooks.resuming import distance
 from tests.commhooks.told import told_by
 from tests.ddp_core.facts import Facts
-from tests.seldom.workers import Worker, adamw, network
+from tests.diloco.workers import Worker, adamw, network
 from tests.world import on_ranks, run_world
 
 WARMUP = 4

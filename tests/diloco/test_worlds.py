@@ -21,12 +21,13 @@ import commhooks
 import ddp_core
 from commhooks import CheckpointError, DiLoCo, ModelAverager
 from commhooks.communicators import noticeboard
+from commhooks.compressors import AllReduceMean
 from tests.commhooks.ranks import of_every_rank
 from tests.commhooks.resuming import distance, roundtrip
 from tests.commhooks.told import Told, told_by
 from tests.ddp_core.facts import Facts
+from tests.diloco.workers import Worker, adamw, network, train_in_lockstep, workers
 from tests.quantised import OnCodes
-from tests.seldom.workers import Worker, adamw, network, train_in_lockstep, workers
 from tests.tiers import in_turn
 from tests.world import on_ranks, run_world, run_world_outcomes, stay_away, tell
 
@@ -286,7 +287,7 @@ def test_what_one_rank_does_wrong_is_told_to_all(rank: int, what: str) -> None:
     assert f"rank 1: {complaint}" in told.text and told.seconds < 20.0, told
 
 
-class Clumsy(commhooks.AllReduceMean):
+class Clumsy(AllReduceMean):
     """Averages, until this rank's turn to fail."""
 
     fails = False
