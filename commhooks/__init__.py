@@ -5,7 +5,9 @@ A name is imported when it is first used; only the names that saved hooks contai
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"  # before the imports, some of which need it
+from commhooks.version import VERSION
+
+__version__ = VERSION
 
 if TYPE_CHECKING:
     from commhooks import codecs as codecs

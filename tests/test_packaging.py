@@ -149,7 +149,7 @@ def test_a_wheel_with_a_compiler_is_of_a_platform_and_of_any_python(sources: Pat
 
 
 def test_the_version_has_one_source() -> None:
-    assert PROJECT["tool"]["setuptools"]["dynamic"] == {"version": {"attr": "commhooks.__version__"}}
+    assert PROJECT["tool"]["setuptools"]["dynamic"] == {"version": {"attr": "commhooks.version.VERSION"}}
     assert re.fullmatch(r"\d+\.\d+\.\d+", commhooks.__version__)
 
 

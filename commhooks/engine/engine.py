@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commhooks import __version__ as VERSION
 from commhooks.communicators.disagreement import refusal_as_fingerprint
 from commhooks.communicators.kernels import Kernels, kernels_of
 from commhooks.communicators.noticeboard import FIRST_SCALE, OUT_OF_INPUTS, Noticeboard
@@ -40,6 +39,7 @@ from commhooks.scheduling.task import BucketTask
 from commhooks.state.loss_scale import LossScale
 from commhooks.state.memory import MemoryReport, memory_report
 from commhooks.state.table import ResidualStorage, StateTable
+from commhooks.version import VERSION
 from commhooks.wrappers.hierarchical import machines_share_codes
 
 

@@ -31,10 +31,11 @@ from commhooks.errors import CheckpointError
 from commhooks.saving.contents import Contents, read_contents
 from commhooks.saving.files import write_tensors
 from commhooks.saving.folder import newest, others_in, prepare, put_in_place, remove_abandoned, remove_all_but
-from commhooks.saving.form import LAYOUT, VERSION
+from commhooks.saving.form import LAYOUT
 from commhooks.saving.rules import LoadOptions, LoadRules
 from commhooks.saving.run import HookState, Run, Stateful
 from commhooks.saving.saved import refuse
+from commhooks.version import VERSION
 
 MOST_REMOVED = 10
 """A load gives up when this many checkpoints were removed while it read them."""

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from commhooks import __version__
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.language.entries import Entry
+from commhooks.version import VERSION
 
 LAYOUT = 4
 """The version of the layout; data of another one are refused."""
-VERSION = __version__
 
 Form = Any
 """A type; [form], a list of such items; {str: form}, a dictionary with any names; {"name": form}, one with these names,

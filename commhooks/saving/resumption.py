@@ -16,12 +16,12 @@ from commhooks.engine.replay import Resumed
 from commhooks.errors import AttachError, CheckpointError
 from commhooks.language.bucket import Slot
 from commhooks.language.entries import Declared
-from commhooks.saving.form import VERSION
 from commhooks.saving.misfits import Declaration, begun_again, misfits, usable
 from commhooks.saving.rules import LoadRules
 from commhooks.saving.saved import Saved, SavedGroups, refuse
 from commhooks.saving.settings import settings_of
 from commhooks.tensors import memory_order
+from commhooks.version import VERSION
 
 
 def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Saved:

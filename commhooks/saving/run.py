@@ -15,11 +15,12 @@ from torch.nn import Module
 from commhooks.communicators.ranks import Ranks
 from commhooks.devices import generator_states
 from commhooks.errors import CheckpointError
-from commhooks.saving.form import LAYOUT, VERSION
+from commhooks.saving.form import LAYOUT
 from commhooks.saving.parts import Part, own_part, shared_part
 from commhooks.saving.rules import LoadRules
 from commhooks.saving.saved import Saved, SavedGroups
 from commhooks.unwrapping import bare, unwrapped
+from commhooks.version import VERSION
 
 _PLAIN = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
 _SEQUENCES = (list, tuple, set, torch.Size)

@@ -33,11 +33,12 @@ from torch import Tensor
 
 from commhooks.errors import CheckpointError
 from commhooks.language.entries import RESIDUAL, Declared, Entry, blocks_served
-from commhooks.saving.form import LAYOUT, STATE, VERSION, check_layout, description_of, entry_of, faults_of, kind_of
+from commhooks.saving.form import LAYOUT, STATE, check_layout, description_of, entry_of, faults_of, kind_of
 from commhooks.saving.rules import LoadRules
 from commhooks.state.spread import deal_again, spread
 from commhooks.state.table import Entries, Kinds
 from commhooks.tensors import bytes_of
+from commhooks.version import VERSION
 
 _LINES_TO_LIST = 12
 Read = TypeVar("Read")

@@ -183,7 +183,7 @@ def test_an_attachment_that_nobody_uses_any_more_is_collected_with_its_thread(ra
         attachment: Any = commhooks.attach(model, "powersgd")
         for step in range(3):
             model(*normal(zeros(*SHAPES), 2, seed=step)[rank]).backward()
-        gone = weakref.ref(attachment)
+        gone = weakref.ref(attachment.engine)
         del attachment
         gc.collect()
         assert gone() is not None, "it lives as long as the model"
