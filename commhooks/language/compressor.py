@@ -78,7 +78,11 @@ class _NoSignature:
 
 def no_hook(given: object) -> HookTypeError:
     """Return the error for a compressor, or a compressor's class, that was given as a hook."""
-    made = f'"{given}"' if isinstance(given, Compressor) else f"commhooks.{getattr(given, '__name__', given)}(...)"
+    made = (
+        f'"{given}"'
+        if isinstance(given, Compressor)
+        else f"commhooks.compressors.{getattr(given, '__name__', given)}(...)"
+    )
     return HookTypeError(
         f"expected a hook, a function hook(state, bucket) (got {given}, a compressor); write "
         f"commhooks.attach(model, {made}) in place of model.register_comm_hook(...)."

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import commhooks
-from commhooks import Compressor, ErrorFeedback
+from commhooks import Compressor, WithoutFeedback
 from commhooks.compressors import AllReduceMean, TopK
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context, Exchange
@@ -51,7 +51,7 @@ def test_bytes_are_those_of_one_worker_and_step() -> None:
 
 
 def test_a_residual_is_measured_where_there_is_one() -> None:
-    plain, fed = TopK(ratio=0.1), ErrorFeedback(inner=TopK(ratio=0.1))
+    plain, fed = WithoutFeedback(inner=TopK(ratio=0.1)), TopK(ratio=0.1)
     assert train_in_lockstep(digits(), plain, steps=3, workers=2).residual is None
     once = train_in_lockstep(digits(), fed, steps=1, workers=2).residual
     assert once is not None and math.sqrt(0.05) < once < math.sqrt(0.9)  # at least not nothing; at most 1 - k/n of |g|²
