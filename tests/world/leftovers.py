@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules import module
 from torch.optim import optimizer
 
+OF_LIBRARIES = ("tqdm_monitor",)  # one for a process, which tqdm never ends
 PATIENCE_SECONDS = 2.0  # a thread that was told to end may still be ending
 KEPT = ("ddp_core.watch", "ddp_core.guard")  # whose hooks of all optimizers are made once in a process, by design
 DEFAULTS: Mapping[str, Callable[[], Any]] = {
@@ -63,7 +64,7 @@ def _hooks() -> Iterator[str]:
 def _threads() -> list[str]:
     others = (one.name for one in threading.enumerate() if one is not threading.main_thread())
     # the library's own end with a line, or with the process, which tests of exits check
-    return [f"thread {name}" for name in others if not name.startswith("commhooks")]
+    return [f"thread {name}" for name in others if name not in OF_LIBRARIES and not name.startswith("commhooks")]
 
 
 def _groups() -> list[str]:
