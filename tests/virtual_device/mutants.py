@@ -250,7 +250,7 @@ MUTANTS: Sequence[Mutant] = (
     Mutant("the side streams do not join between steps",
            "commhooks.devices:SideStream.join", _nothing, scenarios.ATOMIC_ROUNDS, (RACE,)),
     Mutant("two models share scratch memory",
-           "commhooks.language.tile:Scratch.buffers", _shared_by_all, scenarios.TWO_MODELS, (RACE,)),
+           "commhooks.language.tile:Scratch.room", _shared_by_all, scenarios.TWO_MODELS, (RACE,)),
     Mutant("two models share messages",
            "commhooks.scheduling.packing:Packer._take", _messages_of_all, scenarios.TWO_MODELS, (RACE,)),
     Mutant("random bases are drawn in one pinned buffer, which the device has yet to read",
