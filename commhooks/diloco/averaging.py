@@ -22,7 +22,7 @@ from commhooks.errors import CheckpointError, SettingsError
 from commhooks.exchange.options import Options, is_whole
 from commhooks.language.compressor import Compressor
 from commhooks.saving.rules import LoadOptions, LoadRules
-from commhooks.saving.saved import SavedGroups, read, refuse
+from commhooks.saving.saved import Saved, read
 from commhooks.tensors import cloned
 from commhooks.unwrapping import bare
 
@@ -114,7 +114,7 @@ class ModelAverager(averagers.ModelAverager):
         state: dict[str, Any] = cloned(self.snapshot().as_dict())
         return state
 
-    def snapshot(self) -> SavedGroups:
+    def snapshot(self) -> Saved:
         """Return the same as `state_dict`, with the tensors themselves instead of copies."""
         own = self._diloco.snapshot()
         return dataclasses.replace(
@@ -125,23 +125,24 @@ class ModelAverager(averagers.ModelAverager):
         """Return the model's state_dict with the last average in place of the parameters."""
         return self._diloco.model_state()
 
-    def differences(self, snapshot: object, rules: LoadRules) -> list[str]:
-        """List every difference between a state and this run that would cause an error on loading."""
-        saved = snapshot.shared.get("warmup_steps") if isinstance(snapshot, SavedGroups) else None
-        if isinstance(snapshot, SavedGroups) and saved != self.warmup_steps:
-            return [f"warmup_steps: saved with {saved}, now {self.warmup_steps}"]
-        if isinstance(snapshot, SavedGroups) and type(snapshot.shared.get("step_of_averager")) is not int:
+    def differences(self, saved: Saved, rules: LoadRules) -> list[str]:
+        """List every difference between a saved state and this run that would cause an error on loading."""
+        before = saved.shared.get("warmup_steps")
+        if saved.shared and before != self.warmup_steps:
+            return [f"warmup_steps: saved with {before}, now {self.warmup_steps}"]
+        if saved.shared and type(saved.shared.get("step_of_averager")) is not int:
             return ["ModelAverager's state has no step_of_averager"]
-        return self._diloco.differences(snapshot, rules)
+        return self._diloco.differences(saved, rules)
 
     def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
         """Restore a `state_dict`; see `DiLoCo.load_state_dict`."""
-        loaded = read(SavedGroups.from_dict, state)
-        if isinstance(loaded, SavedGroups) and (faults := self.differences(loaded, LoadRules(**rules))):
-            state = refuse(f"rank {self.rank_and_world_size[0]}: the checkpoint does not fit", faults)
-        self._diloco.load_state_dict(state, **rules)
-        assert isinstance(loaded, SavedGroups), "an error was raised"
-        self.step = loaded.shared["step_of_averager"]
+        self.restore(read(state), LoadRules(**rules))
+
+    def restore(self, saved: Saved | CheckpointError, rules: LoadRules) -> None:
+        """Restore a state; see `Handle.restore`."""
+        self._diloco.restore(saved, rules, self.differences)
+        assert isinstance(saved, Saved), "an error was raised"
+        self.step = saved.shared["step_of_averager"]
 
     def close(self) -> None:
         """End all exchanges, and the thread that carries them."""

@@ -7,6 +7,7 @@ Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, for f
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from commhooks.exchange.handle import Handle
 from commhooks.exchange.options import Options, Settings, check_flags, settings_of
 from commhooks.language.compressor import Compressor
 from commhooks.saving.rules import LoadOptions, LoadRules
-from commhooks.saving.saved import SavedGroups, read, refuse
+from commhooks.saving.saved import Differences, Saved, read
 from commhooks.scheduling.ledger import total
 from commhooks.scheduling.line import Line
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
@@ -448,7 +449,7 @@ class DiLoCo:
         state: dict[str, Any] = cloned(self.snapshot().as_dict())
         return state
 
-    def snapshot(self) -> SavedGroups:
+    def snapshot(self) -> Saved:
         """Return the same as `state_dict`, with the tensors themselves instead of copies."""
         if self._is_at_outer:
             raise CheckpointError(f"saving {_INSIDE}.")
@@ -471,9 +472,7 @@ class DiLoCo:
             "outer_optimizer": self._outer_optimizer.state_dict(),
             "outer_optimizer_class": type(self._outer_optimizer).__name__,
         }
-        saved = self.exchange.snapshot(shared)
-        assert isinstance(saved, SavedGroups), "it has several channels"
-        return saved
+        return dataclasses.replace(self.exchange.snapshot(), shared=shared)
 
     def model_state(self) -> dict[str, Any]:
         """Return the model's state_dict with outer copies in place of the trained parameters, which all ranks share.
@@ -489,28 +488,27 @@ class DiLoCo:
                 state[name] = shaped_like(parameter, of_parameter[parameter])
         return state
 
-    def differences(self, snapshot: object, rules: LoadRules) -> list[str]:
-        """List every difference between a state and this run that would cause an error on loading."""
-        if not isinstance(snapshot, SavedGroups):
-            return ["hooks: it was saved with the state of an attachment, not of DiLoCo"]
-        found = misfits(snapshot.shared, self.schedule, self._parts, self._outer_optimizer, rules)
-        return found or self.exchange.differences(snapshot, rules)
+    def differences(self, saved: Saved, rules: LoadRules) -> list[str]:
+        """List every difference between a saved state and this run that would cause an error on loading."""
+        if self._is_at_outer:
+            return [f"loading {_INSIDE}"]
+        found = misfits(saved.shared, self.schedule, self._parts, self._outer_optimizer, rules)
+        return found or self.exchange.differences(saved, rules)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
         """Restore a `state_dict`; call it on every rank, which must also load its own model and optimizer.
 
-        `settings="change"` also allows another `every`, `delay` or `mixing`. See `Attachment.load_state_dict`.
+        `settings="change"` also allows another `every`, `delay` or `mixing`. See `Handle.load_state_dict`.
         """
-        allowed, loaded = LoadRules(**rules), read(SavedGroups.from_dict, state)
-        if self._is_at_outer:
-            loaded = CheckpointError(f"rank {self.rank_and_world_size[0]}: loading {_INSIDE}.")
-        if isinstance(loaded, SavedGroups) and (faults := self.differences(loaded, allowed)):
-            loaded = refuse(f"rank {self.rank_and_world_size[0]}: the checkpoint does not fit", faults)
-        self.exchange.restore(loaded, allowed)
-        assert isinstance(loaded, SavedGroups), "an error was raised"
-        shared = loaded.shared
+        self.restore(read(state), LoadRules(**rules))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def restore(self, saved: Saved | CheckpointError, rules: LoadRules, differences: Differences | None = None) -> None:
+        """Restore a state, after looking for these `differences`; see `Handle.restore`."""
+        self.exchange.restore(saved, rules, differences or self.differences)
+        assert isinstance(saved, Saved), "an error was raised"
+        shared = saved.shared
         self._inner.count()
         self.steps, self._rounds, self._dropped = shared["step"], shared["rounds"], shared["dropped_rounds"]
         self._outer_optimizer.load_state_dict(cloned(shared["outer_optimizer"]))

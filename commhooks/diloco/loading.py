@@ -32,6 +32,8 @@ def misfits(
     shared: Mapping[str, Any], schedule: Schedule, parts: Sequence[Part], optimizer: Optimizer, rules: LoadRules
 ) -> list[str]:
     """List every difference between a saved state and this run that would cause an error on loading."""
+    if not shared:
+        return ["it was saved with the state of an attachment, not of DiLoCo"]
     if faults := list(faults_of(shared, SHARED)):
         return [f"DiLoCo's state is damaged: {fault}" for fault in faults]
     saved, before = shared["outer_optimizer"], shared["outer_optimizer_class"]

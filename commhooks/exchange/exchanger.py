@@ -21,10 +21,11 @@ from commhooks.engine.engine import Engine
 from commhooks.errors import CommHooksError, CompressorError, SettingsError
 from commhooks.exchange.buckets import FlatBucket, InTurns, allocated, places_of
 from commhooks.exchange.checks import checked_compressor
-from commhooks.exchange.feed import ONLY, Channel, Feed
+from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.handle import Handle
 from commhooks.exchange.options import Options, check_flags, settings_of
 from commhooks.language.compressor import Compressor, inner_of
+from commhooks.saving.saved import ONLY
 from commhooks.scheduling.line import Line
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 from commhooks.state.memory import MemoryReport, added

@@ -11,19 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.engine.engine import Engine
-from commhooks.errors import AttachError, CheckpointError, SettingsError
+from commhooks.errors import AttachError, SettingsError
 from commhooks.exchange.checks import check_compressor_for, checked_compressor
 from commhooks.language.compressor import Compressor
 from commhooks.saving.resumption import differences, lay_out, restore, snapshot_of
 from commhooks.saving.rules import LoadRules
-from commhooks.saving.saved import Saved
+from commhooks.saving.saved import ONLY, SavedChannel
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
 from commhooks.state.memory import MemoryReport, added
 from commhooks.state.table import StateTable
 from ddp_core.guard import Guard
-
-ONLY = "gradients"
-"""The channel of a feed that has one; its state is saved without the name."""
 
 
 class Channel:
@@ -113,7 +110,7 @@ class Channel:
         candidate, refusal = self.candidate(compressor)
         self.engine.replace(candidate, self._device, refusal)
 
-    def snapshot(self) -> Saved:
+    def snapshot(self) -> SavedChannel:
         """Return the state, with the tensors themselves."""
         # Allocate now everything that the state will ever hold: torch.distributed.checkpoint loads only into existing
         # tensors, and may be given the state_dict of a run that has taken no step. And after `replace`, what the next
@@ -121,17 +118,14 @@ class Channel:
         lay_out(self.engine, self._feed.sparse)
         return snapshot_of(self.engine, self._feed.bucket_plan())
 
-    def differences(self, snapshot: object, rules: LoadRules) -> list[str]:
-        """List every difference between a snapshot and this run that would cause an error on loading."""
-        if not isinstance(snapshot, Saved):
-            return ["hooks: it was saved with the state of several channels, such as DiLoCo's"]
-        return differences(self.engine, snapshot, rules)
+    def differences(self, saved: SavedChannel, rules: LoadRules) -> list[str]:
+        """List every difference between a saved state and this run that would cause an error on loading."""
+        return differences(self.engine, saved, rules)
 
-    def restore(self, snapshot: Saved | CheckpointError, rules: LoadRules) -> None:
-        """Restore a snapshot; if it does not match, or is an error, raise on every rank and change nothing."""
-        restore(self.engine, snapshot, rules, self._feed.uncut_steps)
-        if isinstance(snapshot, Saved):
-            self._feed.load_bucket_plan(snapshot.bucket_plan)
+    def restore(self, saved: SavedChannel, rules: LoadRules, fingerprint: str) -> None:
+        """Continue from a state that matches, on whose fingerprint all ranks have agreed."""
+        restore(self.engine, saved, rules, fingerprint, self._feed.uncut_steps)
+        self._feed.load_bucket_plan(saved.bucket_plan)
 
 
 class Feed(ABC):

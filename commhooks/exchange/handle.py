@@ -17,7 +17,7 @@ from commhooks.communicators.ranks import Ranks
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, CheckpointError, SettingsError
 from commhooks.exchange.checks import checked_compressor
-from commhooks.exchange.feed import ONLY, Channel, Feed
+from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.metrics import Writer, metrics_of, write_to
 from commhooks.exchange.options import Options, Settings, settings_of
 from commhooks.exchange.watching import Watch, optimizer_of
@@ -25,7 +25,7 @@ from commhooks.language.compressor import Compressor
 from commhooks.saving.parts import merge_state_dicts
 from commhooks.saving.resumption import agreed
 from commhooks.saving.rules import LoadOptions, LoadRules
-from commhooks.saving.saved import Saved, SavedGroups, read, refuse
+from commhooks.saving.saved import ONLY, Differences, Saved, read
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics, total
 from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.state.memory import MemoryReport
@@ -342,11 +342,9 @@ class Handle(Mapping[str, One]):
         state: dict[str, Any] = cloned(self.snapshot().as_dict())
         return state
 
-    def snapshot(self, shared: Mapping[str, Any] | None = None) -> Saved | SavedGroups:
-        """Return the same as `state_dict`, with the tensors themselves; `shared` is added to several channels'."""
-        if self._is_plain:
-            return self._only().snapshot()
-        return SavedGroups(groups={name: one.snapshot() for name, one in self.items()}, shared=dict(shared or {}))
+    def snapshot(self) -> Saved:
+        """Return the same as `state_dict`, with the tensors themselves instead of copies."""
+        return Saved(channels={name: one.snapshot() for name, one in self.items()})
 
     def gathered(self, *, to: int | None = None) -> dict[str, Any]:
         """Return the `state_dict` with the per-rank state of all ranks, for a checkpoint that one rank writes.
@@ -374,16 +372,14 @@ class Handle(Mapping[str, One]):
         states = others.gather_to(to, own)
         return merge_state_dicts(states) if states is not None else own
 
-    def differences(self, saved: object, rules: LoadRules) -> list[str]:
+    def differences(self, saved: Saved, rules: LoadRules) -> list[str]:
         """List every difference between a saved state and this run that would cause an error on loading."""
-        if self._is_plain:
-            return self._only().differences(saved, rules)
-        if not isinstance(saved, SavedGroups):
-            return ["hooks: it was saved with the state of one channel, not of several"]
-        if saved.groups.keys() != self.keys():
-            return [f"it has the groups {', '.join(saved.groups)}, and this run has {', '.join(self)}"]
+        if saved.channels.keys() != self.keys():
+            return [f"it was saved with the channels {', '.join(saved.channels)}, and this run has {', '.join(self)}"]
         return [
-            f"{name}: {fault}" for name, one in self.items() for fault in one.differences(saved.groups[name], rules)
+            fault if name == ONLY else f"{name}: {fault}"
+            for name, one in self.items()
+            for fault in one.differences(saved.channels[name], rules)
         ]
 
     def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
@@ -397,26 +393,20 @@ class Handle(Mapping[str, One]):
         A `PowerSGDState` that does not know its parameters' names yet checks the state once it learns them; if that is
         before its first step, ranks that passed different states raise at their first bucket.
         """
-        self._load(state, LoadRules(**rules))
+        self.restore(read(state), LoadRules(**rules))
 
-    def _load(self, state: object, rules: LoadRules) -> None:
-        self.restore(read(Saved.from_dict if self._is_plain else SavedGroups.from_dict, state), rules)
+    def restore(self, saved: Saved | CheckpointError, rules: LoadRules, differences: Differences | None = None) -> None:
+        """Restore a state; if it does not match, or is an error, raise on every rank and change nothing.
 
-    def restore(self, saved: Saved | SavedGroups | CheckpointError, rules: LoadRules) -> None:
-        """Restore a state; if it does not match, or is an error, raise on every rank and change nothing."""
-        if self._is_plain:
-            assert not isinstance(saved, SavedGroups), "it was read as the state of one channel"
-            self._only().restore(saved, rules)
-            return
+        `differences` replaces this handle's own, for a state that holds more than its channels'.
+        """
+        for one in self.values():
+            one.engine.stand_between_steps("load_state_dict")
         (first, *_) = self.values()
-        if not isinstance(saved, CheckpointError) and (faults := self.differences(saved, rules)):
-            saved = refuse(f"rank {first.engine.line.rank}: the checkpoint does not fit", faults)
-        agreed(first.engine, saved)
-        if isinstance(saved, CheckpointError):
-            raise saved
-        assert isinstance(saved, SavedGroups), "differences found no other"
+        found = differences or self.differences
+        loaded, fingerprint = agreed(first.engine, saved, lambda state: found(state, rules))
         for name, one in self.items():
-            one.restore(saved.groups[name], rules)
+            one.restore(loaded.channels[name], rules, fingerprint)
 
     def is_own(self, name: str) -> bool:
         """Return whether this rank loads a channel of a checkpoint; it skips those of ranks with another shard."""

@@ -15,7 +15,7 @@ from torch.nn import Module
 from commhooks.communicators.parent_group import group_or_default
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError
-from commhooks.exchange.feed import ONLY, Channel, Feed
+from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.handle import Handle, open_exchange
 from commhooks.exchange.options import Options, settings_of
 from commhooks.hooks.facts import (
@@ -32,6 +32,7 @@ from commhooks.language.compressor import Compressor, inner_of
 from commhooks.language.entries import RESIDUAL
 from commhooks.language.place import Place
 from commhooks.language.text import name_of
+from commhooks.saving.saved import ONLY
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.unwrapping import find_ddp, trained_parameters
 from commhooks.wrappers.error_feedback import WithoutFeedback

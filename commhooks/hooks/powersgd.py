@@ -19,7 +19,7 @@ from commhooks.compressors import PowerSGD
 from commhooks.compressors.powersgd.matrices import MatrixRule
 from commhooks.engine.engine import Engine
 from commhooks.errors import CheckpointError, HookTypeError, SettingsError
-from commhooks.exchange.feed import ONLY, Channel, Feed
+from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.handle import Handle
 from commhooks.exchange.options import Settings, settings_of
 from commhooks.hooks.default import on_wire
@@ -35,7 +35,7 @@ from commhooks.hooks.facts import (
 from commhooks.hooks.sockets import deliver
 from commhooks.language.compressor import Compressor
 from commhooks.saving.rules import LoadRules
-from commhooks.saving.saved import Saved
+from commhooks.saving.saved import ONLY, Differences, Saved
 from commhooks.scheduling.ledger import Statistics
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.policy import PolicyName
@@ -187,7 +187,7 @@ class PowerSGDState(Handle[Channel]):
         """None until a process group exists."""
         if dist.is_initialized():
             self._made_engine()
-        self._to_load: tuple[object, LoadRules] | None = None
+        self._to_load: tuple[Saved | CheckpointError, LoadRules] | None = None
         """Loaded state that is waiting for the engine, or for the parameters' names."""
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -232,11 +232,11 @@ class PowerSGDState(Handle[Channel]):
             engine.loss_scale.follow(scaler)
         self._load_what_waits()
 
-    def differences(self, snapshot: object, rules: LoadRules) -> list[str]:
-        """List every difference between a snapshot and this run that would cause an error on loading."""
-        if isinstance(snapshot, Saved):
-            self._take_form_of(self._made_engine(), snapshot.settings)
-        return super().differences(snapshot, rules)
+    def differences(self, saved: Saved, rules: LoadRules) -> list[str]:
+        """List every difference between a saved state and this run that would cause an error on loading."""
+        if ONLY in saved.channels:
+            self._take_form_of(self._made_engine(), saved.channels[ONLY].settings)
+        return super().differences(saved, rules)
 
     def __getstate__(self) -> dict[str, Any]:
         settings = {name: value for name, value in vars(self).items() if name in _SETTINGS}
@@ -309,23 +309,23 @@ class PowerSGDState(Handle[Channel]):
         self._check_is_settled()
         return self._only().memory()
 
-    def snapshot(self, shared: Mapping[str, Any] | None = None) -> Saved:
+    def snapshot(self) -> Saved:
         """Return the same as `state_dict`, with the tensors themselves instead of copies."""
         self._check_is_settled()
-        return self._only().snapshot()
+        self._made_engine()
+        return super().snapshot()
 
-    def _load(self, state: object, rules: LoadRules) -> None:
-        self._to_load = state, rules
+    def restore(self, saved: Saved | CheckpointError, rules: LoadRules, differences: Differences | None = None) -> None:
+        """Restore a state, now or as soon as there is an engine."""
+        self._to_load = saved, rules
         if self._engine is not None:
             self._load_what_waits()
 
     def _load_what_waits(self) -> None:
         if self._to_load is not None:
-            (state, rules), self._to_load = self._to_load, None
+            (saved, rules), self._to_load = self._to_load, None
             self._warm_up = None
-            if isinstance(state, Mapping):
-                self._take_form_of(self._made_engine(), state.get("settings"))
-            super()._load(state, rules)
+            super().restore(saved, rules)
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (rate, elements before compression, elements sent) for the steps since warm-up, as PyTorch's does.
@@ -393,12 +393,12 @@ class PowerSGDState(Handle[Channel]):
         engine.loss_scale = last.loss_scale  # the scale belongs to the run, not to the model
         return engine
 
-    def _take_form_of(self, engine: Engine, settings: object) -> None:
+    def _take_form_of(self, engine: Engine, settings: Mapping[str, str]) -> None:
         """Before the first step, take over the wire dtype and matrix form of the hook that saved these settings."""
-        if engine.step or not isinstance(settings, Mapping):
+        if engine.step:
             return
         wire = next((dtype for dtype in _WIRES.values() if repr(dtype) == settings.get("dtype")), None)
-        rules = {text for name, text in settings.items() if str(name).endswith(".matrices")}
+        rules = {text for name, text in settings.items() if name.endswith(".matrices")}
         matrices = next((rule for rule in get_args(MatrixRule) if repr(rule) in rules), self._form[1])
         self._form = (wire, matrices)
         engine.begin_with(self._make_compressor())

@@ -57,7 +57,7 @@ class Compression:
         try:
             attachment.watch(*optimizers)
             if self._loaded is not None:
-                self._load_into(attachment, self._loaded)
+                attachment.load_state_dict(self._loaded, **self.allowed)
         except Exception:
             attachment.close()
             raise
@@ -81,10 +81,7 @@ class Compression:
         if self.attachment is None:
             self._loaded = state
         else:
-            self._load_into(self.attachment, state)
-
-    def _load_into(self, attachment: Handle[Channel], state: Mapping[str, Any] | CheckpointError) -> None:
-        attachment.load_state_dict(state, **self.allowed)
+            self.attachment.load_state_dict(state, **self.allowed)
 
 
 def split_options(owner: str, options: Mapping[str, Any], known: type) -> tuple[dict[str, Any], LoadOptions, LoadRules]:

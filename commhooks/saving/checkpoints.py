@@ -142,7 +142,7 @@ def load_checkpoint(
         return None
     path, contents = found
     if hooks is not None and contents.hooks is not None:
-        hooks.load_state_dict(contents.hooks.as_dict(), **rules)
+        hooks.restore(contents.hooks, allowed)
     contents.load_into(run)
     return Checkpoint(path, int(contents.shared["step"]), dict(contents.shared["extra"]))
 

@@ -19,7 +19,7 @@ from commhooks.saving.misfits import other_optimizer, other_tensors
 from commhooks.saving.parts import Part, joined, read_parts
 from commhooks.saving.rules import LoadRules
 from commhooks.saving.run import Run, of_own_models
-from commhooks.saving.saved import Saved, SavedGroups, listed
+from commhooks.saving.saved import Saved, listed
 
 MANIFEST: Form = {"save": str, "files": {str: int}, "crc32": {str: str}, ...: Any}
 _FILE: Form = {"layout": Condition(f"layout {LAYOUT}", lambda layout: layout == LAYOUT), "step": int, ...: Any}
@@ -82,7 +82,7 @@ class Contents:
     shared: Part
     own: Part | None
     """This rank's own part; None if another number of ranks saved the checkpoint."""
-    hooks: Saved | SavedGroups | None
+    hooks: Saved | None
     of_former_self: Part | None = None
     """The part of the rank of this number among another number of ranks, if it was read: its optimizer and scaler
     continue."""
@@ -130,11 +130,10 @@ class Contents:
 def read_contents(path: Path, rank: int, world_size: int, rules: LoadRules) -> Contents:
     """Read the parts that one of `world_size` ranks needs; raise `CheckpointError` if any is damaged."""
     shared, parts = read_parts(Folder(path), rank, world_size, rules)
-    hooks: Saved | SavedGroups | None = None
+    hooks = None
     if "hooks" in shared:
         try:
-            state = joined(shared["hooks"], [part["hooks"] for part in parts.values()])
-            hooks = (SavedGroups if "groups" in state else Saved).from_dict(state)
+            hooks = Saved.from_dict(joined(shared["hooks"], [part["hooks"] for part in parts.values()]))
         except (CheckpointError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{path}: {error}") from error
     same_size = shared["world_size"] == world_size

@@ -20,6 +20,7 @@ from commhooks.errors import CheckpointError
 from commhooks.saving.parts import OWN, joined, read_parts
 from commhooks.saving.rules import LoadOptions, LoadRules
 from commhooks.saving.run import HookState
+from commhooks.saving.saved import Saved, read
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -61,18 +62,18 @@ def load_distributed(
     unpickles the checkpoint's table of contents, which can execute code: load only checkpoints that you trust.
     """
     allowed = LoadRules(**rules)
-    read: dict[str, Any] | CheckpointError
+    saved: Saved | CheckpointError
     try:
         is_own = getattr(hooks, "is_own", lambda label: True)
         source = DistributedCheckpoint(checkpoint_id, storage_reader, key, is_own)
         shared, own = read_parts(source, *hooks.rank_and_world_size, allowed)
-        read = joined(shared, own.values())
+        saved = read(joined(shared, own.values()))
     except CheckpointError as error:
-        read = error
+        saved = error
     except Exception as error:  # whatever a damaged file causes in DCP
-        read = CheckpointError(f"{checkpoint_id} cannot be read ({type(error).__name__}: {error}).")
-        read.__cause__ = error
-    hooks.load_state_dict(read, **rules)
+        saved = CheckpointError(f"{checkpoint_id} cannot be read ({type(error).__name__}: {error}).")
+        saved.__cause__ = error
+    hooks.restore(saved, allowed)
 
 
 class DistributedCheckpoint:

@@ -14,7 +14,7 @@ from commhooks.language.entries import CHOICE, RESIDUAL, Declared, Entry
 from commhooks.saving.form import description_of
 from commhooks.saving.rules import LoadRules
 from commhooks.saving.run import Stateful, optimizer_class
-from commhooks.saving.saved import Saved
+from commhooks.saving.saved import SavedChannel
 from commhooks.saving.settings import settings_that_differ
 from commhooks.state.table import Entries, fault_of_order
 from commhooks.tensors import all_finite
@@ -38,7 +38,7 @@ class Declaration:
         """Return what each compressor declares under a parameter's and an entry's name."""
         return [entries[entry] for entries in self.now.get(name, ()) if entry in entries]
 
-    def kept(self, saved: Saved) -> dict[str, dict[str, Entry]]:
+    def kept(self, saved: SavedChannel) -> dict[str, dict[str, Entry]]:
         """Return the entries of each parameter, of the compressor and of those that may take over from it.
 
         If several use one name for different entries, the current compressor's counts or, if it has none, the saved
@@ -54,11 +54,11 @@ class Declaration:
         return own | each[0]
 
 
-def misfits(saved: Saved, declared: Declaration, rules: LoadRules) -> list[str]:
+def misfits(saved: SavedChannel, declared: Declaration, rules: LoadRules) -> list[str]:
     """List, in words, everything in a saved state that the rules do not allow to differ, or that is damaged.
 
     Nothing that does not match may be loaded: it would silently be set to zero, start from scratch, or spoil every
-    parameter. The state has the right form: `Saved.from_dict` has looked at that.
+    parameter. The state has the right form: `SavedChannel.from_dict` has looked at that.
     """
     found = [
         *(settings_that_differ(saved.settings, declared.compressor) if rules.settings == "refuse" else ()),
@@ -69,7 +69,7 @@ def misfits(saved: Saved, declared: Declaration, rules: LoadRules) -> list[str]:
     return found or list(_misfitting_tensors(usable(saved, declared, rules), declared, rules))
 
 
-def usable(saved: Saved, declared: Declaration, rules: LoadRules) -> Saved:
+def usable(saved: SavedChannel, declared: Declaration, rules: LoadRules) -> SavedChannel:
     """Return the state without per-rank entries that the rules drop, since nobody keeps them as they were saved."""
     if rules.missing == "refuse":
         return saved
@@ -77,7 +77,7 @@ def usable(saved: Saved, declared: Declaration, rules: LoadRules) -> Saved:
     return saved.without(lambda name, entry: _misfit(saved, name, entry, kept.get(name, {}), declared.world_size))
 
 
-def begun_again(saved: Saved, declared: Declaration) -> list[str]:
+def begun_again(saved: SavedChannel, declared: Declaration) -> list[str]:
     """Name all replicated state whose size differs from the first compressor's: it starts from its first value."""
     found = []
     for name, (entries, *_) in declared.now.items():
@@ -124,7 +124,7 @@ def other_optimizer(
 # --- parameters, entries and ranks ------------------------------------------------------------------------------------
 
 
-def _other_parameters(saved: Saved, named: Mapping[str, Tensor], rules: LoadRules) -> Iterator[str]:
+def _other_parameters(saved: SavedChannel, named: Mapping[str, Tensor], rules: LoadRules) -> Iterator[str]:
     for name, parameter in named.items():
         shape = saved.shapes.get(name)
         if shape is None and rules.missing == "refuse":
@@ -140,7 +140,7 @@ def _other_parameters(saved: Saved, named: Mapping[str, Tensor], rules: LoadRule
         yield f"checkpoint has parameter {name!r}, which the model does not have; pass missing='reset' to drop it"
 
 
-def _other_entries(saved: Saved, declared: Declaration) -> Iterator[str]:
+def _other_entries(saved: SavedChannel, declared: Declaration) -> Iterator[str]:
     """Yield per-rank state that would otherwise be lost silently."""
     found: dict[tuple[str, str], list[str]] = {}
     kept = declared.kept(saved)
@@ -155,7 +155,7 @@ def _other_entries(saved: Saved, declared: Declaration) -> Iterator[str]:
         )
 
 
-def _misfit(saved: Saved, name: str, entry: str, kept: Declared, world_size: int) -> str:
+def _misfit(saved: SavedChannel, name: str, entry: str, kept: Declared, world_size: int) -> str:
     """Return the reason why a parameter's entry cannot be used as one of those kept; empty if it can.
 
     A residual that this compressor does not keep waits for one that does. A share is added to the residual; if there is
@@ -174,7 +174,7 @@ def _are_alike(saved: Entry | None, now: Entry) -> bool:
     return saved is not None and description_of(saved) == description_of(now)
 
 
-def _missing_ranks(saved: Saved, declared: Declaration, rules: LoadRules) -> Iterator[str]:
+def _missing_ranks(saved: SavedChannel, declared: Declaration, rules: LoadRules) -> Iterator[str]:
     here = ", ".join(map(str, sorted(saved.local))) or "no rank"
     rank, is_same_size = declared.rank, declared.world_size == saved.world_size
     if not is_same_size and rules.world_size == "refuse":
@@ -199,7 +199,7 @@ def _missing_ranks(saved: Saved, declared: Declaration, rules: LoadRules) -> Ite
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _misfitting_tensors(saved: Saved, declared: Declaration, rules: LoadRules) -> Iterator[str]:
+def _misfitting_tensors(saved: SavedChannel, declared: Declaration, rules: LoadRules) -> Iterator[str]:
     """Yield every tensor to load that no run can have saved for these parameters, with the expected form.
 
     Entries that no compressor declares are handed over or wait, and need only be finite.
@@ -218,7 +218,7 @@ def _misfitting_tensors(saved: Saved, declared: Declaration, rules: LoadRules) -
 
 
 def _tensors_to_load(
-    saved: Saved, declared: Declaration, rules: LoadRules
+    saved: SavedChannel, declared: Declaration, rules: LoadRules
 ) -> Iterator[tuple[int | None, str, str, Tensor]]:
     """Yield owner (None: all ranks), parameter, entry and tensor of what would be loaded; the rules reset the rest."""
     parts: list[tuple[int | None, Entries]] = [(None, saved.replicated)]
@@ -260,7 +260,7 @@ def _is_number(tensor: Tensor) -> bool:
 
 def _has_shape(tensor: Tensor, entry: Entry, parameter: Tensor | None) -> bool:
     if entry.block or (entry.by_element and parameter is None):
-        return True  # `Saved.from_dict` compares blocks; they depend on the ranks
+        return True  # `SavedChannel.from_dict` compares blocks; they depend on the ranks
     if not entry.by_element:
         return tuple(tensor.shape) == entry.shape
     assert parameter is not None

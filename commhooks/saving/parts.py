@@ -31,14 +31,14 @@ class Source(Protocol):
 
 
 def shared_part(state: Part) -> dict[str, Any]:
-    """Return what all ranks share of a state, or of that of several engines."""
+    """Return what all ranks share of a state, of one channel or several."""
     if "groups" not in state:
         return {**state, **{name: {} for name in OWN}}
     return {**state, "groups": {label: shared_part(one) for label, one in state["groups"].items()}}
 
 
 def own_part(state: Part) -> dict[str, Any]:
-    """Return the ranks' own in a state, or in that of several engines."""
+    """Return the ranks' own in a state, of one channel or several."""
     if "groups" not in state:
         return {name: state.get(name, {}) for name in OWN}
     return {"groups": {label: own_part(one) for label, one in state["groups"].items()}}
@@ -75,12 +75,12 @@ def merge_state_dicts(states: Sequence[Part]) -> dict[str, Any]:
     for one in saved:
         if one.digest() != first.digest():
             raise CheckpointError(
-                f"merge_state_dicts: the states are not from the same step of one run (rank {_ranks(first.local)} has "
-                f"step {first.step}, rank {_ranks(one.local)} step {one.step}, or settings or replicated state differ)."
+                f"merge_state_dicts: the states are not from the same step of one run (rank {_ranks(first.ranks)} has "
+                f"step {first.step}, rank {_ranks(one.ranks)} step {one.step}, or settings or replicated state differ)."
             )
-        if twice := seen & one.local.keys():
+        if twice := seen & one.ranks:
             raise CheckpointError(f"merge_state_dicts: rank {_ranks(twice)} occurs twice.")
-        seen |= one.local.keys()
+        seen |= one.ranks
     return joined(shared_part(states[0]), map(own_part, states))
 
 

@@ -21,6 +21,7 @@ from commhooks.saving.files import read_tensors, write_tensors
 from commhooks.saving.parts import OWN, Part, joined, own_part, read_parts, shared_part
 from commhooks.saving.rules import LoadRules
 from commhooks.saving.run import HookState
+from commhooks.saving.saved import Saved, read
 from commhooks.saving.writer import Writer
 
 _MOST_TIMES = 10
@@ -61,20 +62,20 @@ def load_rank_files(folder: Path, name: str, hooks: HookState, rules: LoadRules)
             "the run ended before it was complete. Resume from another checkpoint, or pass missing='reset' to start "
             "the hook's state from zero."
         )
-    state: dict[str, Any] | CheckpointError
+    saved: Saved | CheckpointError
     try:
         shared, own = read_parts(files, ranks.rank, ranks.world_size, rules)
-        state = joined(shared, own.values())
-    except CheckpointError as error:  # the other ranks learn of it in load_state_dict
-        state = error
+        saved = read(joined(shared, own.values()))
+    except CheckpointError as error:  # the other ranks learn of it in restore
+        saved = error
     every = {file for told in ranks.gather("compare the saves", lambda: list(files.saves.items())) for file in told}
     if len({save for _, save in every}) > 1:  # known to all ranks alike
         named = "; ".join(f"{file}: {save}" for file, save in sorted(every))
-        state = CheckpointError(
+        saved = CheckpointError(
             f"{folder} holds files of different saves ({named}); nothing was loaded. Resume from a folder that one "
             "save wrote to its end."
         )
-    hooks.load_state_dict(state, world_size=rules.world_size, settings=rules.settings, missing=rules.missing)
+    hooks.restore(saved, rules)
 
 
 class RankFiles:
@@ -138,7 +139,7 @@ def _save(folder: Path, name: str, hooks: HookState, ranks: Ranks) -> bool:
 
 def _write(part: Path, hooks: HookState, save: str) -> None:
     part.parent.mkdir(parents=True, exist_ok=True)  # rank 0 may not have created it yet, or may have its own disk
-    write_tensors(part, hooks.state_dict() | {"save": save, "writer": str(Writer.here())}, flush=False)
+    write_tensors(part, hooks.snapshot().as_dict() | {"save": save, "writer": str(Writer.here())}, flush=False)
 
 
 def _put_in_place(part: Path, own: Path, name: str, ranks: Ranks) -> tuple[int, int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ from commhooks.language.bucket import Slot
 from commhooks.language.entries import Declared
 from commhooks.saving.misfits import Declaration, begun_again, misfits, usable
 from commhooks.saving.rules import LoadRules
-from commhooks.saving.saved import Saved, SavedGroups, refuse
+from commhooks.saving.saved import Saved, SavedChannel, refuse
 from commhooks.saving.settings import settings_of
 from commhooks.tensors import memory_order
 from commhooks.version import VERSION
 
 
-def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Saved:
+def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> SavedChannel:
     """Return a checkpoint's content, without copying tensors; `bucket_plan` is the DDP's addition to it.
 
     Call it between two steps, on every rank. Raises `CheckpointError` if names are not known, or after a failed step,
@@ -42,7 +42,7 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> Saved:
     replicated, own = engine.state.export()
     buckets = {"handed_in": engine.buckets.names() or [list(names) for names in engine.resumed.plan]}
     named = engine.state.named()
-    return Saved(
+    return SavedChannel(
         step=engine.step,
         world_size=engine.line.world_size,
         policy=engine.policy,
@@ -82,49 +82,66 @@ def _declared_by_each(engine: Engine, name: str, parameter: Tensor, world_size: 
     return [compressor.state(place) for compressor in (engine.compressor, *engine.state.successors)]
 
 
-def differences(engine: Engine, saved: Saved, rules: LoadRules) -> list[str]:
+def differences(engine: Engine, saved: SavedChannel, rules: LoadRules) -> list[str]:
     """List every mismatch between a saved state and the engine."""
     return misfits(saved, declaration_of(engine, saved.world_size), rules)
 
 
-@torch.inference_mode(False)  # as Engine.run
-@torch.no_grad()
-def restore(engine: Engine, read: Saved | CheckpointError, rules: LoadRules, uncut_steps: int) -> None:
-    """Continue from a saved state; call it between two steps, on every rank.
+def agreed(
+    engine: Engine, saved: Saved | CheckpointError, differences_from: Callable[[Saved], Sequence[str]]
+) -> tuple[Saved, str]:
+    """Return the state to continue from, and its fingerprint, once every rank has found that it matches.
 
-    Raises `CheckpointError` on every rank, and changes nothing, if the state does not match on any rank, or if ranks
-    pass different ones. A rank that cannot even read its state passes the error instead. The DDP makes `uncut_steps`
-    steps before it splits its buckets.
+    Raises `CheckpointError` on every rank if it does not match on any rank, or if ranks pass different ones. A rank
+    that cannot even read its state passes the error instead. If the line is not open yet, ranks compare the fingerprint
+    when it is.
     """
-    engine.stand_between_steps("load_state_dict")
-    checked = _checked(engine, read, rules) if isinstance(read, Saved) else read
-    fingerprint = agreed(engine, checked)
+    checked = saved
+    if isinstance(saved, Saved):
+        try:
+            faults = differences_from(saved)
+        except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
+            faults = [f"it is damaged ({type(error).__name__}: {error})"]
+        checked = refuse(f"rank {engine.line.rank}: the checkpoint does not fit", faults) if faults else saved
+    if isinstance(checked, CheckpointError):
+        fingerprint = refusal_as_fingerprint(checked)
+    else:
+        fingerprint = f"loaded state, step: {checked.step}\nloaded state, digest: {checked.digest()}"
+    if engine.scheduler is not None and (named := engine.state.named()):
+        try:
+            engine.agree(fingerprint, "load_state_dict", next(iter(named.values())).device)
+        except AttachError as error:
+            if not isinstance(checked, CheckpointError):
+                raise CheckpointError(f"load_state_dict: nothing was loaded. {error}") from error
     if isinstance(checked, CheckpointError):
         raise checked
-    declared = declaration_of(engine, checked.world_size)
-    for text in _warnings(engine, checked, declared, rules):
+    return checked, fingerprint
+
+
+@torch.inference_mode(False)  # as Engine.run
+@torch.no_grad()
+def restore(engine: Engine, saved: SavedChannel, rules: LoadRules, fingerprint: str = "", uncut_steps: int = 0) -> None:
+    """Continue from a state that matches, and on which all ranks have `agreed`; call it between two steps.
+
+    The DDP makes `uncut_steps` steps before it splits its buckets.
+    """
+    declared = declaration_of(engine, saved.world_size)
+    for text in _warnings(engine, saved, declared, rules):
         # The stack level is that of who calls load_state_dict: the two decorators have frames of their own.
-        warnings.warn(f"commhooks: {text}", stacklevel=6)
-    checked = usable(checked, declared, rules)
-    kinds = checked.kinds | {
-        name: {e: what for e, what in entries.items() if not what.is_own} | checked.kinds.get(name, {})
-        for name, entries in declared.kept(checked).items()
+        warnings.warn(f"commhooks: {text}", stacklevel=7)
+    saved = usable(saved, declared, rules)
+    kinds = saved.kinds | {
+        name: {e: what for e, what in entries.items() if not what.is_own} | saved.kinds.get(name, {})
+        for name, entries in declared.kept(saved).items()
     }
-    unchecked = checked.shapes if not declared.named and rules.missing == "refuse" else None
-    own = checked.entries_for(declared.rank, declared.world_size, rules)
-    engine.state.load(checked.replicated, own, kinds, unchecked, checked.orders)
-    engine.go_on_from(checked.step, checked.grad_scale, Resumed(fingerprint, checked.buckets_handed_in(), uncut_steps))
+    unchecked = saved.shapes if not declared.named and rules.missing == "refuse" else None
+    own = saved.entries_for(declared.rank, declared.world_size, rules)
+    engine.state.load(saved.replicated, own, kinds, unchecked, saved.orders)
+    handed_in = saved.bucket_plan.get("handed_in", [])
+    engine.go_on_from(saved.step, saved.grad_scale, Resumed(fingerprint, handed_in, uncut_steps))
 
 
-def _checked(engine: Engine, read: Saved, rules: LoadRules) -> Saved | CheckpointError:
-    try:
-        faults = differences(engine, read, rules)
-    except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
-        faults = [f"it is damaged ({type(error).__name__}: {error})"]
-    return refuse(f"rank {engine.line.rank}: the checkpoint does not fit", faults) if faults else read
-
-
-def _warnings(engine: Engine, saved: Saved, declared: Declaration, rules: LoadRules) -> Iterator[str]:
+def _warnings(engine: Engine, saved: SavedChannel, declared: Declaration, rules: LoadRules) -> Iterator[str]:
     """Yield what is lost, or may differ, although the rules allow it."""
     if again := begun_again(saved, declared):
         listed = ", ".join(again[:8]) + (f" and {len(again) - 8} more" if len(again) > 8 else "")
@@ -146,21 +163,6 @@ def _warnings(engine: Engine, saved: Saved, declared: Declaration, rules: LoadRu
             f"{ranks} ranks serve other blocks{of} than {saved.world_size} did: the errors of served blocks start from "
             "zero."
         )
-
-
-def agreed(engine: Engine, loaded: Saved | SavedGroups | CheckpointError) -> str:
-    """Return the fingerprint of the loaded state; if the line is open, raise unless every rank loads the same."""
-    if isinstance(loaded, CheckpointError):
-        fingerprint = refusal_as_fingerprint(loaded)
-    else:
-        fingerprint = f"loaded state, step: {loaded.step}\nloaded state, digest: {loaded.digest()}"
-    if engine.scheduler is not None and (named := engine.state.named()):
-        try:
-            engine.agree(fingerprint, "load_state_dict", next(iter(named.values())).device)
-        except AttachError as error:
-            if not isinstance(loaded, CheckpointError):
-                raise CheckpointError(f"load_state_dict: nothing was loaded. {error}") from error
-    return fingerprint
 
 
 @torch.inference_mode(False)  # as Engine.run

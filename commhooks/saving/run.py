@@ -18,7 +18,7 @@ from commhooks.errors import CheckpointError
 from commhooks.saving.form import LAYOUT
 from commhooks.saving.parts import Part, own_part, shared_part
 from commhooks.saving.rules import LoadRules
-from commhooks.saving.saved import Saved, SavedGroups
+from commhooks.saving.saved import Saved
 from commhooks.unwrapping import bare, unwrapped
 from commhooks.version import VERSION
 
@@ -49,17 +49,9 @@ class HookState(Protocol):
 
     @property
     def rank_and_world_size(self) -> tuple[int, int]: ...  # noqa: D102
-    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
-    def snapshot(self) -> Saved | SavedGroups: ...  # noqa: D102
-    def differences(self, snapshot: Any, rules: LoadRules) -> list[str]: ...  # noqa: D102
-    def load_state_dict(  # noqa: D102
-        self,
-        state: Mapping[str, Any] | CheckpointError,
-        *,
-        world_size: str = ...,
-        settings: str = ...,
-        missing: str = ...,
-    ) -> None: ...
+    def snapshot(self) -> Saved: ...  # noqa: D102
+    def differences(self, saved: Saved, rules: LoadRules) -> list[str]: ...  # noqa: D102
+    def restore(self, saved: Saved | CheckpointError, rules: LoadRules) -> None: ...  # noqa: D102
 
 
 class OwnModels(HookState, Protocol):

@@ -16,9 +16,9 @@
     inventory       by "rank<r>", the name of everything in that rank's state, and of every setting, so that what reads
                     it part by part, as torch.distributed.checkpoint does, cannot leave something out unnoticed
 
-The state of several engines on one line has `layout`, `commhooks`, `groups`, which are such states by label, and
-`shared`, plain data that are the same on every rank. Each rank saves only its own part of `local`; `parts` puts ranks'
-parts together.
+That is a channel's state, and the state of a handle that has one channel. That of several has `layout`, `commhooks`,
+`groups`, which are such states by the channel's name, and `shared`, plain data that are the same on every rank. Each
+rank saves only its own part of `local`; `parts` puts ranks' parts together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -40,13 +40,14 @@ from commhooks.state.table import Entries, Kinds
 from commhooks.tensors import bytes_of
 from commhooks.version import VERSION
 
+ONLY = "gradients"
+"""The channel of a handle that has one; its state is saved without the name."""
 _LINES_TO_LIST = 12
-Read = TypeVar("Read")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Saved:
-    """The state of a hook at one step, on one or several ranks; the module's docstring describes the fields."""
+class SavedChannel:
+    """The state of one channel at one step, on one or several ranks; the module's docstring describes the fields."""
 
     step: int
     world_size: int
@@ -73,11 +74,9 @@ class Saved:
         return state | {"inventory": {rank: _inventory(state, rank) for rank in state["local"]}}
 
     @classmethod
-    def from_dict(cls, state: object) -> Saved:
+    def from_dict(cls, state: object) -> SavedChannel:
         """Read the result of `as_dict`; raise `CheckpointError`, listing every fault, if it is damaged."""
-        if not isinstance(state, Mapping) or not {"layout", "format_version"} & state.keys():
-            raise CheckpointError(f"expected the state_dict() of a hook's state (got {kind_of(state)}).")
-        check_layout("the hook's state", state)
+        state = _of_this_layout(state)
         faults = list(faults_of(state, STATE)) or list(_faults_of_entries(state))
         if faults:
             raise CheckpointError(f"the hook's state is damaged. {listed(faults)}")
@@ -115,7 +114,7 @@ class Saved:
         }
         return {rank: float(sum(float(r.square().sum()) for r in own) ** 0.5) for rank, own in residuals.items()}
 
-    def without(self, is_dropped: Callable[[str, str], object]) -> Saved:
+    def without(self, is_dropped: Callable[[str, str], object]) -> SavedChannel:
         """Return a copy without the per-rank entries for which a function of parameter's and entry's names is true."""
         kinds = {
             name: {entry: what for entry, what in entries.items() if not is_dropped(name, entry)}
@@ -127,11 +126,6 @@ class Saved:
         }
         return dataclasses.replace(self, local=local, kinds=kinds)
 
-    def buckets_handed_in(self) -> list[list[str]]:
-        """Return the names of the parameters in each bucket of the last step; empty if not known."""
-        plan: list[list[str]] = self.bucket_plan.get("handed_in", [])
-        return plan
-
     def digest(self) -> str:
         """Return a short string that is the same on every rank that loads the same state."""
         common = (self.step, self.world_size, self.grad_scale, self.settings, self.bucket_plan, self.replicated)
@@ -139,50 +133,62 @@ class Saved:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SavedGroups:
-    """The state of several engines on one line, by label, with what they share."""
+class Saved:
+    """The state of a handle: that of each channel, by name, and what they share."""
 
-    groups: dict[str, Saved]
-    shared: dict[str, Any]
+    channels: dict[str, SavedChannel]
+    shared: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Plain data that are the same on every rank, such as DiLoCo's outer copies."""
 
     @property
     def step(self) -> str:
-        """The step of each group, as text."""
-        return ", ".join(f"{one.step} of {label}" for label, one in self.groups.items())
+        """The step of each channel, as text."""
+        return ", ".join(f"{one.step}{f' of {name}' * (name != ONLY)}" for name, one in self.channels.items())
+
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks whose own state it holds."""
+        return {rank for one in self.channels.values() for rank in one.local}
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data; tensors are not copied."""
-        groups = {label: one.as_dict() for label, one in self.groups.items()}
+        groups = {name: one.as_dict() for name, one in self.channels.items()}
+        if [*groups] == [ONLY]:
+            return groups[ONLY]
         return {"layout": LAYOUT, "commhooks": VERSION, "groups": groups, "shared": self.shared}
 
     @classmethod
-    def from_dict(cls, state: object) -> SavedGroups:
+    def from_dict(cls, state: object) -> Saved:
         """Read the result of `as_dict`; raise `CheckpointError` for anything else."""
-        if not isinstance(state, Mapping) or not isinstance(state.get("groups"), Mapping):
-            raise CheckpointError(f"expected the state_dict() of several exchangers (got {kind_of(state)}).")
-        check_layout("the state of several exchangers", state)
-        faults = list(faults_of(state, {"shared": dict, ...: Any}))
+        state = _of_this_layout(state)
+        if "groups" not in state:
+            return cls(channels={ONLY: SavedChannel.from_dict(state)})
+        faults = list(faults_of(state, {"groups": dict, "shared": dict, ...: Any}))
         if faults:
-            raise CheckpointError(f"the state of several exchangers is damaged. {listed(faults)}")
-        groups = {}
-        for label, saved in state["groups"].items():
+            raise CheckpointError(f"the hook's state is damaged. {listed(faults)}")
+        channels = {}
+        for name, saved in state["groups"].items():
             try:
-                groups[label] = Saved.from_dict(saved)
+                channels[name] = SavedChannel.from_dict(saved)
             except CheckpointError as error:
-                raise CheckpointError(f"{label}: {error}") from error
-        return cls(groups=groups, shared=dict(state["shared"]))
+                raise CheckpointError(f"{name}: {error}") from error
+        return cls(channels=channels, shared=dict(state["shared"]))
 
     def digest(self) -> str:
         """Return a short string that is the same on every rank that loads the same state."""
-        return _digest_of([*((label, one.digest()) for label, one in self.groups.items()), self.shared])
+        return _digest_of([*((name, one.digest()) for name, one in self.channels.items()), self.shared])
 
 
-def read(from_dict: Callable[[object], Read], state: object) -> Read | CheckpointError:
+Differences = Callable[[Saved, LoadRules], Sequence[str]]
+"""Lists, in words, what the rules do not allow to differ between a state and the run that loads it."""
+
+
+def read(state: object) -> Saved | CheckpointError:
     """Read a state_dict; return the error if it cannot be read, since the other ranks are waiting for an answer."""
     if isinstance(state, CheckpointError):
         return state
     try:
-        return from_dict(state)
+        return Saved.from_dict(state)
     except CheckpointError as error:
         return error
     except Exception as error:  # whatever damaged data cause
@@ -198,6 +204,14 @@ def listed(faults: Sequence[str]) -> str:
     """Return faults as the end of a message."""
     more = f"; and {len(faults) - _LINES_TO_LIST} more" if len(faults) > _LINES_TO_LIST else ""
     return "; ".join(faults[:_LINES_TO_LIST]) + more + "."
+
+
+def _of_this_layout(state: object) -> Mapping[str, Any]:
+    """Return a hook's state; raise `CheckpointError` for anything else, and for one of another layout."""
+    if not isinstance(state, Mapping) or not {"layout", "format_version"} & state.keys():
+        raise CheckpointError(f"expected the state_dict() of a hook's state (got {kind_of(state)}).")
+    check_layout("the hook's state", state)
+    return state
 
 
 def _faults_of_entries(state: Mapping[str, Any]) -> Iterator[str]:

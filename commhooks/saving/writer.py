@@ -47,7 +47,10 @@ class Writer:
 
         Raises `FileNotFoundError` if it is not there any more.
         """
-        return self.has_ended or is_old(path, now)
+        if self.has_ended:
+            return True
+        latest: float = max(one.stat().st_mtime for one in (path, *(path.iterdir() if path.is_dir() else ())))
+        return now - latest > ABANDONED_SECONDS
 
     @property
     def has_ended(self) -> bool:
@@ -65,12 +68,6 @@ class Writer:
     def __str__(self) -> str:
         """Name it in an error."""
         return f"process {self.pid} on {self.host}"
-
-
-def is_old(path: Path, now: float) -> bool:
-    """Return whether nothing was written into a file or folder for so long that nobody is writing; see `abandoned`."""
-    latest: float = max(one.stat().st_mtime for one in (path, *(path.iterdir() if path.is_dir() else ())))
-    return now - latest > ABANDONED_SECONDS
 
 
 def _machine() -> str:

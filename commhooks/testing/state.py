@@ -8,7 +8,7 @@ from torch import Tensor
 from commhooks.language.compressor import Compressor
 from commhooks.saving.resumption import lay_out
 from commhooks.saving.rules import LoadRules
-from commhooks.saving.saved import Saved
+from commhooks.saving.saved import SavedChannel
 from commhooks.state.table import StateTable
 from commhooks.testing.bounds import unit_roundoff
 from commhooks.testing.claims import SHAPES, Claims
@@ -119,7 +119,7 @@ def other_workers(compressor: Compressor, claims: Claims) -> None:
         before = Workers(compressor, one, odd_parameters(claims))
         for step in range(3):
             before.step(normal(before.parameters, one, seed=step))
-        snapshot = Saved(
+        snapshot = SavedChannel(
             step=3, world_size=one, policy="fifo", grad_scale=1.0, settings={}, shapes={}, bucket_plan={},
             kinds=before.states[0].kinds(), replicated=before.states[0].export()[0],
             local={rank: table.export()[1] for rank, table in enumerate(before.states)},

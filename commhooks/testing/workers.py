@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from commhooks.engine.replay import Resumed
 from commhooks.language.compressor import Compressor
 from commhooks.language.entries import Declared, blocks_served
 from commhooks.language.place import Place
-from commhooks.saving.resumption import lay_out, restore, snapshot_of
+from commhooks.saving.resumption import differences, lay_out, restore, snapshot_of
 from commhooks.saving.rules import LoadRules
-from commhooks.saving.saved import Saved
+from commhooks.saving.saved import SavedChannel, refuse
 from commhooks.scheduling.ledger import Ledger
 from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
 from commhooks.state.table import StateTable
@@ -191,7 +191,7 @@ class Workers:
     def resume(self, saved: bytes) -> None:
         """Go on from what other workers saved; read as torch.load reads by default."""
         for engine, state in zip(self.engines, torch.load(io.BytesIO(saved)), strict=True):
-            restore(engine, Saved.from_dict(state), LoadRules(), uncut_steps=0)
+            take_up(engine, state)
 
     def kinds(self) -> dict[str, Declared]:
         """Return the entries that the compressor declares, by parameter's name."""
@@ -267,6 +267,17 @@ def flat(gradient: Tensor, parameter: Tensor) -> Tensor:
 def shape_of(parameter: Tensor) -> str:
     """Return a parameter's shape as text: "24×40", or "0-dim"."""
     return "×".join(map(str, parameter.shape)) or "0-dim"
+
+
+def take_up(engine: Engine, state: Mapping[str, Any], rules: LoadRules | None = None) -> None:
+    """Have a worker's engine continue from a state; raise `CheckpointError`, and change nothing, if it does not match.
+
+    This is `Handle.load_state_dict` for an engine without a handle.
+    """
+    saved, allowed = SavedChannel.from_dict(state), rules or LoadRules()
+    if faults := differences(engine, saved, allowed):
+        raise refuse(f"rank {engine.line.rank}: the checkpoint does not fit", faults)
+    restore(engine, saved, allowed)
 
 
 def zeros(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -58,7 +58,7 @@ def a_state_begins_anew_with_the_next_model(rank: int, kind: str) -> None:
         assert shared.iter == own.iter == 4 and waiting.iter == 1
         assert shared.compression_stats() == own.compression_stats() != (0.0, 0, 0)
         if kind == "core":  # PyTorch's DDP tells no names
-            assert shared.snapshot().grad_scale == 2.0**turn
+            assert shared.snapshot().channels["gradients"].grad_scale == 2.0**turn
         del own, models, state
         assert [thread.name for thread in threading.enumerate()].count("commhooks") == 2
 

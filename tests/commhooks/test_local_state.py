@@ -19,13 +19,12 @@ from commhooks.errors import CompressorError
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Entry, Exchange, Place, Slot
 from commhooks.language.entries import blocks_served
 from commhooks.saving.misfits import Declaration, misfits, usable
-from commhooks.saving.resumption import restore
-from commhooks.saving.saved import Saved
+from commhooks.saving.saved import SavedChannel
 from commhooks.saving.settings import settings_of
 from commhooks.state.loss_scale import LossScale
 from commhooks.state.table import StateTable
 from tests.commhooks.models import wrap
-from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
+from tests.commhooks.workers import Workers, largest, mean_of, normal, take_up, zeros
 from tests.tiers import thorough
 from tests.world import on_ranks
 
@@ -54,8 +53,8 @@ def error(workers: Workers, rank: int, index: int = 0) -> Tensor:
     return workers.states[rank].of(workers.parameters[index])[SERVER_ERROR]
 
 
-def snapshot_of(workers: Workers) -> Saved:
-    return Saved(
+def snapshot_of(workers: Workers) -> SavedChannel:
+    return SavedChannel(
         step=3, world_size=workers.world_size, policy="fifo", grad_scale=1.0, settings=settings_of(workers.compressor),
         shapes={name: list(p.shape) for name, p in zip(workers.names, workers.parameters, strict=True)},
         bucket_plan={}, kinds=workers.states[0].kinds(), replicated={},
@@ -72,7 +71,7 @@ def declaration(workers: Workers, compressor: Compressor, saved_size: int, rank:
     return Declaration(compressor=compressor, named=named, rank=rank, world_size=workers.world_size, now=now, then=then)
 
 
-def taken_up(saved: Saved, world_size: int, how: str) -> Workers:
+def taken_up(saved: SavedChannel, world_size: int, how: str) -> Workers:
     """Return so many workers that go on from a snapshot."""
     rules = LoadRules(world_size=how)
     workers = Workers(sign(), world_size, zeros(*SHAPES, dtype=torch.float64))
@@ -167,7 +166,7 @@ def test_state_that_waits_for_names_is_handed_over_once_they_are_known() -> None
     merged = commhooks.merge_state_dicts(torch.load(io.BytesIO(ran.saved())))
     for engine in resumed.engines:
         engine.state._names.clear()  # as of a hook that PyTorch's DDP calls before `bind`
-        restore(engine, Saved.from_dict(merged), LoadRules(world_size="spread-mean"), uncut_steps=0)
+        take_up(engine, merged, LoadRules(world_size="spread-mean"))
         engine.bind(list(zip(resumed.names, resumed.parameters, strict=True)))
     sent = [torch.zeros_like(one) for one in owed]
     for _ in range(3):

@@ -14,10 +14,8 @@ from commhooks import CheckpointError, ErrorFeedback, Hierarchical, LoadRules, P
 from commhooks.compressors import TwoHop
 from commhooks.language import Compressor, Place
 from commhooks.lockstep import average_in_lockstep
-from commhooks.saving.resumption import restore
-from commhooks.saving.saved import Saved
 from tests.commhooks.resuming import roundtrip
-from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, normal, zeros
+from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, normal, take_up, zeros
 from tests.tiers import A_ROW, covering
 
 TENSORS = {f"{number}.weight": tensor for number, tensor in enumerate(zeros((9, 12), (40,), (6, 5, 4), (57,)))}
@@ -124,8 +122,7 @@ def test_what_servers_owed_of_a_parameter_that_is_sent_whole_now_is_loaded_and_s
     for entry in ("server error", "server error before"):
         assert not any(entry in ran.kinds()[name] for name in ("layer1", "layer2"))
     for engine, state in zip(resumed.engines, states, strict=True):
-        snapshot = Saved.from_dict(state)
-        restore(engine, snapshot, LoadRules(missing=missing), uncut_steps=0)
+        take_up(engine, state, LoadRules(missing=missing))
     (means, *_) = resumed.step([[torch.zeros_like(one) for one in resumed.parameters] for _ in range(4)])
     for table in resumed.states:
         assert not any(

@@ -22,12 +22,11 @@ from commhooks import (
     merge_state_dicts,
 )
 from commhooks.compressors import Cast, DeMo, Half, Signum, TwoHop
-from commhooks.saving.resumption import restore
-from commhooks.saving.saved import Saved
+from commhooks.saving.saved import SavedChannel
 from commhooks.wrappers import WireDtype
 from tests import bounds
 from tests.commhooks.nestings import NAMES, SHAPES, conserves, drawn, drawn_by_name, every_one_in
-from tests.commhooks.workers import Workers, largest, mean_of, normal
+from tests.commhooks.workers import Workers, largest, mean_of, normal, take_up
 from tests.tiers import A_ROW, rows
 
 EVERY_TIME, SEEDS = 10, 1000
@@ -138,7 +137,7 @@ def handed_over(workers: Workers) -> Workers:
 
 def loaded(workers: Workers, state: dict[str, Any], rules: LoadRules) -> Workers:
     for engine in workers.engines:
-        restore(engine, Saved.from_dict(state), rules, uncut_steps=0)
+        take_up(engine, state, rules)
     return workers
 
 
@@ -261,7 +260,7 @@ def check_other_sizes(nesting: Nesting, merged: dict[str, Any]) -> None:
 
 def check_other_settings(nesting: Nesting, merged: dict[str, Any]) -> None:
     """Assert that another compressor takes state over or refuses it, and never drops it without permission."""
-    saved = [Saved.from_dict(merged).local[rank] for rank in range(nesting.world_size)]
+    saved = [SavedChannel.from_dict(merged).local[rank] for rank in range(nesting.world_size)]
     other = nesting.workers(nesting.another)
     with contextlib.suppress(CheckpointError):
         loaded(other, merged, LoadRules(settings="change"))

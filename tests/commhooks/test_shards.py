@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks import ErrorFeedback, LoadRules, PerParameter, WireDtype, make_compressor, schedule
+from commhooks import ErrorFeedback, PerParameter, WireDtype, make_compressor, schedule
 from commhooks.codecs import E3M0, Codebook
 from commhooks.compressors import (
     AllReduceMean,
@@ -28,13 +28,12 @@ from commhooks.compressors import (
 from commhooks.compressors.codecs import FP8, MXFP4, QSGD, Codec, Half, Int4, Int8, Natural, Sign, TernGrad
 from commhooks.errors import CommHooksError, CompressorError, GradientError
 from commhooks.language import BucketView, Compressor, Context
-from commhooks.saving.resumption import lay_out, restore, snapshot_of
-from commhooks.saving.saved import Saved
+from commhooks.saving.resumption import lay_out, snapshot_of
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.lockstep import lockstep_lines
 from commhooks.wrappers.hierarchical import Hierarchical
 from tests.commhooks.shards import BucketOfShards, Sharded, shard_of, whole_means
-from tests.commhooks.workers import Workers, normal, zeros
+from tests.commhooks.workers import Workers, normal, take_up, zeros
 from tests.tiers import A_ROW, covering, rows, thorough
 from tests.world import on_ranks
 
@@ -274,7 +273,7 @@ def test_a_run_goes_on_bit_for_bit_from_what_was_saved(name: str) -> None:
     file.seek(0)
     resumed = Sharded.in_lockstep(compressor, 2, zeros(*SHAPES))
     for engine, state in zip(resumed.engines, torch.load(file), strict=True):
-        restore(engine, Saved.from_dict(state), LoadRules(), uncut_steps=0)
+        take_up(engine, state)
     for step in range(4, 6):
         gradients = normal(parameters, 2, seed=step)
         for means, others in zip(workers.step(gradients), resumed.step(gradients), strict=True):

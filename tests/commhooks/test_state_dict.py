@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks import CheckpointError, PowerSGDState, batched_powerSGD_hook, make_compressor, powerSGD_hook
-from commhooks.saving.saved import Saved
+from commhooks.saving.saved import SavedChannel
 from tests import bounds
 from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, backward, given
 from tests.commhooks.models import Given, wrap
@@ -388,7 +388,7 @@ def test_states_of_other_numbers_are_not_put_together() -> None:
 
 
 def _of_rank(rank: int, basis: Tensor) -> dict[str, Any]:
-    snapshot = Saved(
+    snapshot = SavedChannel(
         step=1,
         world_size=2,
         policy="fifo",

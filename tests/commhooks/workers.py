@@ -11,11 +11,11 @@ from torch import Tensor
 from commhooks import Compressor, Exchanger
 from commhooks.compressors.powersgd.matrices import form_of
 from commhooks.lockstep import lockstep_lines
-from commhooks.testing.workers import GivenBucket, Workers, flat, largest, mean_of, normal, zeros
+from commhooks.testing.workers import GivenBucket, Workers, flat, largest, mean_of, normal, take_up, zeros
 
 __all__ = [
     "GivenBucket", "Workers", "exchangers", "flat", "gradients_of", "largest", "low_rank", "mean_of", "normal",
-    "relative", "zeros",
+    "relative", "take_up", "zeros",
 ]  # fmt: skip
 
 
