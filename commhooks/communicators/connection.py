@@ -254,18 +254,13 @@ def _make_group(
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options
         options._devices, options._timeout = devices or _make_devices(), address.timeout
         options._threads = threads or 2 * len(options._devices)  # as many as PyTorch gives a group
-        return ProcessGroupGloo(_with_a_connection_of_its_own(store), place, len(ranks), options)
+        # Over another connection to the store, from PyTorch 2.8: while Gloo waits in the store for the other ranks'
+        # addresses, no other call reaches it over that one, and two ranks that each open two groups, in different
+        # orders, would wait for each other.
+        own = store.clone() if hasattr(store, "clone") else store
+        return ProcessGroupGloo(own, place, len(ranks), options)
     except RuntimeError as error:
         raise CollectiveError(f"could not connect to every rank: {error}.") from error
-
-
-def _with_a_connection_of_its_own(store: Store) -> Store:
-    """Return the same store over another connection; before PyTorch 2.8, the store itself.
-
-    While Gloo waits in the store for the other ranks' addresses, no other call reaches the store over that connection:
-    two ranks that each open two groups, in different orders, would wait for each other.
-    """
-    return store.clone() if hasattr(store, "clone") else store
 
 
 def _make_devices() -> list[Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commhooks.communicators.disagreement import refusal_as_fingerprint
 from commhooks.communicators.kernels import Kernels, kernels_of
-from commhooks.communicators.noticeboard import FIRST_SCALE, OUT_OF_INPUTS, Noticeboard
+from commhooks.communicators.noticeboard import FIRST_SCALE, OUT_OF_INPUTS
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.devices import future_on, mark_of
 from commhooks.engine.buckets import Bucket, Buckets
@@ -193,7 +193,7 @@ class Engine:
         """
         self._begun += 1
         board, scale = self.scheduler.board if self.scheduler is not None else None, self.loss_scale.of_gradients
-        if not isinstance(board, Noticeboard) or not self.lane.is_first or isinstance(scale, Tensor):
+        if board is None or not self.lane.is_first or isinstance(scale, Tensor):
             return
         if self._told is not None:
             (begun, step, told), self._told = self._told, None
@@ -306,14 +306,11 @@ class Engine:
         self.why_stopped = self.why_stopped or why
         if why:
             self._post(why)
-            self._take_place()
+            # If the line's first use has failed here, no later line may meet the others' first use: it takes its place.
+            if isinstance(self.line, ProcessGroupLine) and self.scheduler is None:
+                with contextlib.suppress(AttachError):  # no such ranks are left; the caller raises why it stopped
+                    self.line.take_place(self._fingerprint_with(self.compressor))
         self._leave()
-
-    def _take_place(self) -> None:
-        """Take the line's place if its first use has failed here: no later line may meet the others' first use."""
-        if isinstance(self.line, ProcessGroupLine) and self.scheduler is None:
-            with contextlib.suppress(AttachError):  # no such ranks are left; the caller raises why it stopped
-                self.line.take_place(self._fingerprint_with(self.compressor))
 
     def _post(self, why: str) -> None:
         if self.scheduler is not None and self.scheduler.board is not None:

@@ -21,10 +21,11 @@ import torch
 
 from commhooks.communicators import Communicator, Pending
 from commhooks.communicators.kernels import Kernels
+from commhooks.communicators.noticeboard import Noticeboard
 from commhooks.devices import Mark, SideStream
 from commhooks.errors import CollectiveError
 from commhooks.scheduling.lanes import Lane
-from commhooks.scheduling.scheduler import Board, Scheduler
+from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.task import BucketTask
 from commhooks.scheduling.worker import JOIN_SECONDS
 
@@ -45,7 +46,7 @@ class InlineScheduler(Scheduler):
         agree: Callable[[str, Kernels], None],
         streams: tuple[SideStream, SideStream],
         hook_timeout: float | None = None,
-        board: Board | None = None,
+        board: Noticeboard | None = None,
     ) -> None:
         super().__init__(communicator.rank, self._wait, board, self._look_around)
         self._streams = streams

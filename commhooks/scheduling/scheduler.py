@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from commhooks.communicators.noticeboard import Noticeboard
 from commhooks.errors import AttachError, CollectiveError, CommHooksError, CompressorError
 from commhooks.scheduling.lanes import Lane, Lanes
 from commhooks.scheduling.policy import Wait
@@ -29,27 +30,11 @@ class Waits(Protocol):
         ...
 
 
-class Board(Protocol):
-    """A board on which ranks report failures to one another. No method waits for the store."""
-
-    def post(self, cause: str) -> None:
-        """Report this rank's failure to the others."""
-        ...
-
-    def failure(self) -> str | None:
-        """Return some rank's reported failure, if known; raise `CommHooksError` if the store is gone."""
-        ...
-
-    def close(self) -> None:
-        """Close the board; called after all other methods."""
-        ...
-
-
 class Scheduler(ABC):
     """Runs the bucket tasks of a line's lanes, and completes their futures. The first failure ends all lanes."""
 
     def __init__(
-        self, rank: int, wait: Wait, board: Board | None = None, look_around: Callable[[], None] | None = None
+        self, rank: int, wait: Wait, board: Noticeboard | None = None, look_around: Callable[[], None] | None = None
     ) -> None:
         self.error: CommHooksError | None = None
         """The first failure."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from commhooks import CollectiveError
 from commhooks.communicators import LockstepGroup
 from commhooks.communicators.kernels import Kernels
+from commhooks.communicators.noticeboard import Noticeboard
 from commhooks.compressors import AllReduceMean
 from commhooks.devices import SideStream
 from commhooks.errors import CompressorError
@@ -37,7 +38,7 @@ POLICIES = ["fifo", "fused"]
 
 
 @dataclasses.dataclass
-class Told:
+class Told(Noticeboard):
     """A noticeboard that notes what this rank posts, and whether its future had failed by then."""
 
     heard: str | None = None

@@ -24,7 +24,6 @@ from commhooks.compressors.codecs.fp8 import from_e4m3, to_e4m3
 from commhooks.packing import pack_small_floats, unpack_small_floats
 
 GROUP = 32
-_NAN = 255
 _BIAS = 127
 _EXPONENT = 255 << 23
 """The bits of fp32's exponent."""

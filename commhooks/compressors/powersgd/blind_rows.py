@@ -79,7 +79,8 @@ def replace_blind_rows(groups: Sequence[Probed]) -> None:
 
 def _replace(groups: Sequence[Probed], r: int) -> None:
     lengths = [torch.linalg.vector_norm(one.Q, dim=2) for one in groups]  # k×r
-    shown, outside = _squares(torch.cat([_products(one) for one in groups]), r)
+    rows = [torch.cat([one.P, one.probe.shown.unsqueeze(1)], dim=1).double() for one in groups]  # no over- or underflow
+    shown, outside = _squares(torch.cat([of_group @ of_group.mT for of_group in rows]), r)  # of inner products
     least, row = (shown / torch.cat(lengths).double().square()).min(dim=1)
     is_blind = least < LEAST**2 * outside
     if surely(~is_blind):  # as usual
@@ -88,12 +89,6 @@ def _replace(groups: Sequence[Probed], r: int) -> None:
     for one, length, mask in zip(groups, lengths, is_replaced.split([len(one.P) for one in groups]), strict=True):
         instead = one.probe.shown.unsqueeze(1) * length.unsqueeze(2)  # k×r×n
         torch.where(mask.unsqueeze(2), instead, one.P, out=one.P)
-
-
-def _products(one: Probed) -> Tensor:
-    """Return all inner products of P's rows and the probe's product, k×(r+1)×(r+1), without over- or underflow."""
-    rows = torch.cat([one.P, one.probe.shown.unsqueeze(1)], dim=1).double()
-    return rows @ rows.mT
 
 
 def _squares(products: Tensor, r: int) -> tuple[Tensor, Tensor]:
