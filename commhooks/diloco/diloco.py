@@ -31,7 +31,7 @@ from commhooks.diloco.starting import Beginning, average_over, group_of_ranks, m
 from commhooks.errors import CheckpointError, CommHooksError, CompressorError, SettingsError
 from commhooks.exchange.exchanger import WEIGHTS, TensorChannel, is_weight
 from commhooks.exchange.handle import Handle
-from commhooks.exchange.options import Options, Settings, check_flags, settings_of
+from commhooks.exchange.options import Options, Settings, check_belongs_to_line, check_flags, settings_of
 from commhooks.language.compressor import Compressor
 from commhooks.saving.rules import LoadOptions, LoadRules
 from commhooks.saving.saved import Differences, Saved, read
@@ -108,6 +108,8 @@ class DiLoCo:
     ) -> None:
         if line is not None and not isinstance(line, LockstepLine):
             raise SettingsError(f"DiLoCo(line={line!r}): line must be one of lockstep_lines; pass a process_group.")
+        if line is not None:
+            check_belongs_to_line("DiLoCo", options)
         group = group_of_ranks(options.get("process_group")) if line is None else None
         try:
             settings = settings_of("DiLoCo", options)
@@ -144,7 +146,7 @@ class DiLoCo:
         self._weight = 1.0
         self._open_exchange(beginning.compressor, settings, line)
         steps_locally(self._outer_optimizer)
-        self._inner = Inner(beginning.optimizer, self.fail)
+        self._inner = Inner(beginning.optimizer, self._parts[0].exchanger.fail)
         self._held = self._inner.parameters()
         self._rounds = self._dropped = 0
         self._is_closed = self._is_at_outer = False

@@ -94,6 +94,10 @@ class PartsFeed(TensorFeed):
         """Return whether each rank has a weight in a channel's mean."""
         return channel != BUFFERS and super().is_weighted(channel)
 
+    def is_replaceable(self, channel: str) -> bool:
+        """Return whether `replace` gives a channel another compressor: buffers are averaged exactly."""
+        return channel != BUFFERS
+
     def memory_of(self, channel: str) -> InTurns | None:
         """Return the memory that a channel shares with others; None if it has its own."""
         return None if channel == BUFFERS else super().memory_of(channel)

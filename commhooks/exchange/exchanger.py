@@ -23,7 +23,7 @@ from commhooks.exchange.buckets import FlatBucket, InTurns, allocated, places_of
 from commhooks.exchange.checks import checked_compressor
 from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.handle import Handle
-from commhooks.exchange.options import Options, check_flags, settings_of
+from commhooks.exchange.options import Options, check_belongs_to_line, check_flags, settings_of
 from commhooks.language.compressor import Compressor, inner_of
 from commhooks.saving.saved import ONLY
 from commhooks.scheduling.line import Line
@@ -292,7 +292,7 @@ class TensorFeed(Feed):
 
     def title(self, channel: str) -> str:
         """Return a channel's name in errors."""
-        return self._name if channel == ONLY else channel
+        return self._name if channel == ONLY else f"{self._name} {channel}".strip()
 
     def facts(self, channel: str) -> str:
         """Return the tensors' shapes, dtypes and strides."""
@@ -379,11 +379,8 @@ class Exchanger(Handle[TensorChannel]):
                 f"Exchanger: there must be a compressor for each group, by its label (got those of {', '.join(given)} "
                 f"for {', '.join(channels)})."
             )
-        of_line = [
-            one for one in ("process_group", "hook_timeout", "wrap_communicator") if options.get(one) is not None
-        ]
-        if line is not None and of_line:
-            raise SettingsError(f"Exchanger: {' and '.join(of_line)} belong to the line; pass them to it.")
+        if line is not None:
+            check_belongs_to_line("Exchanger", options)
         settings = settings_of("Exchanger", options if line is None else {"policy": line.policy, **options})
         compressors = {label: checked_compressor("Exchanger", one) for label, one in given.items()}
         feed = TensorFeed(channels, name=name, weighted=weighted, in_turns=in_turns, group=settings.process_group)

@@ -79,11 +79,16 @@ class Channel:
 
     def open(self) -> None:
         """Connect to the other ranks now; raise `AttachError` if they disagree."""
-        self.engine.open(self._device, self.refusal_of(self.compressor))
+        self.engine.open(self.device, self.refusal_of(self.compressor))
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """The device of its first tensor."""
         return next(iter(self.engine.state.named().values())).device
+
+    def is_replaceable(self, channel: str) -> bool:
+        """Return whether `replace` gives a channel another compressor."""
+        return True
 
     def refusal_of(self, compressor: Compressor) -> SettingsError | None:
         """Return why a compressor cannot average these tensors on this rank; None if it can."""
@@ -108,7 +113,7 @@ class Channel:
     def replace(self, compressor: Compressor | str) -> None:
         """Switch to another compressor from the next step on; see `Handle.replace`."""
         candidate, refusal = self.candidate(compressor)
-        self.engine.replace(candidate, self._device, refusal)
+        self.engine.replace(candidate, self.device, refusal)
 
     def snapshot(self) -> SavedChannel:
         """Return the state, with the tensors themselves."""
@@ -175,6 +180,10 @@ class Feed(ABC):
             f"parameter {name}: shape {tuple(p.shape)}, {p.dtype}{'' if p.requires_grad else ', frozen'}"
             for name, p in self.like()[channel].items()
         )
+
+    def is_replaceable(self, channel: str) -> bool:
+        """Return whether `replace` gives a channel another compressor."""
+        return True
 
     def refusal_of(self, compressor: Compressor) -> SettingsError | None:
         """Return why a compressor cannot average these buckets, beyond its own reasons; None if it can."""

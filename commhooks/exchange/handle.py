@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar, Unpack
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.communicators.disagreement import refusal_as_fingerprint
 from commhooks.communicators.parent_group import group_or_default
 from commhooks.communicators.ranks import Ranks
 from commhooks.engine.engine import Engine
@@ -56,6 +57,7 @@ class Handle(Mapping[str, One]):
         """Make the engines, unless settings cannot work; the other ranks learn of nothing before `open`."""
         self._feed, self._settings = feed, settings
         self._watches: list[Watch] = []
+        self._is_open = False
         self._line: Line = line or ProcessGroupLine(
             feed.process_group if settings.process_group is None else group_or_default(settings.process_group),
             label=feed.label,
@@ -95,7 +97,14 @@ class Handle(Mapping[str, One]):
         return feed.channel_type(name, engine, feed)
 
     def open(self) -> Self:
-        """Connect to the other ranks, and have buckets run through the channels; on any failure close, and raise."""
+        """Connect to the other ranks, and have buckets run through the channels; on any failure close, and raise.
+
+        A second call does nothing; one after `close` raises `AttachError`.
+        """
+        if any(one.engine.lane.is_closed for one in self._channels().values()):
+            raise AttachError(f"open: {self._feed.ended}.")
+        if self._is_open:
+            return self
         try:
             for channel in self._channels().values():
                 channel.open()
@@ -103,15 +112,22 @@ class Handle(Mapping[str, One]):
         except BaseException:
             self.close()
             raise
+        self._is_open = True
         return self
 
     def _channels(self) -> Mapping[str, One]:
         return self._made
 
+    def _existing(self) -> Mapping[str, One]:
+        """Return the channels that have been made: a hook's state has none before there is a process group."""
+        return self._channels()
+
     def _only(self) -> One:
         """Return the channel of a handle that has one."""
-        (channel,) = self._channels().values()
-        return channel
+        channels = self._channels()
+        if len(channels) != 1:
+            raise SettingsError(f"{self._feed.caller}: there are several channels; name one of {', '.join(channels)}.")
+        return next(iter(channels.values()))
 
     @property
     def engine(self) -> Engine:
@@ -160,6 +176,8 @@ class Handle(Mapping[str, One]):
     def __str__(self) -> str:
         """Return a summary of each channel."""
         title = type(self).__name__ if type(self) is not Handle else self._feed.caller
+        if not self._existing():
+            return f"{title}: there is no process group yet"
         if self._is_plain:
             return f"{title}: {self._only()}"
         return "\n".join([*(f"{name}: {one}" for name, one in self.items()), *self._feed.summary()])
@@ -205,21 +223,21 @@ class Handle(Mapping[str, One]):
     @property
     def steps(self) -> int:
         """The number of steps, or rounds, begun so far: the most of any channel."""
-        return max(one.steps for one in self.values())
+        return max((one.steps for one in self._existing().values()), default=0)
 
     def statistics(self) -> Statistics:
         """Return this rank's totals so far; steps are the most of any channel."""
-        own = _together(one.statistics() for one in self.values())
+        own = _together(one.statistics() for one in self._existing().values())
         others = self._feed.statistics()
         return dataclasses.replace(total([own, *others]), steps=own.steps) if others else own
 
     def last_step(self) -> Statistics:
         """Return this rank's counts for the last complete step of each channel."""
-        return _together(one.last_step() for one in self.values())
+        return _together(one.last_step() for one in self._existing().values())
 
     def by_parameter(self) -> dict[str, ParameterTraffic]:
         """Return each parameter's share of this rank's totals so far, by name."""
-        return {name: share for one in self.values() for name, share in one.by_parameter().items()}
+        return {name: share for one in self._existing().values() for name, share in one.by_parameter().items()}
 
     def memory(self) -> MemoryReport:
         """Return the bytes in use on this rank, by purpose."""
@@ -239,7 +257,9 @@ class Handle(Mapping[str, One]):
 
         Reading the norms makes the host wait for a GPU, so do not log in every step.
         """
-        engines = [one.engine for one in self.values()]
+        engines = [one.engine for one in self._existing().values()]
+        if not engines:
+            return {}
         shares = self.by_parameter() if by_parameter else {}
         return metrics_of(engines, self.statistics(), self.last_step(), shares)
 
@@ -261,7 +281,7 @@ class Handle(Mapping[str, One]):
         for a compressor that does not exist or does not suit the parameters or the ranks.
         """
         self._check_open("replace")
-        for one in self.values():
+        for one in self._replaceable().values():
             candidate, refusal = one.candidate(compressor)
             if refusal is not None:
                 raise refusal
@@ -269,7 +289,7 @@ class Handle(Mapping[str, One]):
 
     def expect(self, *compressors: Compressor) -> None:
         """Announce the compressors that may take over later: a `state_dict` may then also hold their state."""
-        for one in self.values():
+        for one in self._replaceable().values():
             one.engine.expect(compressors)
 
     def replace(self, compressor: Compressor | str | Mapping[str, Compressor | str]) -> None:
@@ -277,20 +297,42 @@ class Handle(Mapping[str, One]):
 
         Every rank must replace between the same two steps. Residuals are kept for whichever compressor next uses them;
         a server error that it does not use is added to its residual, or named in a warning if it has none; a basis of
-        another size starts from scratch. Raises `AttachError` if ranks disagree or a step is under way, and
-        `SettingsError` for settings that do not suit the parameters; in either case the old compressor stays, in all
-        channels.
+        another size starts from scratch. DiLoCo's buffers stay uncompressed. Raises `AttachError` if ranks disagree or
+        a step is under way, and `SettingsError` for settings that do not suit the parameters or channels that cannot
+        switch; in either case the old compressor stays, in all channels.
         """
         self._check_open("replace")
-        given = dict(compressor) if isinstance(compressor, Mapping) else dict.fromkeys(self, compressor)
-        if unknown := given.keys() - self.keys():
-            raise SettingsError(
-                f"replace: there is no channel {', '.join(sorted(unknown))}; there are {', '.join(self)}."
+        channels = self._replaceable()
+        given = dict(compressor) if isinstance(compressor, Mapping) else dict.fromkeys(channels, compressor)
+        if len(self) > 1:  # a channel alone compares what it switches to by itself
+            self._agree_on(given, channels)
+        for name, one in given.items():
+            channels[name].replace(one)
+
+    def _replaceable(self) -> dict[str, One]:
+        return {name: one for name, one in self.items() if self._feed.is_replaceable(name)}
+
+    def _agree_on(self, given: Mapping[str, Compressor | str], channels: Mapping[str, One]) -> None:
+        """Raise on every rank, before any channel switches, if one cannot on some rank, or if ranks differ."""
+        refusal: SettingsError | None = None
+        if unknown := given.keys() - channels.keys():
+            names = ", ".join(sorted(unknown))
+            refusal = SettingsError(
+                f"replace: there is no channel {names} that could switch; {', '.join(channels)} can."
             )
-        # One that does not suit a channel is refused there first, where all ranks learn of it.
-        refused = {name: one for name, one in given.items() if self[name].candidate(one)[1] is not None}
-        for name, one in {**refused, **given}.items():
-            self[name].replace(one)
+        found = [channels[name].candidate(one) for name, one in given.items() if name in channels]
+        refusal = refusal or next((error for _, error in found if error is not None), None)
+        facts = [f"compressor of {name}: {one!r}" for name, (one, _) in zip(given, found, strict=False)]
+        for one in self.values():
+            one.engine.stand_between_steps("replace")
+        (first, *_) = self.values()
+        try:
+            first.engine.agree(
+                refusal_as_fingerprint(refusal) if refusal else "\n".join(facts), "replace", first.device
+            )
+        finally:
+            if refusal is not None:
+                raise refusal
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
@@ -361,11 +403,12 @@ class Handle(Mapping[str, One]):
             raise CheckpointError("gathered: workers of one process gather with merge_state_dicts.")
         if to is not None and not 0 <= to < ranks:
             raise CheckpointError(f"gathered(to={to}): to must be a rank from 0 to {ranks - 1}, or None.")
-        if self.process_group is None and ranks > 1:
+        group = self._line.process_group  # a PowerSGDState's own attribute is what it was made with
+        if group is None and ranks > 1:
             raise CheckpointError(
                 "gathered: the process group was destroyed, so the other ranks cannot be reached; gather before that."
             )
-        others = Ranks(self.process_group)
+        others = Ranks(group)
         if to is None:
             return merge_state_dicts(others.gather("gather the hook's state", self.state_dict))
         own = others.each("take the hook's state", self.state_dict)

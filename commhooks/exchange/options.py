@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
-from typing import Any, TypedDict, TypeGuard
+from typing import Any, TypedDict, TypeGuard, get_args
 
 import numpy
 import torch.distributed as dist
@@ -113,6 +113,13 @@ def settings_of(way: str, options: Options, caller: str = "") -> Settings:
     check_policy(caller, settings.policy)
     check_timeout(caller, settings.hook_timeout)
     check_flags(caller, atomic=settings.atomic)
+    if settings.residuals not in get_args(ResidualStorage):
+        allowed = ", ".join(get_args(ResidualStorage))
+        raise SettingsError(f"{caller}(residuals={settings.residuals!r}): residuals must be one of {allowed}.")
+    if settings.wrap_communicator is not None and not callable(settings.wrap_communicator):
+        raise SettingsError(
+            f"{caller}(wrap_communicator={settings.wrap_communicator!r}): it must be a function of a communicator."
+        )
     if settings.guard is not None:
         try:
             check_mode(caller, settings.guard)
@@ -121,6 +128,13 @@ def settings_of(way: str, options: Options, caller: str = "") -> Settings:
     if settings.scaler is not None:
         LossScale().follow(settings.scaler)  # raises for anything else
     return settings
+
+
+def check_belongs_to_line(caller: str, options: Options) -> None:
+    """Raise `SettingsError` for an option that belongs to the line that an exchange is given."""
+    names = ("process_group", "hook_timeout", "wrap_communicator")
+    if given := [name for name in names if options.get(name) is not None]:
+        raise SettingsError(f"{caller}: {' and '.join(given)} belong to the line; pass them to it.")
 
 
 def check_policy(caller: str, policy: object) -> None:

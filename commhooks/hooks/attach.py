@@ -15,6 +15,7 @@ from torch.nn import Module
 from commhooks.communicators.parent_group import group_or_default
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError
+from commhooks.exchange.checks import checked_compressor
 from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.handle import Handle, open_exchange
 from commhooks.exchange.options import Options, settings_of
@@ -36,7 +37,7 @@ from commhooks.saving.saved import ONLY
 from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.unwrapping import find_ddp, trained_parameters
 from commhooks.wrappers.error_feedback import WithoutFeedback
-from ddp_core.guard import Guard, GuardMode, guard_wrapper, release_wrapper
+from ddp_core.guard import FOLLOWS_PYTORCH, Guard, GuardMode, guard_wrapper, release_wrapper
 
 
 def attach(model: Module, compressor: Compressor | str, **options: Unpack[Options]) -> Handle[Channel]:
@@ -63,11 +64,12 @@ def attach(model: Module, compressor: Compressor | str, **options: Unpack[Option
     if torch._C._current_graph_task_id() != -1:
         raise AttachError("attach: a backward pass is under way; call attach between two passes.")
     feed = DDPFeed(model, ddp, settings.guard)
-    handle = open_exchange(feed, compressor, **options)
-    _warn_of_loss(handle.compressor, feed.named)
-    if not feed.is_guarded:
+    compressor = checked_compressor("attach", compressor)
+    # Before the hook is there: a warning may be an error.
+    _warn_of_loss(compressor, feed.named)
+    if isinstance(ddp, torch.nn.parallel.DistributedDataParallel) and not FOLLOWS_PYTORCH:
         warnings.warn(_UNGUARDED, stacklevel=2)
-    return handle
+    return open_exchange(feed, compressor, **options)
 
 
 class DDPFeed(Feed):
@@ -84,8 +86,6 @@ class DDPFeed(Feed):
         self._hook_caller = weakref.ref(caller_of_hook(ddp))
         self._engine: Engine | None = None
         self._guard_mode = guard
-        self.is_guarded = False
-        """True if its wrapper notices steps on gradients that were not averaged."""
         self.named = trained_parameters(model, ddp)
         """The parameters whose gradients come in buckets, with their names."""
         if not self.named:
@@ -111,7 +111,7 @@ class DDPFeed(Feed):
         line: ProcessGroupLine = engine.line
         seconds = line.timeout if line.hook_timeout is None else line.hook_timeout
         self._socket.plug_in(engine, ddp, seconds)
-        self.is_guarded = guard_wrapper(ddp, self.named, self._guard_mode, seconds) is not None
+        guard_wrapper(ddp, self.named, self._guard_mode, seconds)
 
     def unplug(self) -> None:
         """Restore the model's plain all-reduce."""
@@ -178,5 +178,6 @@ def _is_meant(compressor: Compressor) -> bool:
     """Return whether what a compressor loses is meant: its name, or `WithoutFeedback`, says that it keeps nothing."""
     if isinstance(compressor, WithoutFeedback):
         return True
+    is_ours = type(compressor).__module__.startswith("commhooks.")
     inner = inner_of(compressor)
-    return all(map(_is_meant, inner)) if inner else name_of(compressor) is not None
+    return is_ours and all(map(_is_meant, inner)) if inner else name_of(compressor) is not None

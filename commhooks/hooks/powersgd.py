@@ -55,6 +55,7 @@ class StateFeed(Feed):
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.label = "PowerSGDState"
+        self._is_closed = False
         self.model: Callable[[], Module | None] = lambda: None
         """A weak reference to the DDP that was bound."""
         self._group = process_group
@@ -72,12 +73,13 @@ class StateFeed(Feed):
         """Do nothing: the DDP calls the hook."""
 
     def unplug(self) -> None:
-        """Do nothing: PyTorch's DDP never takes another hook."""
+        """Take no more buckets: PyTorch's DDP keeps its hook."""
+        self._is_closed = True
 
     @property
     def is_plugged(self) -> bool:
-        """True: buckets come when the DDP calls the hook."""
-        return True
+        """True until `unplug`: buckets come when the DDP calls the hook."""
+        return not self._is_closed
 
     def bind(self, model: Module) -> None:
         """Learn how a DDP treats unused parameters and sparse gradients, and whose buckets to save."""
@@ -128,6 +130,7 @@ class PowerSGDState(Handle[Channel]):
 
     process_group: dist.ProcessGroup | None = None
     hook_timeout: float | None = None
+    _line: Any = None
 
     def __init__(
         self,
@@ -175,8 +178,8 @@ class PowerSGDState(Handle[Channel]):
         self._form = (wire, matrices)
         """The wire dtype and matrix form that the hook in use requires; known from the first bucket on."""
         self._make_compressor()  # raises for settings that cannot work
-        self._watches = []
-        self._made = {}
+        self._feed: Feed = StateFeed(process_group)
+        self._watches, self._made = [], {}
         self._warm_up: Statistics | None = None
         """The statistics before the first step that compresses; None until then."""
         self._earlier: Any = WeakTensorKeyDictionary()
@@ -274,14 +277,12 @@ class PowerSGDState(Handle[Channel]):
             self._engine = self._made[ONLY].engine
         return self._engine
 
-    def _only(self) -> Channel:
-        self._made_engine()
-        return super()._only()
-
     def _channels(self) -> Mapping[str, Channel]:
-        if self._engine is None and dist.is_initialized():
-            self._made_engine()
+        self._made_engine()
         return self._made
+
+    def _existing(self) -> Mapping[str, Channel]:
+        return self._channels() if dist.is_initialized() else self._made
 
     def _check_open(self, caller: str) -> None:
         self._check_is_settled()
@@ -293,17 +294,6 @@ class PowerSGDState(Handle[Channel]):
                 "PowerSGDState: loaded state has not been matched to parameters yet; call bind(model)."
             )
 
-    @property
-    def compressor(self) -> Compressor:
-        """The compressor in use."""
-        return self._only().compressor
-
-    @property
-    def rank_and_world_size(self) -> tuple[int, int]:
-        """The rank of this process and the number of ranks, in the hook's process group."""
-        line = self._made_engine().line
-        return line.rank, line.world_size
-
     def memory(self) -> MemoryReport:
         """Return the bytes in use on this rank, by purpose."""
         self._check_is_settled()
@@ -312,7 +302,6 @@ class PowerSGDState(Handle[Channel]):
     def snapshot(self) -> Saved:
         """Return the same as `state_dict`, with the tensors themselves instead of copies."""
         self._check_is_settled()
-        self._made_engine()
         return super().snapshot()
 
     def restore(self, saved: Saved | CheckpointError, rules: LoadRules, differences: Differences | None = None) -> None:

@@ -45,7 +45,7 @@ def compress(
 ) -> Handle[Channel]:
     """Average the gradients of a model that `ray.train.torch.prepare_model` returned with `compressor`.
 
-    Call it inside the training loop, on every worker, and call `detach()` on the result when the training is done.
+    Call it inside the training loop, on every worker, and call `close()` on the result when the training is done.
 
     - `optimizers`, those that train the model, are watched: a step on gradients that bypassed the compressor raises
       `NotAveragedError`.

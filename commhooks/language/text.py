@@ -142,7 +142,9 @@ def spelled(value: Any) -> Spelling:
 
     A class from outside this package is written with its module, as in "mypackage.sparse:TopK:ratio=0.1".
     """
-    own = value.by_name() if hasattr(value, "by_name") else None
+    # A subclass of a wrapper does not take over its spelling, which would make the wrapper itself of the text.
+    definers = [one for one in type(value).__mro__ if "by_name" in vars(one)]
+    own = value.by_name() if definers and (definers[0] is type(value) or len(definers) == 1) else None
     return own or Spelling(_class_name(type(value)), tuple(changed(value).items()))
 
 

@@ -161,7 +161,7 @@ class ProcessGroupLine:
         if exchanged or now[:2] != before[:2]:
             raise AttachError(
                 f"the process group has changed: this was rank {before[0]} of {before[1]}, and is rank {now[0]} of "
-                f"{now[1]} now{exchanged}. Close or detach on every former rank, and then make or attach it again on "
+                f"{now[1]} now{exchanged}. Close on every former rank, and then make or attach it again on "
                 "every rank; state_dict() and load_state_dict(world_size=...) take its state along."
             )
 

@@ -1,0 +1,182 @@
+"""One handle for every way in: opening, replacing and ending, in all channels or in none."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commhooks
+import ddp_core
+from commhooks import AttachError, DiLoCo, Exchanger, PowerSGDState, SettingsError, StartAfter
+from commhooks.compressors import PowerSGD, TopK
+from commhooks.errors import CommHooksError
+from commhooks.exchange.options import CANNOT_APPLY, DEFAULTS, Options
+from commhooks.lockstep import lockstep_lines
+from tests.commhooks.told import told_by
+from tests.ddp_core.facts import Facts
+
+GROUPS = {"a": {"x": torch.zeros(64, 64)}, "b": {"y": torch.zeros(64, 64)}}
+facts = Facts(world_size=2)
+
+
+def ddp() -> ddp_core.DistributedDataParallel:
+    torch.manual_seed(0)
+    return ddp_core.DistributedDataParallel(nn.Linear(64, 64))
+
+
+def step(model: nn.Module, rank: int) -> None:
+    model(torch.full((2, 64), float(rank + 1))).square().mean().backward()
+
+
+@facts
+def replacing_the_compressor_of_diloco_leaves_buffers_exact(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = DiLoCo(model, optimizer, every=1, compressor="all-reduce")
+    diloco.exchange.replace("top-k:ratio=0.1")
+    assert str(diloco.exchange["fragment 0 of 1"].compressor).startswith("top-k")
+    assert str(diloco.exchange["buffers"].compressor) == "all-reduce"
+    assert "no channel buffers" in told_by(lambda: diloco.exchange.replace({"buffers": "int8"})).text
+    counted: Any = model[1].num_batches_tracked
+    counted.fill_(1_000_005)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    diloco.step()
+    assert int(counted) == 1_000_006
+    diloco.close()
+
+
+@facts
+def no_channel_switches_if_ranks_name_other_compressors_or_channels(rank: int) -> None:
+    exchanger = Exchanger(GROUPS, "all-reduce", hook_timeout=20.0)
+    told = told_by(lambda: exchanger.replace({"a": "fp16", "b": ("int8", "int4")[rank]}))
+    assert told.error == "AttachError" and "ranks disagree" in told.text
+    told = told_by(lambda: exchanger.replace({"a": "fp16"} | ({"c": "fp16"} if rank else {})))
+    assert told.error == ("SettingsError" if rank else "AttachError") and "no channel c" in told.text, told
+    assert {str(one.compressor) for one in exchanger.values()} == {"all-reduce"}
+    for label, tensors in GROUPS.items():
+        exchanger[label].average({name: torch.ones_like(tensor) for name, tensor in tensors.items()})
+    exchanger.close()
+
+
+@facts
+def equal_groups_of_two_names_are_told_apart(rank: int) -> None:
+    named = {name: Exchanger(GROUPS, "all-reduce", name=name, hook_timeout=20.0) for name in "PQ"}
+    told = told_by(lambda: named["PQ"[rank]]["a"].average({"x": torch.ones(64, 64)}))
+    assert told.error == "AttachError" and "P a" in told.text and "Q a" in told.text, told
+
+
+@facts
+def a_state_made_with_no_group_gathers_over_the_default_one(rank: int) -> None:
+    state, model = PowerSGDState(None, start_powerSGD_iter=0), ddp()
+    state.bind(model)
+    model.register_comm_hook(state, commhooks.powerSGD_hook)
+    step(model, rank)
+    assert len(state.gathered()["local"]) == 2
+    state.close()
+    assert not state.is_attached
+
+
+@facts
+def the_state_of_several_channels_is_gathered_too(rank: int) -> None:
+    exchanger = Exchanger(GROUPS, "top-k", hook_timeout=20.0)
+    for label, tensors in GROUPS.items():
+        exchanger[label].average({name: torch.full_like(tensor, rank) for name, tensor in tensors.items()})
+    state = exchanger.gathered()
+    assert {len(one["local"]) for one in state["groups"].values()} == {2}
+    exchanger.load_state_dict(state)
+    exchanger.close()
+
+
+@facts
+def a_warning_that_is_an_error_leaves_nothing_attached(rank: int) -> None:
+    model = ddp()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        told = told_by(lambda: commhooks.attach(model, Late(inner=PowerSGD(), steps=0)))
+    assert told.error == "UserWarning" and "loses what it does not send" in told.text, told
+    with commhooks.attach(model, "fp16") as handle:
+        step(model, rank)
+        assert handle.steps == 1
+    assert told_by(handle.open).error == "AttachError" and not handle.is_attached
+    step(model, rank)
+
+
+@facts
+def a_closed_diloco_is_freed_without_a_collection(rank: int) -> None:
+    model = nn.Linear(4, 4)
+    diloco = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
+    diloco.close()
+    gone = weakref.ref(diloco)
+    gc.disable()
+    del diloco
+    assert gone() is None
+    gc.enable()
+
+
+test_on_two_ranks = facts.tests()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Late(StartAfter):
+    """A user's own class around one of ours."""
+
+
+def test_a_subclass_of_a_wrapper_is_written_as_itself() -> None:
+    assert str(Late(inner=TopK(ratio=0.5), steps=1)).startswith(f"{__name__}:Late:")
+
+
+def test_a_state_without_a_process_group_counts_nothing_and_says_what_is_missing() -> None:
+    state = PowerSGDState(None)
+    assert state.steps == state.statistics().steps == 0 and not state.metrics()
+    assert str(state) == "PowerSGDState: there is no process group yet"
+    with pytest.raises(CommHooksError, match="init_process_group"):
+        state.replace("int8")
+    with pytest.raises(CommHooksError, match="init_process_group"):
+        state.set_grad_scale(2.0)
+    state.close()
+
+
+def test_a_member_for_one_channel_names_the_channels_of_several() -> None:
+    exchanger = Exchanger(GROUPS, "fp16", line=lockstep_lines(1)[0])
+    with pytest.raises(SettingsError, match="name one of a, b"):
+        exchanger.average({})
+    exchanger.close()
+    with pytest.raises(AttachError, match="open: this Exchanger was closed"):
+        exchanger.open()
+
+
+def test_what_belongs_to_the_line_and_what_has_a_wrong_value_is_refused() -> None:
+    line, model = lockstep_lines(1)[0], nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(SettingsError, match="DiLoCo: hook_timeout belong to the line"):
+        DiLoCo(model, optimizer, every=2, line=line, hook_timeout=1.0)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"residuals": "fp8"}, "residuals must be one of fp32, bf16, host"),
+        ({"guard": "warn"}, "guard cannot apply: no optimizer steps"),
+    ]
+    for options, what in wrong:
+        with pytest.raises(SettingsError, match=what):
+            Exchanger({"x": torch.zeros(2)}, "fp16", line=line, **options)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'polcy'. Did you mean 'policy'"):
+        Exchanger({"x": torch.zeros(2)}, "fp16", line=line, polcy="fifo")  # type: ignore[call-arg]
+
+
+def test_the_table_of_the_guide_has_every_option_and_says_what_cannot_apply() -> None:
+    from tests.world.launcher import ROOT
+
+    lines = (ROOT / "docs/guide/options.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    ways, *options = rows
+    assert [row[0] for row in options if row[0] != "---"] == list(Options.__annotations__)
+    for name, *cells in options[1:]:
+        for way, cell in zip(ways[1:], cells, strict=True):
+            assert (cell == "–") == (name in CANNOT_APPLY.get(way, {})), (way, name)
+            assert name != "policy" or cell == "–" or cell == f'"{DEFAULTS[way]}"', (way, cell)
