@@ -491,7 +491,7 @@ class DiLoCo:
     def differences(self, saved: Saved, rules: LoadRules) -> list[str]:
         """List every difference between a saved state and this run that would cause an error on loading."""
         if self._is_at_outer:
-            return [f"loading {_INSIDE}"]
+            return [f"it is loaded {_INSIDE}"]
         found = misfits(saved.shared, self.schedule, self._parts, self._outer_optimizer, rules)
         return found or self.exchange.differences(saved, rules)
 
