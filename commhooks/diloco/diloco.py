@@ -108,11 +108,11 @@ class DiLoCo:
     ) -> None:
         if line is not None and not isinstance(line, LockstepLine):
             raise SettingsError(f"DiLoCo(line={line!r}): line must be one of lockstep_lines; pass a process_group.")
-        if line is not None:
-            check_belongs_to_line("DiLoCo", options)
         group = group_of_ranks(options.get("process_group")) if line is None else None
         try:
             settings = settings_of("DiLoCo", options)
+            if line is not None:
+                check_belongs_to_line("DiLoCo", options)
             check_flags("DiLoCo", on_host=on_host, weighted=weighted)
             beginning = Beginning.checked(
                 model,
@@ -493,7 +493,7 @@ class DiLoCo:
     def differences(self, saved: Saved, rules: LoadRules) -> list[str]:
         """List every difference between a saved state and this run that would cause an error on loading."""
         if self._is_at_outer:
-            return [f"loading {_INSIDE}"]
+            return [f"it is loaded {_INSIDE}"]
         found = misfits(saved.shared, self.schedule, self._parts, self._outer_optimizer, rules)
         return found or self.exchange.differences(saved, rules)
 

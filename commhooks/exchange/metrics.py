@@ -79,7 +79,7 @@ def _residuals_and_gradients(engine: Engine) -> Mapping[str, tuple[Tensor, Tenso
     """Return each parameter's residual and gradient, by name, if it has both."""
     pairs = {
         name: (residual, parameter.grad.detach())
-        for name, parameter, residual in engine.state.named_residuals()
+        for name, parameter, residual in engine.state.residuals()
         if parameter.grad is not None and not parameter.grad.is_sparse
     }
     wait_for_copies([residual for residual, _ in pairs.values()])

@@ -95,9 +95,8 @@ class Contents:
     def misfits(self, run: Run, rules: LoadRules) -> list[str]:
         """List every mismatch between the checkpoint and the run."""
         found = list(other_tensors("model", self.of(run, "model"), run.model.state_dict()))
-        for name, wanted in (("optimizer", run.optimizer), ("scaler", run.scaler), ("hooks", run.hooks)):
-            if wanted is not None and name not in self.shared:
-                found.append(f"it was saved without {name}=")
+        wanted = [*run.beside, *(["hooks"] if run.hooks is not None else [])]
+        found += [f"it was saved without {name}=" for name in wanted if name not in self.shared]
         if run.optimizer is not None and "optimizer" in self.shared:
             groups = self.of(run, "optimizer").get("param_groups", ())
             found += other_optimizer("optimizer", self.shared.get("optimizer_class"), groups, run.optimizer)
@@ -114,10 +113,8 @@ class Contents:
     def load_into(self, run: Run) -> None:
         """Load everything but the hook's state."""
         run.model.load_state_dict(self.of(run, "model"))
-        if run.optimizer is not None:
-            run.optimizer.load_state_dict(self.of(run, "optimizer"))
-        if run.scaler is not None:
-            run.scaler.load_state_dict(self.of(run, "scaler"))
+        for name, one in run.beside.items():
+            one.load_state_dict(self.of(run, name))
         if self.own is None:
             return
         with torch.no_grad():

@@ -81,6 +81,12 @@ class Run:
         """The bare module inside the DDP and all other wrappers, whose state_dict is saved."""
         return bare(self.ddp)
 
+    @property
+    def beside(self) -> dict[str, Stateful]:
+        """The optimizer and the gradient scaler, if they are given, by name."""
+        named = {"optimizer": self.optimizer, "scaler": self.scaler}
+        return {name: one for name, one in named.items() if one is not None}
+
     def ranks(self) -> Ranks:
         """Return the ranks of the model's process group or, if ranks have their own models, of the averager's.
 
@@ -119,13 +125,9 @@ class Run:
         part = _head(save, step) | {"generators": generators, "buffers": self.buffers()}
         if of_own_models(self.hooks):
             part["model"] = self.model.state_dict()
-            part |= self._saved_beside()
+            part |= {name: one.state_dict() for name, one in self.beside.items()}
             _require_plain("", part)
         return part if hooks is None else part | {"hooks": own_part(hooks)}
-
-    def _saved_beside(self) -> dict[str, Any]:
-        beside = {"optimizer": self.optimizer, "scaler": self.scaler}
-        return {name: saved.state_dict() for name, saved in beside.items() if saved is not None}
 
     def shared_part(
         self, hooks: Part | None, step: int, save: str, world_size: int, extra: Mapping[str, Any]
@@ -133,7 +135,7 @@ class Run:
         """Return the state that is the same on every rank; raise `CheckpointError` if it is not plain data."""
         part = _head(save, step) | {"world_size": world_size}
         part["model"] = self.hooks.model_state() if of_own_models(self.hooks) else self.model.state_dict()
-        part |= self._saved_beside()
+        part |= {name: one.state_dict() for name, one in self.beside.items()}
         part["optimizer_class"] = optimizer_class(self.optimizer)
         if hooks is not None:
             part["hooks"] = shared_part(hooks)

@@ -91,9 +91,8 @@ class LossScale:
         else:
             return
         for power, tensors in local.items():
-            if power:
-                wait_for_copies(tensors)
-                torch._foreach_mul_(list(tensors), ratio**power)
+            wait_for_copies(tensors)
+            torch._foreach_mul_(list(tensors), ratio**power)
         self._of_residuals = scale
 
     def _changes_to(self, scale: float) -> bool:

@@ -170,11 +170,7 @@ class StateTable:
             found.append(Slot(pairs if flat.is_complex() else parameter, pairs, state))
         return found
 
-    def residuals(self) -> list[Tensor]:
-        """Return every residual."""
-        return [state.tensors[RESIDUAL] for state in self._states.values() if RESIDUAL in state.tensors]
-
-    def named_residuals(self) -> list[tuple[str, Tensor, Tensor]]:
+    def residuals(self) -> list[tuple[str, Tensor, Tensor]]:
         """Return every residual, as (name of its parameter, parameter, residual)."""
         kept = [(state.key, p, state.tensors.get(RESIDUAL)) for p, state in self._states.items()]
         return [(name, parameter, residual) for name, parameter, residual in kept if residual is not None]
@@ -187,10 +183,6 @@ class StateTable:
                 if state.entries[name].power:
                     found.setdefault(state.entries[name].power, []).append(kept)
         return found
-
-    def memory_bytes(self) -> int:
-        """Return the number of bytes of all parameters' state."""
-        return sum(state.memory_bytes() for state in self._states.values())
 
     # --- saving and loading -------------------------------------------------------------------------------------------
 

@@ -351,7 +351,7 @@ def test_metrics_are_what_was_counted_and_the_norms_of_what_is_kept(rank: int) -
     counted, last = attachment.statistics(), attachment.last_step()
     assert metrics["commhooks/bytes_sent_total"] == counted.moved_bytes == 3 * last.moved_bytes > 0
     assert metrics["commhooks/compression_ratio"] == last.ratio
-    residuals = {name: residual for name, _, residual in attachment.state.named_residuals()}
+    residuals = {name: residual for name, _, residual in attachment.state.residuals()}
     gradients = [p.grad for name, p in model.module.named_parameters() if p.grad is not None and name in residuals]
     ratio = float(_norm(residuals.values()) / _norm(gradients))
     assert metrics["commhooks/residual_norm_over_gradient_norm"] == pytest.approx(ratio, rel=1e-6) and ratio > 0
@@ -387,7 +387,7 @@ class Run:
     def by_parameter(self) -> dict[str, ParameterTraffic]:
         return {"w": ParameterTraffic(moved_bytes=17, payload_bytes=18)}
 
-    def named_residuals(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def residuals(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         for name, gradient in (("w", torch.tensor([3.0])), ("v", torch.tensor([4.0])), ("sparse", None)):
             parameter = torch.zeros(1, requires_grad=True)
             parameter.grad = torch.zeros(1).to_sparse() if gradient is None else gradient

@@ -79,7 +79,7 @@ def test_sent_and_owed_add_up(alternating: bool, reduced: Reduced) -> None:
         means = workers.step(gradients)[0]
     for number, mean in enumerate(means):
         own = [gradients[rank][number].double() for rank in range(ranks)]
-        owed = [table.residuals()[number].double().view_as(mean) for table in workers.states]
+        owed = [table.residuals()[number][-1].double().view_as(mean) for table in workers.states]
         # An element of a rank's product is at most its gradient's largest singular value, as P or Q is orthonormal, and
         # it is rounded 9r times, once in the subtraction, and once for each rank in the sum of the factors. The
         # mean's product is no larger than the sum of theirs.

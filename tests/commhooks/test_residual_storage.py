@@ -34,7 +34,7 @@ def test_residuals_in_bf16_lose_no_more_than_their_rounding(case: Case, dtype: t
         losses = case.lost(gradients, owed)
         means = workers.step(gradients)
         for rank in (0, 1):
-            for kept in workers.states[rank].residuals():
+            for *_, kept in workers.states[rank].residuals():
                 assert kept.dtype == torch.bfloat16
         for index in range(3):
             to_send = mean_of(gradients, index) + case.decay * unsent[index]

@@ -99,7 +99,7 @@ class Run:
 
     @property
     def residuals(self) -> list[Tensor]:
-        return self.table.residuals()
+        return [residual for *_, residual in self.table.residuals()]
 
     def step(self, gradient: float, around: Callable[[BucketView, Exchange], Exchange] | None = None) -> Tensor:
         """Run one step in which all gradients are the same; return the mean."""

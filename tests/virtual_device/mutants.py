@@ -104,7 +104,7 @@ def _on_the_callers_stream(there: Any) -> Any:
 def _read_before_the_wait(there: Any) -> Any:
     def end_step(engine: Any) -> None:
         there(engine)
-        for residual in engine.state.residuals():
+        for *_, residual in engine.state.residuals():
             residual.mul_(1 if float(residual.sum()) >= 0 else 2)
 
     return end_step
@@ -113,7 +113,7 @@ def _read_before_the_wait(there: Any) -> Any:
 def _written_on_the_callers_stream(there: Any) -> Any:
     def end_step(engine: Any) -> None:
         there(engine)
-        for residual in engine.state.residuals():
+        for *_, residual in engine.state.residuals():
             residual.mul_(1)
 
     return end_step
