@@ -29,7 +29,7 @@ class Section:
     All methods but `release` run on the store's thread.
     """
 
-    def __init__(self, base: Store, rank: int, place: Place | None = None) -> None:
+    def __init__(self, base: Store, rank: int, place: SectionPlace | None = None) -> None:
         self.base = base
         """The part of the parent's store in which the number is agreed on."""
         self.store: Store | None = None
@@ -81,7 +81,7 @@ class Section:
 
 
 @dataclasses.dataclass(eq=False)
-class Places:
+class SectionPlaces:
     """The places under one label, as long as the parent has the same ranks."""
 
     members: tuple[int, ...]
@@ -93,18 +93,18 @@ class Places:
     held: set[int] = dataclasses.field(default_factory=set)
     """The places that are not released yet."""
 
-    def next(self) -> Place:
+    def next(self) -> SectionPlace:
         """Return the next place."""
         self.held.add(self.begun)
         self.begun += 1
-        return Place(self, self.begun - 1)
+        return SectionPlace(self, self.begun - 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Place:
+class SectionPlace:
     """One section's place under its label."""
 
-    places: Places
+    places: SectionPlaces
     number: int
 
     def begin(self, section: Section) -> Section | None:
@@ -133,7 +133,7 @@ class Sections:
     """The sections that this process has begun under one parent group."""
 
     def __init__(self) -> None:
-        self._places: dict[str, Places] = {}
+        self._places: dict[str, SectionPlaces] = {}
 
     def begin(self, store: Store, label: str, members: tuple[int, ...], *, is_elastic: bool = False) -> Section:
         """Return a new section, at the next place under this label.
@@ -143,10 +143,10 @@ class Sections:
         """
         places = self._places.get(label)
         if places is None:
-            places = self._places[label] = Places(members, weakref.WeakValueDictionary())
+            places = self._places[label] = SectionPlaces(members, weakref.WeakValueDictionary())
         elif places.members != members or (is_elastic and not places.held):
             # New ones, so that releasing an earlier section later changes nothing.
-            places = self._places[label] = Places(members, places.sections)
+            places = self._places[label] = SectionPlaces(members, places.sections)
         place = places.next()
         return Section(PrefixStore(f"{label}/{place.number}", store), members[0], place)
 

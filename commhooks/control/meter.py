@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.communicators.connection import Address
-from commhooks.communicators.noticeboard import Noticeboard, SilentStoreError
+from commhooks.communicators.failure_store import FailureStore, SilentStoreError
 from commhooks.communicators.parent_group import backend_of
+from commhooks.communicators.private_group import Address
 from commhooks.communicators.process_group import WorkPending
 from commhooks.control.decider import StepTimes
 from commhooks.control.link import SMALL, Link, hops_of, link_of, probe_bytes
@@ -41,12 +41,12 @@ class Meter:
         self._sees_waiting = device is None or not runs_on_streams(backend_of(group, device))
         self._device = torch.device("cpu") if self._sees_waiting or device is None else device
         self._limit = math.inf if attachment.hook_timeout is None else attachment.hook_timeout
-        self._board: Noticeboard | None = None
+        self._failures: FailureStore | None = None
         if self._sees_waiting:  # on NCCL a wait with a limit would end the process: the group's own timeout holds there
             address = Address.under(group, "Adaptive")
             address.meet()  # in the background: until then, no failure is known
             address.section.release()  # a meter has no end
-            self._board = address.noticeboard()
+            self._failures = address.failure_store()
         self._attachment = attachment
         self.start()
 
@@ -95,22 +95,22 @@ class Meter:
         return numbers
 
     def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
-        work = dist.all_reduce(tensor, operation, group=self.group, async_op=self._board is not None)
-        if self._board is None:
+        work = dist.all_reduce(tensor, operation, group=self.group, async_op=self._failures is not None)
+        if self._failures is None:
             return
         assert work is not None, "this rank is in the group"
-        failure = self._wait(WorkPending([work], "all-reduce of a measurement", tensor), self._board)
+        failure = self._wait(WorkPending([work], "all-reduce of a measurement", tensor), self._failures)
         if not failure:
             return
         try:
-            silent = ", ".join(map(str, self._board.silent_ranks()))  # those that do not wait in the same exchange
+            silent = ", ".join(map(str, self._failures.silent_ranks()))  # those that do not wait in the same exchange
             failure += f" No answer from rank {silent}." if silent else ""
         except SilentStoreError as error:
             failure += f" {error}"
-        self._board.post(failure)
+        self._failures.post(failure)
         raise CollectiveError(f"Adaptive.step: {failure}")
 
-    def _wait(self, pending: WorkPending, board: Noticeboard) -> str:
+    def _wait(self, pending: WorkPending, failures: FailureStore) -> str:
         """Wait for a collective, and return why it failed, if so; raise `CollectiveError` if another rank gave up."""
         deadline = time.monotonic() + self._limit
         while True:
@@ -118,7 +118,7 @@ class Meter:
                 pending.wait(max(0.001, min(_SLICE_SECONDS, deadline - time.monotonic())))  # 0 s would mean for ever
                 return ""
             except TimeoutError:
-                cause = board.failure()
+                cause = failures.failure()
             except CollectiveError as error:  # which does not say whose process is gone
                 return f"{error}."
             if cause is not None:

@@ -35,9 +35,9 @@ from commhooks.exchange.options import Options, Settings, check_belongs_to_line,
 from commhooks.language.compressor import Compressor
 from commhooks.saving.rules import LoadOptions, LoadRules
 from commhooks.saving.saved import Differences, Saved, read
+from commhooks.scheduling.connection import Connection
 from commhooks.scheduling.ledger import total
-from commhooks.scheduling.line import Line
-from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
+from commhooks.scheduling.lockstep import LockstepConnection, run_in_turns
 from commhooks.tensors import all_finite, cloned, local
 from commhooks.units import counted
 from commhooks.unwrapping import bare, difference_of, everything_kept, kept_buffers, plain_name
@@ -76,8 +76,8 @@ class DiLoCo:
     - `weighted`: ranks count by `weight`, which is 1 until you set it, for example to the tokens that a rank has
       trained on since its last exchange. Weight 0 leaves a rank's progress and floating-point buffers out of the means,
       but not what the compressor still owes of its earlier rounds.
-    - `Options` describes the options, of which all but `scaler` and `guard` apply. With a `line` of `lockstep_lines`,
-      workers of one process, whose models must begin equal, exchange in `step_in_lockstep`.
+    - `Options` describes the options, of which all but `scaler` and `guard` apply. With a `connection` of
+      `lockstep_connections`, workers of one process, whose models must begin equal, exchange in `step_in_lockstep`.
 
     Memory, in bytes for each fp32 parameter: 4 for the outer copy, 4 for the message, the outer optimizer's state (SGD
     with momentum: 4), and the compressor's state (a residual: 4; the server error of two hops: 4/W). Fragments whose
@@ -103,15 +103,18 @@ class DiLoCo:
         mixing: float = 0.0,
         on_host: bool = False,
         weighted: bool = False,
-        line: Line | None = None,
+        connection: Connection | None = None,
         **options: Unpack[Options],
     ) -> None:
-        if line is not None and not isinstance(line, LockstepLine):
-            raise SettingsError(f"DiLoCo(line={line!r}): line must be one of lockstep_lines; pass a process_group.")
-        group = group_of_ranks(options.get("process_group")) if line is None else None
+        if connection is not None and not isinstance(connection, LockstepConnection):
+            raise SettingsError(
+                f"DiLoCo(connection={connection!r}): connection must be one of lockstep_connections; "
+                "pass a process_group."
+            )
+        group = group_of_ranks(options.get("process_group")) if connection is None else None
         try:
             settings = settings_of("DiLoCo", options)
-            if line is not None:
+            if connection is not None:
                 check_belongs_to_line("DiLoCo", options)
             check_flags("DiLoCo", on_host=on_host, weighted=weighted)
             beginning = Beginning.checked(
@@ -144,7 +147,7 @@ class DiLoCo:
         self._outer_optimizer = made_of(outer, [held for one in self._fragments for held in one.outer.values()], group)
         self._is_weighted = weighted
         self._weight = 1.0
-        self._open_exchange(beginning.compressor, settings, line)
+        self._open_exchange(beginning.compressor, settings, connection)
         steps_locally(self._outer_optimizer)
         self._inner = Inner(beginning.optimizer, self._parts[0].exchanger.fail)
         self._held = self._inner.parameters()
@@ -180,7 +183,7 @@ class DiLoCo:
     @property
     def rank_and_world_size(self) -> tuple[int, int]:
         """The rank of this process and the number of ranks that average together."""
-        return self.exchange.line.rank, self.exchange.line.world_size
+        return self.exchange.connection.rank, self.exchange.connection.world_size
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -199,7 +202,7 @@ class DiLoCo:
         with self._whole():
             self._begin_step()
             if self.process_group is None:
-                run_in_turns([self._lockstep_line()])
+                run_in_turns([self._lockstep_connection()])
             self._end_step()
 
     def pass_over(self) -> None:
@@ -330,9 +333,9 @@ class DiLoCo:
         change = difference_of(self._named, {name: now[name] for name in self._named if name in now})
         return f"{change}: {_EXCHANGED}" if change else ""
 
-    def _lockstep_line(self) -> LockstepLine:
-        assert isinstance(self.exchange.line, LockstepLine), "there is a process group otherwise"
-        return self.exchange.line
+    def _lockstep_connection(self) -> LockstepConnection:
+        assert isinstance(self.exchange.connection, LockstepConnection), "there is a process group otherwise"
+        return self.exchange.connection
 
     # --- construction -------------------------------------------------------------------------------------------------
 
@@ -350,7 +353,7 @@ class DiLoCo:
         )
         self._parts = [*self._fragments, *([self._buffers] if self._buffers is not None else [])]
 
-    def _open_exchange(self, compressor: Compressor, settings: Settings, line: Line | None) -> None:
+    def _open_exchange(self, compressor: Compressor, settings: Settings, connection: Connection | None) -> None:
         count = len(self._fragments)
         labels = [f"fragment {number} of {count}" for number in range(count)] + [BUFFERS] * (self._buffers is not None)
         parts = dict(zip(labels, self._parts, strict=True))
@@ -361,7 +364,7 @@ class DiLoCo:
             group=self.process_group,
         )
         compressors = dict.fromkeys(labels, compressor) | {BUFFERS: AllReduceMean()}
-        self.exchange: Handle[TensorChannel] = Handle(feed, compressors, settings, line)
+        self.exchange: Handle[TensorChannel] = Handle(feed, compressors, settings, connection)
         """The exchange of all parts, by "fragment 0 of 3" and so on, and "buffers": statistics, memory, `replace`."""
         for label, part in parts.items():
             part.exchanger = self.exchange[label]
@@ -547,6 +550,6 @@ def step_in_lockstep(workers: Sequence[DiLoCo]) -> None:
             whole.enter_context(worker._whole())
         for worker in workers:
             worker._begin_step()
-        run_in_turns([worker._lockstep_line() for worker in workers])
+        run_in_turns([worker._lockstep_connection() for worker in workers])
         for worker in workers:
             worker._end_step()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from commhooks.diloco.parts import Fragment, Part
+from commhooks.diloco.parts import Fragment, RoundPart
 from commhooks.diloco.starting import Schedule
 from commhooks.saving.form import Form, faults_of
 from commhooks.saving.misfits import other_optimizer, other_tensors
@@ -29,7 +29,7 @@ SHARED: Form = {
 
 
 def misfits(
-    shared: Mapping[str, Any], schedule: Schedule, parts: Sequence[Part], optimizer: Optimizer, rules: LoadRules
+    shared: Mapping[str, Any], schedule: Schedule, parts: Sequence[RoundPart], optimizer: Optimizer, rules: LoadRules
 ) -> list[str]:
     """List every difference between a saved state and this run that would cause an error on loading."""
     if not shared:
@@ -51,7 +51,7 @@ def _other_settings(saved: Mapping[str, Any], now: Mapping[str, Any], rules: Loa
             yield f"{name}: saved with {saved.get(name)!r}, now {value!r}{remedy}"
 
 
-def _other_parts(shared: Mapping[str, Any], parts: Sequence[Part]) -> Iterator[str]:
+def _other_parts(shared: Mapping[str, Any], parts: Sequence[RoundPart]) -> Iterator[str]:
     """Compare the outer copies, and the means that were under way, which must be due later."""
     now = {name: outer for part in parts if isinstance(part, Fragment) for name, outer in part.outer.items()}
     yield from other_tensors("outer copies", shared["outer"], now)

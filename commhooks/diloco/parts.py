@@ -29,7 +29,7 @@ Before = tuple[dict[str, Tensor], dict[Tensor, Any], list[dict[str, Any]]]
 """The outer copies by name, the outer optimizer's state of each, and its groups' values, such as counters."""
 
 
-class Part(ABC):
+class RoundPart(ABC):
     """A part that is sent at one turn of each round, and whose means are used `delay` steps later."""
 
     exchanger: TensorChannel
@@ -103,7 +103,7 @@ class PartsFeed(TensorFeed):
         return None if channel == BUFFERS else super().memory_of(channel)
 
 
-class Fragment(Part):
+class Fragment(RoundPart):
     """Some of the parameters, with their outer copies, which all ranks share.
 
     `named` are the fragment's parameters; of sharded ones, this rank's shards are exchanged. The outer copies are in at
@@ -177,7 +177,7 @@ class Fragment(Part):
                 own.copy_(self.outer[name])
 
 
-class Buffers(Part):
+class Buffers(RoundPart):
     """The model's buffers: floating-point ones are averaged where they are finite, others copied from rank 0.
 
     Floating-point buffers, complex ones included, are sent in at least fp32. Others are sent byte by byte, each byte as
@@ -198,7 +198,7 @@ class Buffers(Part):
         self.like |= {_WEIGHT: torch.empty((), dtype=wide, device=device)}
 
     def begin(self, due: int, weight: float | None = None) -> None:
-        """Start averaging the buffers, as `Part.begin` does; the exchanger knows of no weights."""
+        """Start averaging the buffers, as `RoundPart.begin` does; the exchanger knows of no weights."""
         self._weight = 1.0 if weight is None else weight
         super().begin(due)
 
@@ -216,7 +216,7 @@ class Buffers(Part):
 
     def write(self, room: Mapping[str, Tensor]) -> None:
         """Write floating-point buffers if all of them are finite, and on rank 0 the others."""
-        rank = self.exchanger.engine.line.rank
+        rank = self.exchanger.engine.connection.rank
         named = self.now()
         for name, buffer in named.items():
             if _is_averaged(buffer) or rank == 0:
@@ -231,7 +231,7 @@ class Buffers(Part):
 
     def apply(self, means: Mapping[str, Tensor]) -> None:
         """Set the buffers; leave floating-point ones as they are if no rank with a weight has finite ones."""
-        ranks = self.exchanger.engine.line.world_size
+        ranks = self.exchanger.engine.connection.world_size
         weight = float(means[_WEIGHT])
         if not self._is_weighted:
             weight = round(weight * ranks) / ranks

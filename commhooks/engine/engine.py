@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from commhooks.communicators.disagreement import refusal_as_fingerprint
+from commhooks.communicators.failure_store import FIRST_SCALE, OUT_OF_INPUTS
 from commhooks.communicators.kernels import Kernels, kernels_of
-from commhooks.communicators.noticeboard import FIRST_SCALE, OUT_OF_INPUTS
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.devices import future_on, mark_of
 from commhooks.engine.buckets import Bucket, Buckets
@@ -30,9 +30,9 @@ from commhooks.language.compressor import (
     judged,
 )
 from commhooks.native.library import in_use
+from commhooks.scheduling.connection import Connection, ProcessGroupConnection
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.ledger import Statistics
-from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.scheduling.policy import PolicyName
 from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.task import BucketTask
@@ -49,7 +49,7 @@ class Engine:
     def __init__(
         self,
         compressor: Compressor,
-        line: Line,
+        connection: Connection,
         *,
         fingerprint: str = "",
         residuals: ResidualStorage = "fp32",
@@ -63,17 +63,17 @@ class Engine:
         is_sharded: bool = False,
     ) -> None:
         self.compressor = compressor
-        self.line = line
-        self.policy = policy or line.policy
+        self.connection = connection
+        self.policy = policy or connection.policy
         # Before the lane: it may be refused.
-        self.state = StateTable(line.rank, line.world_size, residuals, is_sharded=is_sharded)
-        self.lane = Lane(line.join(name), name, self.policy)
-        """The engine's place on its line, and its counts."""
+        self.state = StateTable(connection.rank, connection.world_size, residuals, is_sharded=is_sharded)
+        self.lane = Lane(connection.join(name), name, self.policy)
+        """The engine's place on its connection, and its counts."""
         self.scheduler: Scheduler | None = None
         """The scheduler of the lane; None before the first bucket or `open`."""
         self.why_stopped = ""
         """The failure, outside the lane, because of which it was closed; "" if there was none."""
-        self._leave = weakref.finalize(self, line.leave)
+        self._leave = weakref.finalize(self, connection.leave)
         self._leave.atexit = False
         self.buckets = Buckets(self.state, by_parameter=by_parameter)
         self.loss_scale = loss_scale or LossScale()
@@ -101,11 +101,11 @@ class Engine:
             self.buckets.learn_names(bucket, bucket.parameters())
         parts = self.resumed.parts_of(bucket, self.state) if self.resumed.plan else []
         if not parts:
-            return self._hand_in(bucket)
-        futures = [self._hand_in(part) for part in parts]
+            return self._submit(bucket)
+        futures = [self._submit(part) for part in parts]
         return torch.futures.collect_all(futures).then(functools.partial(put_together, parts, bucket.buffer()))
 
-    def _hand_in(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+    def _submit(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         memory = bucket.buffer()
         if not (memory.is_floating_point() or memory.is_complex()):
             raise GradientError(
@@ -127,13 +127,13 @@ class Engine:
             step=self.step,
             is_last=bucket.is_last(),
             parameters=lambda: self.state.describe(bucket.parameters()),
-            world_size=self.line.world_size,
+            world_size=self.connection.world_size,
             undo=self._undo,
             ready=mark_of(memory.device),
         )
         if task.is_last and not self._names_are_checked:
             self._names_are_checked = True
-            self.compressor.check(self.state.described(), self.line.world_size)
+            self.compressor.check(self.state.described(), self.connection.world_size)
             self.state.end_loading()
         if self._undo is not None:
             self._undo.expect(last=task.is_last)
@@ -145,7 +145,7 @@ class Engine:
     def _exchange(self, view: BucketView) -> Exchange:
         """Return a bucket's exchange, wrapped in the guards of state that this step and run need."""
         compressor, scale = self.compressor, self.loss_scale.of_gradients
-        context = Context(self.line.rank, self.line.world_size, self.step, loss_scale=scale)
+        context = Context(self.connection.rank, self.connection.world_size, self.step, loss_scale=scale)
         if not compressor.takes(view.memory):
             exchange = begin_exchange(AllReduceMean(), view, context)
             return judged(view, exchange) if self.buckets.phase.is_guarded else exchange
@@ -177,11 +177,11 @@ class Engine:
         self.buckets.follow(bucket)
 
     def _check_ranks(self) -> None:
-        """Fail before a step, on every rank that still waits for this one, if the ranks are not those of the line."""
+        """Fail before a step, on every rank that still waits for this one, if the ranks are not the connection's."""
         try:
-            self.line.check_ranks()
+            self.connection.check_ranks()
         except AttachError as error:
-            failure = f"rank {self.line.rank}, before step {self.step}: {error}"
+            failure = f"rank {self.connection.rank}, before step {self.step}: {error}"
             self._post(failure)
             raise AttachError(failure) from None
 
@@ -192,15 +192,15 @@ class Engine:
         this costs nothing. On a GPU the host does not know it. A rank that has run out of inputs updates no scale.
         """
         self._begun += 1
-        board, scale = self.scheduler.board if self.scheduler is not None else None, self.loss_scale.of_gradients
-        if board is None or not self.lane.is_first or isinstance(scale, Tensor):
+        failures, scale = self.scheduler.failures if self.scheduler is not None else None, self.loss_scale.of_gradients
+        if failures is None or not self.lane.is_first or isinstance(scale, Tensor):
             return
         if self._told is not None:
             (begun, step, told), self._told = self._told, None
-            if others := board.other_scales(begun, told):
+            if others := failures.other_scales(begun, told):
                 named = ", ".join(f"{other} on rank {rank}" for rank, other in others.items())
                 failure = (
-                    f"rank {self.line.rank}, step {step}: the loss scale is {told} here, and {named}: a mean of "
+                    f"rank {self.connection.rank}, step {step}: the loss scale is {told} here, and {named}: a mean of "
                     "gradients of several scales is wrong. Give all ranks the same GradScaler settings and state, and "
                     "call scaler.update() on all of them after each step."
                 )
@@ -212,7 +212,7 @@ class Engine:
             self._scale = known
             if not is_out_of_inputs:
                 self._told = self._begun, self.step, known
-            board.note_scale(self._begun, known)
+            failures.note_scale(self._begun, known)
 
     def end_step(self) -> None:
         """End the current step, even if its last bucket never came."""
@@ -278,7 +278,7 @@ class Engine:
         if self.scheduler is None:
             self._compare_kernels_of(self.compressor, device)
             fingerprint = self._fingerprint_with(self.compressor, refusal)
-            self.scheduler = self.line.open(self.lane, device, fingerprint)
+            self.scheduler = self.connection.open(self.lane, device, fingerprint)
         return self.scheduler
 
     def agree(self, fingerprint: str, caller: str, device: torch.device) -> None:
@@ -287,7 +287,7 @@ class Engine:
         try:
             self.scheduler_for(device).agree(self.lane, fingerprint, caller)
         except KeyboardInterrupt:  # the others may have agreed, and go on with what this rank does not have
-            self.stop(f"rank {self.line.rank}: {caller} was interrupted.")
+            self.stop(f"rank {self.connection.rank}: {caller} was interrupted.")
             raise
 
     def open(self, device: torch.device, refusal: Exception | None = None) -> None:
@@ -301,23 +301,24 @@ class Engine:
                 raise refusal
 
     def stop(self, why: str = "") -> None:
-        """Close the lane; the line stops with its last one, or on every rank if this one tells them `why`."""
+        """Close the lane; the connection stops with its last one, or on every rank if this one tells them `why`."""
         self.lane.is_closed = True
         self.why_stopped = self.why_stopped or why
         if why:
             self._post(why)
-            # If the line's first use has failed here, no later line may meet the others' first use: it takes its place.
-            if isinstance(self.line, ProcessGroupLine) and self.scheduler is None:
+            # If the connection's first use has failed here, no later connection may meet the others' first use: it
+            # takes its place.
+            if isinstance(self.connection, ProcessGroupConnection) and self.scheduler is None:
                 with contextlib.suppress(AttachError):  # no such ranks are left; the caller raises why it stopped
-                    self.line.take_place(self._fingerprint_with(self.compressor))
+                    self.connection.take_place(self._fingerprint_with(self.compressor))
         self._leave()
 
     def _post(self, why: str) -> None:
-        if self.scheduler is not None and self.scheduler.board is not None:
-            self.scheduler.board.post(why)
+        if self.scheduler is not None and self.scheduler.failures is not None:
+            self.scheduler.failures.post(why)
 
     def _compare_kernels_of(self, compressor: Compressor, device: torch.device) -> None:
-        is_needed = compares_kernels(compressor) and self.line.world_size > 1
+        is_needed = compares_kernels(compressor) and self.connection.world_size > 1
         self.lane.kernels = Kernels(str(compressor), kernels_of(device)) if is_needed else Kernels()
 
     def _fingerprint_with(self, compressor: Compressor, refusal: Exception | None = None) -> str:

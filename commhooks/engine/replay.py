@@ -34,7 +34,7 @@ class Resumed:
         if self._steps_left <= 0:
             self.plan = ()
 
-    def parts_of(self, bucket: Bucket, table: StateTable) -> list[Part]:
+    def parts_of(self, bucket: Bucket, table: StateTable) -> list[BucketPart]:
         """Return a bucket's parts; empty if it is not split, or the plan has the same bucket.
 
         A part may be the whole bucket, with its parameters in the order of their first backward pass.
@@ -57,12 +57,12 @@ class Resumed:
         parts = []
         for one in within:
             members, own = zip(*(found[name] for name in one), strict=True)
-            parts.append(Part(bucket, torch.cat(own), list(members), own, ends=one is within[-1]))
+            parts.append(BucketPart(bucket, torch.cat(own), list(members), own, ends=one is within[-1]))
         return parts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class BucketPart:
     """A part of a bucket that acts as a bucket itself, with its own memory."""
 
     whole: Bucket
@@ -96,7 +96,7 @@ class Part:
         torch._foreach_copy_(list(self.places), list(parts))
 
 
-def put_together(parts: Sequence[Part], memory: Tensor, done: torch.futures.Future[Any]) -> Tensor:
+def put_together(parts: Sequence[BucketPart], memory: Tensor, done: torch.futures.Future[Any]) -> Tensor:
     """Return the whole bucket's mean, or raise the error of one of its parts."""
     for future in done.value():
         future.value()

@@ -61,7 +61,7 @@ class UndoLog:
         self._complete = False
 
     def expect(self, *, last: bool) -> None:
-        """Count a bucket that will be judged; call it in the order of hand-in, before its exchange begins."""
+        """Count a bucket that will be judged; call it in the order of submission, before its exchange begins."""
         self._buckets += 1
         self._complete = last
 

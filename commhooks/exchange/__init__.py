@@ -4,8 +4,8 @@ from commhooks.exchange.exchanger import Averaging, Exchanger, TensorChannel
 from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.handle import Handle, open_exchange
 from commhooks.exchange.options import Options
+from commhooks.scheduling.connection import ProcessGroupConnection
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics
-from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.state.memory import MemoryReport
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "MemoryReport",
     "Options",
     "ParameterTraffic",
-    "ProcessGroupLine",
+    "ProcessGroupConnection",
     "Statistics",
     "TensorChannel",
     "open_exchange",

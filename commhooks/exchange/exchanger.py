@@ -26,8 +26,8 @@ from commhooks.exchange.handle import Handle
 from commhooks.exchange.options import Options, check_belongs_to_line, check_flags, settings_of
 from commhooks.language.compressor import Compressor, inner_of
 from commhooks.saving.saved import ONLY
-from commhooks.scheduling.line import Line
-from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
+from commhooks.scheduling.connection import Connection
+from commhooks.scheduling.lockstep import LockstepConnection, run_in_turns
 from commhooks.state.memory import MemoryReport, added
 from commhooks.tensors import is_dense
 
@@ -45,14 +45,14 @@ class Averaging:
         like: Mapping[str, Tensor],
         buckets: Sequence[FlatBucket],
         futures: Sequence[torch.futures.Future[Tensor]],
-        line: Line,
+        connection: Connection,
         in_turns: InTurns | None,
     ) -> None:
         self._in_turns = in_turns
         self._like = like
         self._buckets = buckets
         self._futures = futures
-        self._line = line
+        self._connection = connection
         self._is_written = False
 
     @property
@@ -81,7 +81,7 @@ class Averaging:
 
         Raises `CompressorError` if it would wait forever, for workers of this process that take turns.
         """
-        _check_turns("Averaging.wait", self._futures, self._line)
+        _check_turns("Averaging.wait", self._futures, self._connection)
         for future in self._futures:
             future.wait()
 
@@ -130,8 +130,8 @@ class TensorChannel(Channel):
         so fails the other ranks' calls, and `CollectiveError` if another rank fails. In both cases the tensors are
         unchanged.
         """
-        if isinstance(self.engine.line, LockstepLine):
-            if self.engine.line.world_size > 1:
+        if isinstance(self.engine.connection, LockstepConnection):
+            if self.engine.connection.world_size > 1:
                 raise CompressorError("Exchanger.average: workers of one process meet in average_in_lockstep.")
             _average_in_lockstep([self], [tensors])
             return
@@ -177,7 +177,7 @@ class TensorChannel(Channel):
                 if tensors is not None:
                     torch._foreach_copy_(bucket.places, [tensors[name] for name in bucket.names()])
             self._last = [self.engine.run(bucket) for bucket in buckets]
-            begun = Averaging(self._like, buckets, self._last, self.engine.line, self._in_turns)
+            begun = Averaging(self._like, buckets, self._last, self.engine.connection, self._in_turns)
             self._memories.append((buckets, weakref.ref(begun)))
             return begun
 
@@ -194,8 +194,8 @@ class TensorChannel(Channel):
 
     def fail(self, what: str) -> NoReturn:
         """Raise `CompressorError`, and close the lane, so that the other ranks, which may have begun, learn of it."""
-        why = f"rank {self.engine.line.rank}: {what}"
-        if isinstance(self.engine.line, LockstepLine):  # nobody has begun, so nothing is lost
+        why = f"rank {self.engine.connection.rank}: {what}"
+        if isinstance(self.engine.connection, LockstepConnection):  # nobody has begun, so nothing is lost
             raise CompressorError(why)
         self.stop(why)
         raise CompressorError(f"{why} It is closed now: other ranks' calls fail.")
@@ -217,7 +217,7 @@ class TensorChannel(Channel):
             self.fail(f"Exchanger was made for other tensors: {wrong[0]}.")
 
     def _wait_for_the_last(self, caller: str) -> None:
-        _check_turns(caller, self._last, self.engine.line)
+        _check_turns(caller, self._last, self.engine.connection)
         for future in self._last:
             with contextlib.suppress(Exception):  # whoever waits for that round is told; this one fails by itself
                 future.wait()
@@ -338,7 +338,7 @@ class Exchanger(Handle[TensorChannel]):
     Or it names groups of them, by label: these are channels, averaged separately, as `exchanger["label"].average(...)`,
     each with its own count of rounds, so that seeds and warm-up do not depend on the others; no name may be in two of
     them, and `compressor` may be one for each, by label. `Options` describes the options, of which all but `guard`
-    apply; `policy` is "fused", or the line's.
+    apply; `policy` is "fused", or the connection's.
 
     - `weighted`: `begin` takes this rank's weight in the mean; compressors that count votes raise `SettingsError`.
     - `in_turns`: no round begins before the last one's means are written or dropped, so the channels share their
@@ -352,12 +352,12 @@ class Exchanger(Handle[TensorChannel]):
     wrong. So give each a `name`. If first rounds may begin in any order, as in several threads, call `open` on each in
     one order before.
 
-    `line` replaces the process group: exchangers that share one `ProcessGroupLine` share its thread and private group,
-    as the channels of one do, each on a lane of its own, and begin all their rounds in the same order on every rank.
-    Those of one line that have no name, or the same, are told apart by the order of making: there, one that a single
-    rank makes, even if it closes it, needs a name of its own, or the others' first use raises `AttachError`. Errors
-    name the round and the exchanger, "round 3, <name>". `lockstep_lines` are for workers in one process, see
-    `average_in_lockstep`.
+    `connection` replaces the process group: exchangers that share one `ProcessGroupConnection` share its thread and
+    private group, as the channels of one do, each on a lane of its own, and begin all their rounds in the same order on
+    every rank. Those of one connection that have no name, or the same, are told apart by the order of making: there,
+    one that a single rank makes, even if it closes it, needs a name of its own, or the others' first use raises
+    `AttachError`. Errors name the round and the exchanger, "round 3, <name>". `lockstep_connections` are for workers in
+    one process, see `average_in_lockstep`.
     """
 
     def __init__(
@@ -368,7 +368,7 @@ class Exchanger(Handle[TensorChannel]):
         name: str = "",
         weighted: bool = False,
         in_turns: bool | InTurns = False,
-        line: Line | None = None,
+        connection: Connection | None = None,
         **options: Unpack[Options],
     ) -> None:
         check_flags("Exchanger", weighted=weighted, in_turns=isinstance(in_turns, InTurns) or in_turns)
@@ -379,12 +379,12 @@ class Exchanger(Handle[TensorChannel]):
                 f"Exchanger: there must be a compressor for each group, by its label (got those of {', '.join(given)} "
                 f"for {', '.join(channels)})."
             )
-        if line is not None:
+        if connection is not None:
             check_belongs_to_line("Exchanger", options)
-        settings = settings_of("Exchanger", options if line is None else {"policy": line.policy, **options})
+        settings = settings_of("Exchanger", options if connection is None else {"policy": connection.policy, **options})
         compressors = {label: checked_compressor("Exchanger", one) for label, one in given.items()}
         feed = TensorFeed(channels, name=name, weighted=weighted, in_turns=in_turns, group=settings.process_group)
-        super().__init__(feed, compressors, settings, line)
+        super().__init__(feed, compressors, settings, connection)
         for channel in self.values():
             if (refusal := channel.refusal_of(channel.compressor)) is not None:
                 self.close()
@@ -436,8 +436,10 @@ def _channels_in(tensors: object) -> dict[str, dict[str, Tensor]]:
 def average_in_lockstep(exchangers: Sequence[Exchanger], tensors: Sequence[Mapping[str, Tensor]]) -> None:
     """Average over workers in this process, each with its own tensors; see `Exchanger.average`."""
     for exchanger in exchangers:
-        if not isinstance(exchanger.line, LockstepLine):
-            raise CompressorError("average_in_lockstep: every Exchanger must have a line of lockstep_lines.")
+        if not isinstance(exchanger.connection, LockstepConnection):
+            raise CompressorError(
+                "average_in_lockstep: every Exchanger must have a connection of lockstep_connections."
+            )
         exchanger._check_open("average_in_lockstep")
     _average_in_lockstep([exchanger._only() for exchanger in exchangers], tensors)
 
@@ -446,8 +448,10 @@ def _average_in_lockstep(channels: Sequence[TensorChannel], tensors: Sequence[Ma
     for channel, own in zip(channels, tensors, strict=True):
         channel._check(own, overwritten=True)
     rounds = [channel.begin(own) for channel, own in zip(channels, tensors, strict=True)]
-    lines = [channel.engine.line for channel in channels]
-    run_in_turns([line for line in dict.fromkeys(lines) if isinstance(line, LockstepLine)])  # a shared one's turn once
+    connections = [channel.engine.connection for channel in channels]
+    run_in_turns(
+        [connection for connection in dict.fromkeys(connections) if isinstance(connection, LockstepConnection)]
+    )  # a shared one's turn once
     for one, own in zip(rounds, tensors, strict=True):
         one.write(own)
 
@@ -468,9 +472,9 @@ def check_takes_weights(compressor: Compressor) -> None:
         check_takes_weights(inner)
 
 
-def _check_turns(caller: str, futures: Sequence[torch.futures.Future[Tensor]], line: Line) -> None:
+def _check_turns(caller: str, futures: Sequence[torch.futures.Future[Tensor]], connection: Connection) -> None:
     """Raise `CompressorError` if a round of workers that take turns is under way: none of them can while one waits."""
-    if isinstance(line, LockstepLine) and not all(future.done() for future in futures):
+    if isinstance(connection, LockstepConnection) and not all(future.done() for future in futures):
         raise CompressorError(f"{caller}: the last round is under way; let the workers take their turns.")
 
 

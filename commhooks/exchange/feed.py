@@ -36,7 +36,7 @@ class Channel:
     def __str__(self) -> str:
         """Return a summary: the compressor, the ranks, any failure, and the statistics so far."""
         engine = self.engine
-        where = f"rank {engine.line.rank} of {engine.line.world_size}, policy {engine.policy!r}"
+        where = f"rank {engine.connection.rank} of {engine.connection.world_size}, policy {engine.policy!r}"
         failure = engine.failure()
         state = f"\nended by: {failure}" if failure is not None else "\nclosed" if engine.lane.is_closed else ""
         return f"{engine.compressor}\n{where}{state}\n{self.statistics()}"
@@ -93,7 +93,7 @@ class Channel:
     def refusal_of(self, compressor: Compressor) -> SettingsError | None:
         """Return why a compressor cannot average these tensors on this rank; None if it can."""
         try:
-            check_compressor_for(compressor, self.engine.state.named(), self.engine.line)
+            check_compressor_for(compressor, self.engine.state.named(), self.engine.connection)
         except SettingsError as error:
             return error
         return self._feed.refusal_of(compressor)

@@ -27,8 +27,8 @@ from commhooks.saving.parts import merge_state_dicts
 from commhooks.saving.resumption import agreed
 from commhooks.saving.rules import LoadOptions, LoadRules
 from commhooks.saving.saved import ONLY, Differences, Saved, read
+from commhooks.scheduling.connection import Connection, ProcessGroupConnection
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics, total
-from commhooks.scheduling.line import Line, ProcessGroupLine
 from commhooks.state.memory import MemoryReport
 from commhooks.state.table import StateTable
 from commhooks.tensors import cloned
@@ -52,13 +52,13 @@ class Handle(Mapping[str, One]):
         feed: Feed,
         compressor: Compressor | Mapping[str, Compressor],
         settings: Settings,
-        line: Line | None = None,
+        connection: Connection | None = None,
     ) -> None:
         """Make the engines, unless settings cannot work; the other ranks learn of nothing before `open`."""
         self._feed, self._settings = feed, settings
         self._watches: list[Watch] = []
         self._is_open = False
-        self._line: Line = line or ProcessGroupLine(
+        self._connection: Connection = connection or ProcessGroupConnection(
             feed.process_group if settings.process_group is None else group_or_default(settings.process_group),
             label=feed.label,
             policy=settings.policy,
@@ -81,7 +81,7 @@ class Handle(Mapping[str, One]):
         feed, settings = self._feed, self._settings
         engine = Engine(
             compressor,
-            self._line,
+            self._connection,
             fingerprint=feed.facts(name),
             residuals=settings.residuals,
             atomic=settings.atomic,
@@ -190,9 +190,9 @@ class Handle(Mapping[str, One]):
         return self._feed.is_plugged
 
     @property
-    def line(self) -> Line:
-        """The line to the other ranks."""
-        return self._line
+    def connection(self) -> Connection:
+        """The connection to the other ranks."""
+        return self._connection
 
     @property
     def gathers(self) -> Any:
@@ -202,18 +202,18 @@ class Handle(Mapping[str, One]):
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The process group whose ranks average together; None once it has been destroyed, or without one."""
-        return self._line.process_group if isinstance(self._line, ProcessGroupLine) else None
+        return self._connection.process_group if isinstance(self._connection, ProcessGroupConnection) else None
 
     @property
     def hook_timeout(self) -> float | None:
         """The limit of a collective, in seconds; None: the process group's."""
-        return self._line.hook_timeout if isinstance(self._line, ProcessGroupLine) else None
+        return self._connection.hook_timeout if isinstance(self._connection, ProcessGroupConnection) else None
 
     @property
     def rank_and_world_size(self) -> tuple[int, int]:
         """The rank of this process and the number of ranks, among those that average together."""
         (first, *_) = self._channels().values()
-        return first.engine.line.rank, first.engine.line.world_size
+        return first.engine.connection.rank, first.engine.connection.world_size
 
     @property
     def compressor(self) -> Compressor:
@@ -399,11 +399,11 @@ class Handle(Mapping[str, One]):
         must agree.
         """
         _, ranks = self.rank_and_world_size
-        if not isinstance(self._line, ProcessGroupLine):
+        if not isinstance(self._connection, ProcessGroupConnection):
             raise CheckpointError("gathered: workers of one process gather with merge_state_dicts.")
         if to is not None and not 0 <= to < ranks:
             raise CheckpointError(f"gathered(to={to}): to must be a rank from 0 to {ranks - 1}, or None.")
-        group = self._line.process_group  # a PowerSGDState's own attribute is what it was made with
+        group = self._connection.process_group  # a PowerSGDState's own attribute is what it was made with
         if group is None and ranks > 1:
             raise CheckpointError(
                 "gathered: the process group was destroyed, so the other ranks cannot be reached; gather before that."

@@ -11,7 +11,7 @@ from typing import Any, TypedDict, TypeGuard, get_args
 import numpy
 import torch.distributed as dist
 
-from commhooks.communicators.connection import WrapCommunicator
+from commhooks.communicators.private_group import WrapCommunicator
 from commhooks.errors import SettingsError
 from commhooks.scheduling.policy import POLICIES, PolicyName
 from commhooks.state.loss_scale import LossScale, Scaler
@@ -131,10 +131,10 @@ def settings_of(way: str, options: Options, caller: str = "") -> Settings:
 
 
 def check_belongs_to_line(caller: str, options: Options) -> None:
-    """Raise `SettingsError` for an option that belongs to the line that an exchange is given."""
+    """Raise `SettingsError` for an option that belongs to the connection that an exchange is given."""
     names = ("process_group", "hook_timeout", "wrap_communicator")
     if given := [name for name in names if options.get(name) is not None]:
-        raise SettingsError(f"{caller}: {' and '.join(given)} belong to the line; pass them to it.")
+        raise SettingsError(f"{caller}: {' and '.join(given)} belong to the connection; pass them to it.")
 
 
 def check_policy(caller: str, policy: object) -> None:

@@ -42,7 +42,7 @@ class ReductionsGuard(Guard):
     ) -> None:
         self._count = reductions
         super().__init__(named, title)
-        self._line = engine.line
+        self._connection = engine.connection
         self._advice = advice
 
     @property
@@ -52,7 +52,7 @@ class ReductionsGuard(Guard):
 
     def ranks(self) -> tuple[int, int]:
         """Return this process's rank among those that average together, and their number."""
-        return self._line.rank, self._line.world_size
+        return self._connection.rank, self._connection.world_size
 
     def cause(self, optimizer: Optimizer, known: bool, within: bool) -> str:
         """Return the likely cause of a step on local gradients, and a remedy."""
@@ -70,7 +70,7 @@ class Watch:
         self._optimizer = optimizer
         self._guard = guard
         self._averaged = averaged
-        self._engine: Engine | None = engine if engine.line.rank == 0 else None
+        self._engine: Engine | None = engine if engine.connection.rank == 0 else None
         self._handle = optimizer.register_step_pre_hook(self._before_step)
         if guard is not None:
             guard.watch(optimizer)

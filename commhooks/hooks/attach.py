@@ -34,7 +34,7 @@ from commhooks.language.entries import RESIDUAL
 from commhooks.language.place import Place
 from commhooks.language.text import name_of
 from commhooks.saving.saved import ONLY
-from commhooks.scheduling.line import ProcessGroupLine
+from commhooks.scheduling.connection import ProcessGroupConnection
 from commhooks.unwrapping import find_ddp, trained_parameters
 from commhooks.wrappers.error_feedback import WithoutFeedback
 from ddp_core.guard import FOLLOWS_PYTORCH, Guard, GuardMode, guard_wrapper, release_wrapper
@@ -106,10 +106,12 @@ class DDPFeed(Feed):
     def plug(self, channels: Mapping[str, Any]) -> None:
         """Register the hook on the model, unless it still is."""
         ddp, engine = self._ddp(), channels[ONLY].engine
-        assert ddp is not None and isinstance(engine.line, ProcessGroupLine), "attach holds it, and makes no other"
+        assert ddp is not None and isinstance(engine.connection, ProcessGroupConnection), (
+            "attach holds it, and makes no other"
+        )
         self._engine = engine
-        line: ProcessGroupLine = engine.line
-        seconds = line.timeout if line.hook_timeout is None else line.hook_timeout
+        connection: ProcessGroupConnection = engine.connection
+        seconds = connection.timeout if connection.hook_timeout is None else connection.hook_timeout
         self._socket.plug_in(engine, ddp, seconds)
         guard_wrapper(ddp, self.named, self._guard_mode, seconds)
 

@@ -36,8 +36,8 @@ from commhooks.hooks.sockets import deliver
 from commhooks.language.compressor import Compressor
 from commhooks.saving.rules import LoadRules
 from commhooks.saving.saved import ONLY, Differences, Saved
+from commhooks.scheduling.connection import ProcessGroupConnection
 from commhooks.scheduling.ledger import Statistics
-from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.memory import MemoryReport
@@ -130,7 +130,7 @@ class PowerSGDState(Handle[Channel]):
 
     process_group: dist.ProcessGroup | None = None
     hook_timeout: float | None = None
-    _line: Any = None
+    _connection: Any = None
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class PowerSGDState(Handle[Channel]):
         inner = getattr(model, "module", None)
         within = inner if isinstance(inner, Module) else model
         named = [(plain_name(name), parameter) for name, parameter in within.named_parameters()]
-        self._make_compressor().check(dict(named), engine.line.world_size)
+        self._make_compressor().check(dict(named), engine.connection.world_size)
         if engine.state.knows_none_of(parameter for _, parameter in named):
             engine = self._begin_anew(engine)
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
@@ -368,8 +368,8 @@ class PowerSGDState(Handle[Channel]):
             what = repr(
                 ([plain_name(name) for name in names()], [tuple(parameter.shape) for parameter in bucket.parameters()])
             )
-            assert isinstance(self._line, ProcessGroupLine), "it makes no other"
-            self._line.label = f"PowerSGDState {hashlib.blake2b(what.encode(), digest_size=16).hexdigest()}"
+            assert isinstance(self._connection, ProcessGroupConnection), "it makes no other"
+            self._connection.label = f"PowerSGDState {hashlib.blake2b(what.encode(), digest_size=16).hexdigest()}"
         return deliver(engine.run(bucket), bucket)
 
     def _begin_anew(self, last: Engine) -> Engine:

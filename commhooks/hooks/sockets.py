@@ -28,8 +28,8 @@ from commhooks.errors import AttachError
 from commhooks.hooks.facts import check_bucket
 from commhooks.hooks.foreign import name_of
 from commhooks.language.compressor import Compressor
+from commhooks.scheduling.connection import ProcessGroupConnection
 from commhooks.scheduling.ledger import Statistics
-from commhooks.scheduling.line import ProcessGroupLine
 from ddp_core.guard import hook_ran, notice_wrappers
 
 COLLECTIVES_A_BUCKET = 16
@@ -60,12 +60,12 @@ def _run_alone(
     engines = _engines.setdefault(group, {})
     if compressor in engines and bucket.index() == 0:
         try:
-            engines[compressor].line.check_ranks()
+            engines[compressor].connection.check_ranks()
         except AttachError:  # it keeps nothing between steps, so that it can simply begin anew with all ranks
             engines.pop(compressor).stop()
     if compressor not in engines:
-        line = ProcessGroupLine(group, label=repr(compressor))
-        engines[compressor] = Engine(compressor, line, by_parameter=False)
+        connection = ProcessGroupConnection(group, label=repr(compressor))
+        engines[compressor] = Engine(compressor, connection, by_parameter=False)
     return deliver(engines[compressor].run(bucket), bucket)
 
 

@@ -21,7 +21,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from commhooks.communicators.connection import WrapCommunicator
+from commhooks.communicators.private_group import WrapCommunicator
 from commhooks.communicators.ranks import Ranks
 from commhooks.devices import generator_states, set_generator_states
 from commhooks.diloco.cutting import Arrangement

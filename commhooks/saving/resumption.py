@@ -44,7 +44,7 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> SavedChannel:
     named = engine.state.named()
     return SavedChannel(
         step=engine.step,
-        world_size=engine.line.world_size,
+        world_size=engine.connection.world_size,
         policy=engine.policy,
         grad_scale=engine.loss_scale.value(),
         settings=settings_of(engine.compressor),
@@ -53,7 +53,7 @@ def snapshot_of(engine: Engine, bucket_plan: Mapping[str, Any]) -> SavedChannel:
         bucket_plan=buckets | dict(bucket_plan),
         kinds=engine.state.kinds(),
         replicated=replicated,
-        local={engine.line.rank: own},
+        local={engine.connection.rank: own},
     )
 
 
@@ -62,13 +62,13 @@ def declaration_of(engine: Engine, saved_size: int) -> Declaration:
     named = engine.state.named()
     now, then = (
         {name: _declared_by_each(engine, name, parameter, size) for name, parameter in named.items()}
-        for size in (engine.line.world_size, saved_size)
+        for size in (engine.connection.world_size, saved_size)
     )
     return Declaration(
         compressor=engine.compressor,
         named=named,
-        rank=engine.line.rank,
-        world_size=engine.line.world_size,
+        rank=engine.connection.rank,
+        world_size=engine.connection.world_size,
         now=now,
         then=then,
     )
@@ -93,8 +93,8 @@ def agreed(
     """Return the state to continue from, and its fingerprint, once every rank has found that it matches.
 
     Raises `CheckpointError` on every rank if it does not match on any rank, or if ranks pass different ones. A rank
-    that cannot even read its state passes the error instead. If the line is not open yet, ranks compare the fingerprint
-    when it is.
+    that cannot even read its state passes the error instead. If the connection is not open yet, ranks compare the
+    fingerprint when it is.
     """
     checked = saved
     if isinstance(saved, Saved):
@@ -102,7 +102,7 @@ def agreed(
             faults = differences_from(saved)
         except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
             faults = [f"it is damaged ({type(error).__name__}: {error})"]
-        checked = refuse(f"rank {engine.line.rank}: the checkpoint does not fit", faults) if faults else saved
+        checked = refuse(f"rank {engine.connection.rank}: the checkpoint does not fit", faults) if faults else saved
     if isinstance(checked, CheckpointError):
         fingerprint = refusal_as_fingerprint(checked)
     else:

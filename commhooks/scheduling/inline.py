@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from commhooks.communicators import Communicator, Pending
+from commhooks.communicators.failure_store import FailureStore
 from commhooks.communicators.kernels import Kernels
-from commhooks.communicators.noticeboard import Noticeboard
 from commhooks.devices import Mark, SideStream
 from commhooks.errors import CollectiveError
 from commhooks.scheduling.lanes import Lane
@@ -46,9 +46,9 @@ class InlineScheduler(Scheduler):
         agree: Callable[[str, Kernels], None],
         streams: tuple[SideStream, SideStream],
         hook_timeout: float | None = None,
-        board: Noticeboard | None = None,
+        failures: FailureStore | None = None,
     ) -> None:
-        super().__init__(communicator.rank, self._wait, board, self._look_around)
+        super().__init__(communicator.rank, self._wait, failures, self._look_around)
         self._streams = streams
         self._way = 0
         """The number of the stream in use."""
@@ -114,18 +114,18 @@ class InlineScheduler(Scheduler):
             warnings.warn(str(self.error), stacklevel=2)
         if self._watch is not None:
             self._watch.stop()
-        if self.board is not None:
-            self.board.close()
+        if self.failures is not None:
+            self.failures.close()
 
     def end(self, error: Exception, where: str, waiting: Sequence[BucketTask]) -> None:
         """Fail the tasks, then tell the other ranks, whose streams may be waiting for a collective of this one."""
         failure = self._keep(error, where)
         self._fail_all(waiting, failure)
-        if failure.__cause__ is error and self.board is not None:
-            self.board.post(str(failure))  # last, since it may take a while
+        if failure.__cause__ is error and self.failures is not None:
+            self.failures.post(str(failure))  # last, since it may take a while
 
     def _read_headers(self, look_around: Callable[[], None]) -> None:
-        """Read the headers that the host has left for later; end the line if ranks differ."""
+        """Read the headers that the host has left for later; end the connection if ranks differ."""
         if self.error is None:
             try:
                 self._lanes.read_headers(look_around)
@@ -133,7 +133,7 @@ class InlineScheduler(Scheduler):
                 self.end(error, f"rank {self.rank}", [])
 
     def _look_around(self) -> None:
-        """Raise the failure that has ended the line, if any; called while the host waits for headers."""
+        """Raise the failure that has ended the connection, if any; called while the host waits for headers."""
         if self.error is not None:  # the watch's: the device may wait for ever
             raise self.error
         self.listen()

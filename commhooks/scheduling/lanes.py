@@ -1,10 +1,10 @@
-"""The lanes of a line: engines that share a thread and a group, each with its own order, counts and name.
+"""The lanes of a connection: engines that share a thread and a group, each with its own order, counts and name.
 
-A unit is a bucket (fifo) or a step (fused) of one lane; it takes its place on the line when its last bucket is handed
-in. All requests of a unit are issued before the next unit's first, so the order of collectives is the order of hand-in,
-whatever has arrived. Ranks must hand units in in one order. Before each unit, a line of several lanes therefore
-compares whose turn it is: every rank gathers `HEADER_BYTES` from each other rank. A line of one lane, such as an
-attachment's, sends only its requests. On NCCL the host reads most of what is gathered late, see `Turns`.
+A unit is a bucket (fifo) or a step (fused) of one lane; it takes its place on the connection when its last bucket is
+handed in. All requests of a unit are issued before the next unit's first, so the order of collectives is the order of
+submission, whatever has arrived. Ranks must hand units in in one order. Before each unit, a connection of several lanes
+therefore compares whose turn it is: every rank gathers `HEADER_BYTES` from each other rank. A connection of one lane,
+such as an attachment's, sends only its requests. On NCCL the host reads most of what is gathered late, see `Turns`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _MAGIC = 0x636F6D6D686F6F6B
 
 
 class Lane:
-    """An engine's place on a line."""
+    """An engine's place on a connection."""
 
     def __init__(self, ordinal: int = 0, name: str = "", policy: PolicyName = "fifo") -> None:
         self.ordinal = ordinal
-        """How many lanes of its name the line had before."""
+        """How many lanes of its name the connection had before."""
         self.name = name
         """The name of the tensors averaged on it, such as a fragment of a model; messages then call its steps
         rounds."""
@@ -54,7 +54,7 @@ class Lane:
         self.kernels = Kernels()
         """What ranks compare, with their settings, of the kernels that compute for the lane."""
         self.is_first = False
-        """True if it is open, and was the first one on its line."""
+        """True if it is open, and was the first one on its connection."""
         self.is_closed = False
         """True once it takes no more tasks; those handed in continue."""
         self.differs: Tensor | None = None
@@ -69,7 +69,7 @@ class Lane:
 
     @property
     def unique(self) -> str:
-        """Its name among all lanes of its line, which ranks compare."""
+        """Its name among all lanes of its connection, which ranks compare."""
         return f"{self.title}, {self.ordinal}" if self.name and self.ordinal else self.title
 
     @functools.cached_property
@@ -116,7 +116,7 @@ class _Check:
 
 
 class Lanes:
-    """The opened lanes of one line, served in the order in which their units were handed in.
+    """The opened lanes of one connection, served in the order in which their units were handed in.
 
     If there is a `look_around`, headers are read late, and it is called while the host waits for them.
     """
@@ -227,7 +227,7 @@ class Lanes:
             return
         raise CollectiveError(
             "ranks hand in different things: " + "; ".join(self._described(of_ranks.tolist())) + ". Every rank must "
-            "hand in the steps of the lanes of one line in the same order."
+            "hand in the steps of the lanes of one connection in the same order."
         )
 
     def _described(self, of_ranks: list[list[int]]) -> Iterator[str]:

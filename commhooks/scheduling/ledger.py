@@ -49,8 +49,8 @@ class Statistics:
     seconds_waiting: float = 0.0
     """Seconds that the scheduler waited for collectives."""
     seconds_exposed: float = 0.0
-    """Seconds from the hand-in of each step's last bucket to the completion of its future: the time that the backward
-    pass could not hide."""
+    """Seconds from the submission of each step's last bucket to the completion of its future: the time that the
+    backward pass could not hide."""
     by_kind: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
     by_group: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
     """The traffic among some of the ranks: "inner" inside machines, "outer" between them; see `Hierarchical`."""
@@ -90,7 +90,7 @@ class Statistics:
         self.payload_bytes = traffic.payload_bytes
         self.moved_bytes = traffic.moved_bytes
         self.seconds_waiting = traffic.seconds_waiting
-        # Of copies, made in one step: a line's thread may add a kind meanwhile.
+        # Of copies, made in one step: a connection's thread may add a kind meanwhile.
         self.by_kind = {kind: _copy(counts) for kind, counts in dict(traffic.by_kind).items()}
         if traffic.by_group:
             self.by_group = {kind: _copy(counts) for kind, counts in dict(traffic.by_group).items()}
@@ -213,7 +213,7 @@ class Ledger:
         self._shares.note([(((task.bucket.layout,), (1,)), (1, 0, gradient_bytes, 0, 0)), *noted])
         if task.is_last:
             totals.steps += 1
-            totals.seconds_exposed += time.perf_counter() - task.handed_in
+            totals.seconds_exposed += time.perf_counter() - task.submitted
             totals.take(traffic)
             self._ends = _copy(totals), self._ends[0]
 

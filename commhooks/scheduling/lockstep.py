@@ -15,10 +15,10 @@ from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.task import BucketTask
 
 
-class LockstepLine(Scheduler):
-    """A worker's line to the others in its process; see `Line`.
+class LockstepConnection(Scheduler):
+    """A worker's connection to the others in its process; see `Connection`.
 
-    Tasks run on demand: `run_in_turns` gives all workers' lines their turns until none has anything to do.
+    Tasks run on demand: `run_in_turns` gives all workers' connections their turns until none has anything to do.
     """
 
     def __init__(self, communicator: Communicator, policy: PolicyName = "fifo") -> None:
@@ -38,7 +38,7 @@ class LockstepLine(Scheduler):
         self._joined[name] += 1
         return self._joined[name] - 1
 
-    def open(self, lane: Lane, device: torch.device, fingerprint: str) -> LockstepLine:
+    def open(self, lane: Lane, device: torch.device, fingerprint: str) -> LockstepConnection:
         """Open a reserved lane; workers of one process are given the same fingerprint."""
         self._lanes.open(lane, self._communicator, BucketTask.succeed)
         return self
@@ -81,17 +81,17 @@ class LockstepLine(Scheduler):
             raise failure from error
 
 
-def lockstep_lines(world_size: int, policy: PolicyName = "fifo") -> list[LockstepLine]:
-    """Return one line for each of `world_size` workers in this process."""
+def lockstep_connections(world_size: int, policy: PolicyName = "fifo") -> list[LockstepConnection]:
+    """Return one connection for each of `world_size` workers in this process."""
     if policy not in POLICIES:
         raise AttachError(f"policy={policy!r}: policy must be one of {', '.join(POLICIES)}.")
-    return [LockstepLine(communicator, policy) for communicator in LockstepGroup(world_size).communicators()]
+    return [LockstepConnection(communicator, policy) for communicator in LockstepGroup(world_size).communicators()]
 
 
 @torch.inference_mode(False)  # messages and state are used again
-def run_in_turns(lines: Sequence[LockstepLine]) -> None:
+def run_in_turns(connections: Sequence[LockstepConnection]) -> None:
     """Run all workers in turn until none has anything to do; raise the first error."""
-    while any([line.turn() for line in lines]):  # noqa: C419 - every worker takes its turn
+    while any([connection.turn() for connection in connections]):  # noqa: C419 - every worker takes its turn
         pass
 
 

@@ -50,7 +50,7 @@ _DTYPES_OF_BACKENDS = {
 """The dtypes that are sent unchanged if alone; all others are sent as bytes."""
 
 
-class Place(NamedTuple):
+class PlacedPart(NamedTuple):
     """A part, and the place of its answer: the request and the part's number in it."""
 
     request: int
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 class Shipment(NamedTuple):
     """A collective and the parts that it carries."""
 
-    places: Sequence[Place]
+    places: Sequence[PlacedPart]
     collective: Collective
     message: Message | None
     """The memory that holds the parts side by side; None: a sum of one part, sent from its own memory or a copy."""
@@ -229,11 +229,13 @@ class Packer:
                 if not kept:
                     del self._messages[layout]
         if len(requests) == 1 and len(requests[0].parts) == 1 and isinstance(requests[0], AllReduce):
-            return [self._shipment(requests[0], [Place(0, 0, requests[0].parts[0])], way)]  # what most buckets request
-        alike: dict[Hashable, list[Place]] = {}
+            return [
+                self._shipment(requests[0], [PlacedPart(0, 0, requests[0].parts[0])], way)
+            ]  # what most buckets request
+        alike: dict[Hashable, list[PlacedPart]] = {}
         for number, request in enumerate(requests):
             for position, part in enumerate(request.parts):
-                place = Place(number, position, part)
+                place = PlacedPart(number, position, part)
                 alike.setdefault(self._kind_of(request, place), []).append(place)
         return [self._shipment(requests[places[0].request], places, way) for places in alike.values()]
 
@@ -241,7 +243,7 @@ class Packer:
         """Return the messages' memory."""
         return [message.memory for alike in list(self._messages.values()) for message in alike]
 
-    def _kind_of(self, request: Request, place: Place) -> Hashable:
+    def _kind_of(self, request: Request, place: PlacedPart) -> Hashable:
         """Return a key that is equal for parts that can be sent together."""
         part, tensor = place.part, place.part.tensor
         if isinstance(request, AllReduce):
@@ -255,7 +257,7 @@ class Packer:
             return ReduceScatter, tensor.dtype, tensor.device, request.average, request.group
         return type(request), tensor.device, request.group
 
-    def _shipment(self, request: Request, places: Sequence[Place], way: int) -> Shipment:
+    def _shipment(self, request: Request, places: Sequence[PlacedPart], way: int) -> Shipment:
         part, ranks = places[0].part, ranks_in(request.group, self._world_size)
         if isinstance(request, AllReduce) and len(places) == 1:
             only_itself = part.tensor.is_sparse or part.tensor.is_complex()

@@ -45,7 +45,7 @@ class Policy(ABC):
 
     @abstractmethod
     def add(self, task: BucketTask) -> None:
-        """Add the next bucket, in the order of hand-in."""
+        """Add the next bucket, in the order of submission."""
 
     @abstractmethod
     def turn(self) -> bool:
@@ -132,13 +132,13 @@ class Fifo(Policy):
 
     def __init__(self, communicator: Communicator, wait: Wait, finish: Finish) -> None:
         super().__init__(communicator, wait, finish)
-        self._handed_in: deque[BucketTask] = deque()
+        self._submitted: deque[BucketTask] = deque()
         self._issuing: BucketTask | None = None
         self._in_last_round: deque[BucketTask] = deque()
 
     def add(self, task: BucketTask) -> None:
         """Take the next bucket."""
-        self._handed_in.append(task)
+        self._submitted.append(task)
 
     def ends_unit(self, task: BucketTask) -> bool:
         """Return True: every bucket is a unit."""
@@ -147,7 +147,7 @@ class Fifo(Policy):
     @property
     def is_issuing(self) -> bool:
         """True while a bucket waits for its turn, or has requests left after its next answer."""
-        return self._issuing is not None or bool(self._handed_in)
+        return self._issuing is not None or bool(self._submitted)
 
     @property
     def is_working(self) -> bool:
@@ -159,13 +159,13 @@ class Fifo(Policy):
 
     def turn(self) -> bool:
         """Begin a bucket if none is being issued; otherwise compress one ahead, and wait for the oldest collective."""
-        if self._issuing is None and self._handed_in:
-            self._issuing = self._handed_in.popleft()
+        if self._issuing is None and self._submitted:
+            self._issuing = self._submitted.popleft()
             self._begin(self._issuing)
             self._go_on(self._issuing)
             return True
-        if self._handed_in:
-            self._begin(self._handed_in[0])
+        if self._submitted:
+            self._begin(self._submitted[0])
         oldest = self._in_last_round[0] if self._in_last_round else self._issuing
         if oldest is None:
             return False
@@ -177,7 +177,7 @@ class Fifo(Policy):
     def unfinished(self) -> list[BucketTask]:
         """Return every task whose future is not completed."""
         issuing = [self._issuing] if self._issuing is not None else []
-        return [*self._in_last_round, *issuing, *self._handed_in]
+        return [*self._in_last_round, *issuing, *self._submitted]
 
     def _begin(self, task: BucketTask) -> None:
         self.touching = task
@@ -212,13 +212,13 @@ class Fused(Policy):
 
     def __init__(self, communicator: Communicator, wait: Wait, finish: Finish) -> None:
         super().__init__(communicator, wait, finish)
-        self._handed_in: deque[BucketTask] = deque()
+        self._submitted: deque[BucketTask] = deque()
         self._step: list[BucketTask] = []
         self._rounds_begun = False
 
     def add(self, task: BucketTask) -> None:
         """Take the next bucket."""
-        self._handed_in.append(task)
+        self._submitted.append(task)
 
     def ends_unit(self, task: BucketTask) -> bool:
         """Return whether this is its step's last bucket."""
@@ -227,7 +227,7 @@ class Fused(Policy):
     @property
     def is_issuing(self) -> bool:
         """True from the arrival of a step's last bucket until the step has ended."""
-        return self._rounds_begun or any(task.is_last for task in self._handed_in)
+        return self._rounds_begun or any(task.is_last for task in self._submitted)
 
     @property
     def is_working(self) -> bool:
@@ -236,10 +236,10 @@ class Fused(Policy):
 
     def cut_short(self, why: str) -> None:
         """Fail the buckets that wait for their step's last one."""
-        for stale in [*self._step, *self._handed_in]:
+        for stale in [*self._step, *self._submitted]:
             stale.fail(CollectiveError(f"step {stale.step} was cut short: {why}."))
         self._step.clear()
-        self._handed_in.clear()
+        self._submitted.clear()
 
     def turn(self) -> bool:
         """Wait for a collective, compress a bucket, or begin the rounds if the step's last bucket has come."""
@@ -248,15 +248,15 @@ class Fused(Policy):
             self.take_answer_if_there(waiting)
         elif self._rounds_begun:
             self._go_on()
-        elif self._handed_in:
-            self._begin(self._handed_in.popleft())
+        elif self._submitted:
+            self._begin(self._submitted.popleft())
         else:
             return False
         return True
 
     def unfinished(self) -> list[BucketTask]:
         """Return every task whose future is not completed."""
-        return [*self._step, *self._handed_in]
+        return [*self._step, *self._submitted]
 
     def _begin(self, task: BucketTask) -> None:
         self.touching = task
@@ -270,9 +270,9 @@ class Fused(Policy):
     def _drop_a_step_that_was_cut_short(self, task: BucketTask) -> None:
         """Fail an earlier step's buckets whose last one never came, for example because the backward pass raised."""
         if self._step and self._step[0].step != task.step:
-            handed_in, self._handed_in = self._handed_in, deque()
+            submitted, self._submitted = self._submitted, deque()
             self.cut_short(f"step {task.step} began before its end")
-            self._handed_in = handed_in
+            self._submitted = submitted
 
     def _go_on(self) -> None:
         """Resume the tasks that are answered, and start the next round."""

@@ -1,4 +1,4 @@
-"""The scheduler that engines hand their buckets to, and the one failure that ends all lanes of a line."""
+"""The scheduler that engines hand their buckets to, and the one failure that ends all lanes of a connection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from commhooks.communicators.noticeboard import Noticeboard
+from commhooks.communicators.failure_store import FailureStore
 from commhooks.errors import AttachError, CollectiveError, CommHooksError, CompressorError
 from commhooks.scheduling.lanes import Lane, Lanes
 from commhooks.scheduling.policy import Wait
@@ -19,11 +19,11 @@ SLICE_SECONDS = 0.2
 
 
 class StopOrderError(CommHooksError):
-    """An order to end a line, without a failure."""
+    """An order to end a connection, without a failure."""
 
 
 class Waits(Protocol):
-    """An item that waits for the line: a task, or a place in its queue."""
+    """An item that waits for the connection: a task, or a place in its queue."""
 
     def fail(self, error: Exception) -> None:
         """Complete its future with the error."""
@@ -31,15 +31,15 @@ class Waits(Protocol):
 
 
 class Scheduler(ABC):
-    """Runs the bucket tasks of a line's lanes, and completes their futures. The first failure ends all lanes."""
+    """Runs the bucket tasks of a connection's lanes, and completes their futures. The first failure ends all lanes."""
 
     def __init__(
-        self, rank: int, wait: Wait, board: Noticeboard | None = None, look_around: Callable[[], None] | None = None
+        self, rank: int, wait: Wait, failures: FailureStore | None = None, look_around: Callable[[], None] | None = None
     ) -> None:
         self.error: CommHooksError | None = None
         """The first failure."""
         self.rank = rank
-        self.board = board
+        self.failures = failures
         self._lanes = Lanes(rank, wait, look_around)
         self._keeping = threading.Lock()
         self._listened = 0.0
@@ -61,17 +61,17 @@ class Scheduler(ABC):
         """Wait until every task handed in has ended, successfully or not."""
 
     def failure(self, lane: Lane) -> CommHooksError | None:
-        """Return the error that ended the line, or kept the lane from opening; None otherwise or if it was stopped."""
+        """Return the error that ended the connection or kept the lane closed; None otherwise or if it was stopped."""
         was_stopped = self.error is not None and isinstance(self.error.__cause__, StopOrderError)
         return lane.refusal if self.error is None or was_stopped else self.error
 
     def listen(self) -> None:
         """Raise `CollectiveError` if another rank has reported a failure, checking every `SLICE_SECONDS`."""
         now = time.monotonic()
-        if self.board is None or now - self._listened < SLICE_SECONDS:
+        if self.failures is None or now - self._listened < SLICE_SECONDS:
             return
         self._listened = now
-        cause = self.board.failure()
+        cause = self.failures.failure()
         if cause is not None:
             raise CollectiveError(f"another rank failed: {cause}")
 
@@ -91,7 +91,7 @@ class Scheduler(ABC):
         item.fail(type(earlier)(f"{place}: not started, because of an earlier failure: {earlier}"))
 
     def _keep(self, error: BaseException, where: str, why: str = "") -> CommHooksError:
-        """Return the failure that ends the line, this one or an earlier one; its class depends on its cause."""
+        """Return the failure that ends the connection, this one or an earlier one; its class depends on its cause."""
         kind: type[CommHooksError] = CompressorError
         if isinstance(error, AttachError):
             kind = AttachError

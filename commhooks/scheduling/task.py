@@ -56,7 +56,7 @@ class BucketTask:
     """The undo log, which judges the means of a step's buckets together."""
     ready: Mark | None = None
     """A mark, on a GPU, behind the work queued before the bucket was handed in, such as its gradients."""
-    handed_in: float = dataclasses.field(default_factory=time.perf_counter)
+    submitted: float = dataclasses.field(default_factory=time.perf_counter)
     judge: Judge | None = None
     """The pending request for a verdict."""
     requests: tuple[Request, ...] = ()

@@ -1,4 +1,4 @@
-"""Whose turn it is on a line of several lanes on NCCL, without a wait of the host for each unit.
+"""Whose turn it is on a connection of several lanes on NCCL, without a wait of the host for each unit.
 
 Before each unit the ranks gather headers, see `Lanes`. If the unit comes where it came in the last round, it is issued
 at once, and the host reads the gathered headers later. As long as all headers were equal, every rank has the same

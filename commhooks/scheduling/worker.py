@@ -1,6 +1,6 @@
 """The scheduler without NCCL: a worker thread issues collectives and waits, so that the backward pass need not.
 
-Items are served in the order of hand-in: buckets, and places at which everything before them must have ended. The
+Items are served in the order of submission: buckets, and places at which everything before them must have ended. The
 thread completes the futures, owns the connection to the other ranks, and reports its own failures and those of other
 ranks. A failure also fails every waiting item.
 
@@ -25,8 +25,8 @@ import torch
 from torch.distributed import distributed_c10d
 
 from commhooks.communicators import Pending
-from commhooks.communicators.connection import Address, Connection, WrapCommunicator
-from commhooks.communicators.noticeboard import ANSWER_SECONDS, SilentStoreError
+from commhooks.communicators.failure_store import ANSWER_SECONDS, SilentStoreError
+from commhooks.communicators.private_group import Address, PrivateGroup, WrapCommunicator
 from commhooks.devices import use_own_stream
 from commhooks.errors import AttachError, CollectiveError
 from commhooks.scheduling.lanes import Lane
@@ -61,23 +61,23 @@ class Halt:
 
 
 class Worker(Scheduler):
-    """A line's thread: tasks go in, futures are completed. Stops before the interpreter shuts down.
+    """A connection's thread: tasks go in, futures are completed. Stops before the interpreter shuts down.
 
     The thread is a daemon that is stopped at exit, never a plain thread, since those are joined before `atexit` runs.
     """
 
     def __init__(self, address: Address, wrap: WrapCommunicator | None, hook_timeout: float | None) -> None:
-        board = address.noticeboard()
-        super().__init__(address.rank, self._wait_slice, board)
-        self.abandoned: Connection | None = None
-        self.connection: Connection | None = None
+        failures = address.failure_store()
+        super().__init__(address.rank, self._wait_slice, failures)
+        self.abandoned: PrivateGroup | None = None
+        self.private_group: PrivateGroup | None = None
         self._address = address
-        self._board = board
+        self._failures = failures
         self._wrap = wrap
         self._process = os.getpid()
         self._hook_timeout = hook_timeout
         self._queue: deque[tuple[Lane, BucketTask | Halt]] = deque()
-        self._handed_in = 0
+        self._submitted = 0
         """The number of tasks and comparisons handed in: the same on every rank at one place of the queue."""
         self._ended = 0
         """The number of these tasks and comparisons that have ended."""
@@ -97,12 +97,12 @@ class Worker(Scheduler):
 
     def open(self, lane: Lane, fingerprint: str) -> None:
         """Queue the opening of a lane, once every rank has passed the same fingerprint."""
-        # The first lane connects the line: before that, there is nobody to announce it to.
+        # The first lane opens the connection: before that, there is nobody to announce it to.
         caller = f"the first average of {lane.title}" if self._thread is not None else ""
         self.submit(lane, Halt(lane.opened, fingerprint, caller, opens=True))
 
     def submit(self, lane: Lane, item: BucketTask | Halt) -> None:
-        """Queue a task or a place, or fail it immediately if the line has failed or stopped.
+        """Queue a task or a place, or fail it immediately if the connection has failed or stopped.
 
         The first one starts the thread.
         """
@@ -110,7 +110,7 @@ class Worker(Scheduler):
             item.fail(
                 CollectiveError(
                     f"{self.place_of(lane, item)}: this process was forked from the one that attached, and has no "
-                    "line to the other ranks; train in the process that attached, or attach in this one."
+                    "connection to the other ranks; train in the process that attached, or attach in this one."
                 )
             )
             return
@@ -122,12 +122,12 @@ class Worker(Scheduler):
                     self._thread.start()
                 self._queue.append((lane, item))
                 if isinstance(item, BucketTask):
-                    self._handed_in += 1
+                    self._submitted += 1
                 elif item.fingerprint is not None:
-                    self._comparisons.add(self._handed_in)
+                    self._comparisons.add(self._submitted)
                     if item.caller:
-                        self._board.announce(self._handed_in, item.caller)
-                    self._handed_in += 1
+                        self._failures.announce(self._submitted, item.caller)
+                    self._submitted += 1
                 self._changed.notify()
                 return
         self._turn_away(lane, item)
@@ -161,7 +161,7 @@ class Worker(Scheduler):
     @torch.no_grad()  # a gradient may require one itself: double backward
     def _serve(self) -> None:
         try:
-            self.connection = Connection(self._address, self._wrap, self._hook_timeout, self._wait)
+            self.private_group = PrivateGroup(self._address, self._wrap, self._hook_timeout, self._wait)
             busy = False
             while not self._stopping:
                 self._admit(block=not busy)
@@ -177,7 +177,9 @@ class Worker(Scheduler):
     def _admit(self, *, block: bool) -> None:
         """Serve queued items as far as possible; with `block`, wait until there is one."""
         with self._changed:
-            limit = self.connection.timeout if self._hook_timeout is None and self.connection else self._hook_timeout
+            limit = (
+                self.private_group.timeout if self._hook_timeout is None and self.private_group else self._hook_timeout
+            )
             while block and not self._queue and not self._stopping:
                 if not self._changed.wait(limit if self._lanes.unfinished() else None):
                     raise CollectiveError(f"the step's next bucket did not come within {limit:g} s.")
@@ -205,9 +207,9 @@ class Worker(Scheduler):
         if lane.policy is not None:
             lane.policy.cut_short(f"{halt.caller} came before its last bucket")
         if halt.fingerprint is not None:
-            assert self.connection is not None and self.connection.communicator is not None
+            assert self.private_group is not None and self.private_group.communicator is not None
             try:
-                self.connection.agree(halt.fingerprint, lane.kernels, self._wait)
+                self.private_group.agree(halt.fingerprint, lane.kernels, self._wait)
             except AttachError as error:  # raised on every rank; what was attached before stays attached
                 if halt.opens and self._lanes.are_none:
                     raise
@@ -218,7 +220,7 @@ class Worker(Scheduler):
                 return True
             self._ended += 1
             if halt.opens:
-                self._lanes.open(lane, self.connection.communicator, self._complete)
+                self._lanes.open(lane, self.private_group.communicator, self._complete)
                 return True
         halt.done.set_result(None)
         return True
@@ -259,15 +261,15 @@ class Worker(Scheduler):
 
     def _stray(self) -> str:
         """Return a sentence about a rank that compares while this one has handed in a bucket; "" if none is known."""
-        number, what = self._board.announced
-        if self._ended <= number < self._handed_in and number not in self._comparisons:
+        number, what = self._failures.announced
+        if self._ended <= number < self._submitted and number not in self._comparisons:
             return f"{what}, and this rank does not: every rank must, between the same two steps."
         return ""
 
     def _fail(self, error: BaseException) -> None:
         """Fail every future that waits here, then tell the other ranks.
 
-        The order matters: the store, through which they are told, may not answer. The connection is dropped last, so
+        The order matters: the store, through which they are told, may not answer. The group is dropped last, so
         that a rank woken by that finds the reason.
         """
         head = self._queue[0][1] if self._queue else None
@@ -282,7 +284,7 @@ class Worker(Scheduler):
             waiting.append(touching[1])
         self._fail_all(waiting, failure)
         if is_news:
-            self._board.post(str(failure))
+            self._failures.post(str(failure))
 
     def _explained(self, error: BaseException) -> str:
         """Return the reason why this rank fails, with the other ranks' reports, within a few seconds in any case."""
@@ -290,24 +292,24 @@ class Worker(Scheduler):
         if isinstance(error, (SilentStoreError, AttachError)):  # there is nobody to ask, or all know
             return own
         try:
-            first = self._board.failure_now()
+            first = self._failures.failure_now()
             if first is not None:
                 return f"stopped, because this failed first: {first}"
             stray = self._stray()
             if stray and stray not in own:
                 return f"{own} {stray}"
-            silent = self._board.silent_ranks() if isinstance(error, CollectiveError) and not stray else []
+            silent = self._failures.silent_ranks() if isinstance(error, CollectiveError) and not stray else []
         except SilentStoreError as silence:
             told = str(silence)
             return f"{own} {told[:1].upper()}{told[1:]}"
         return f"{own} No answer from rank {', '.join(map(str, silent))}." if silent else own
 
     def _drop_connection(self) -> None:
-        connection, self.connection = self.connection, None
+        private_group, self.private_group = self.private_group, None
         self._waiting_since = None
-        self._board.close()
-        if connection is not None and not connection.close(PATIENCE_SECONDS):
-            self.abandoned = connection
+        self._failures.close()
+        if private_group is not None and not private_group.close(PATIENCE_SECONDS):
+            self.abandoned = private_group
 
 
 _running: weakref.WeakSet[Worker] = weakref.WeakSet()
@@ -315,8 +317,8 @@ _running: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 def _keep_groups_of_the_parent() -> None:
     """Leak torch.distributed's groups, and private ones, so that this forked process never destroys them."""
-    connections = [worker.connection for worker in list(_running)]
-    private = [group for connection in connections if connection is not None for group in connection.groups]
+    private_groups = [worker.private_group for worker in list(_running)]
+    private = [group for private_group in private_groups if private_group is not None for group in private_group.groups]
     for group in (*distributed_c10d._world.pg_map, *private):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -336,7 +338,7 @@ def _stop_all() -> None:
         worker.stop()
     left = [worker.abandoned for worker in workers if worker.abandoned is not None]
     end = time.monotonic() + PATIENCE_SECONDS
-    if any(not connection.close(end - time.monotonic()) for connection in left):
+    if any(not private_group.close(end - time.monotonic()) for private_group in left):
         print("commhooks: a collective is still under way at exit: another rank never came; exiting.", file=sys.stderr)
         sys.stderr.flush()
         sys.stdout.flush()

@@ -21,11 +21,11 @@ from commhooks.exchange.options import Options, settings_of
 from commhooks.exchange.watching import ReductionsGuard
 from commhooks.language.compressor import Compressor
 from commhooks.language.lending import Pool
+from commhooks.scheduling.connection import ProcessGroupConnection
 from commhooks.scheduling.ledger import Statistics
-from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.sharded.fsdp import Unit, check_nothing_is_left, group_of, is_default, units_of
 from commhooks.sharded.gathering import Code, Gather, Gathers, code_of
-from commhooks.sharded.reducing import Memory, ReduceScatter
+from commhooks.sharded.reducing import CompressedReduceScatter, Memory
 from commhooks.state.memory import MemoryReport, added
 from ddp_core.guard import Guard
 
@@ -105,7 +105,7 @@ class ModulesFeed(Feed):
             for name, unit in self._units.items()
         }
         self._memory = Memory()
-        self._runs: dict[str, ReduceScatter] = {}
+        self._runs: dict[str, CompressedReduceScatter] = {}
         self.gathers = Gathers({})
 
     @property
@@ -132,16 +132,16 @@ class ModulesFeed(Feed):
 
     def plug(self, channels: Mapping[str, Any]) -> None:
         """Register the modules' reduce-scatters and all-gathers."""
-        line: ProcessGroupLine = next(iter(channels.values())).engine.line
+        connection: ProcessGroupConnection = next(iter(channels.values())).engine.connection
         pool, gathers = Pool(), dict[str, Gather]()
         self.gathers = Gathers(gathers)
         for unit in self._gathered:
             assert self._code is not None, "nothing is gathered without"
-            gathers[unit.name] = Gather(unit, self._code, line, pool)
+            gathers[unit.name] = Gather(unit, self._code, connection, pool)
             gathers[unit.name].open(self.names + unit.fingerprint(frozen=True))
         # From here on nothing waits for other ranks.
         for name, unit in self._units.items():
-            self._runs[name] = runs = ReduceScatter(
+            self._runs[name] = runs = CompressedReduceScatter(
                 unit, channels[name].engine, self._memory, [*self._like[name].values()]
             )
             unit.module.set_custom_reduce_scatter(runs)  # type: ignore[arg-type]  # it has the methods of FSDP2's class
@@ -192,7 +192,7 @@ class ModulesFeed(Feed):
 
 def guard_of_reductions(channel: Channel, averaged: Mapping[Tensor, str], seam: str) -> Guard | None:
     """Return a guard that counts the rounds of a channel; None if one rank averages with nobody."""
-    if channel.engine.line.world_size == 1:
+    if channel.engine.connection.world_size == 1:
         return None
     advice = (
         "the last backward pass before the step did not synchronise; run it with set_requires_gradient_sync(True), and "

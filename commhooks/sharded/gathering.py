@@ -30,9 +30,9 @@ from commhooks.language.lending import Pool
 from commhooks.language.requests import AllGather, Layout, MessageBuffer, Part
 from commhooks.language.text import DTYPES, parse
 from commhooks.making import make_compressor
+from commhooks.scheduling.connection import ProcessGroupConnection
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics, total
-from commhooks.scheduling.line import ProcessGroupLine
 from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.task import BucketTask
 from commhooks.sharded.fsdp import Unit
@@ -92,7 +92,7 @@ def _within(compressor: object) -> object:
     return compressor.dtype if isinstance(compressor, Cast) else compressor
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Neighbouring elements of a row, and their place in the message."""
 
     first: int
@@ -116,14 +116,14 @@ class Cut:
         """The number of elements that are in no block."""
         self.of_blocks = Layout(tuple(names), tuple(coded))
         self.of_rest = Layout(tuple(names), tuple(left))
-        self.coded: list[Run] = []
+        self.coded: list[Span] = []
         """The runs that are whole blocks."""
-        self.plain: list[Run] = []
+        self.plain: list[Span] = []
         """The runs that are the rest."""
         first = of_blocks = of_rest = 0
         for whole, others in zip(coded, left, strict=True):
-            _append(self.coded, Run(first, whole, of_blocks))
-            _append(self.plain, Run(first + whole, others, of_rest))
+            _append(self.coded, Span(first, whole, of_blocks))
+            _append(self.plain, Span(first + whole, others, of_rest))
             first, of_blocks, of_rest = first + whole + others, of_blocks + whole, of_rest + others
 
     def pieces(self, at_once: int, rank: int, device: torch.device) -> Iterator[tuple[slice, CodePlaces]]:
@@ -137,7 +137,7 @@ class Cut:
                 yield slice(first, first + len(rows) * self.block), places
 
 
-def _append(runs: list[Run], run: Run) -> None:
+def _append(runs: list[Span], run: Span) -> None:
     """Append a run that is not empty: to the last one, if they are neighbours."""
     if run.elements and runs and runs[-1].first + runs[-1].elements == run.first:
         runs[-1] = runs[-1]._replace(elements=runs[-1].elements + run.elements)
@@ -186,10 +186,10 @@ def gather_codes(codec: Codec, cut: Cut, bucket: BucketView, ranks: int) -> Exch
 class Gather:
     """The all-gather that FSDP2 calls for one module in place of its own, with its statistics."""
 
-    def __init__(self, unit: Unit, code: Code, line: ProcessGroupLine, pool: Pool) -> None:
+    def __init__(self, unit: Unit, code: Code, connection: ProcessGroupConnection, pool: Pool) -> None:
         self.code = code
         """The codec or dtype of the module's weights."""
-        self._unit, self._line, self._pool = unit, line, pool
+        self._unit, self._connection, self._pool = unit, connection, pool
         self._before = unit.all_gather()
         held = unit.parameters(frozen=True)
         names, chunks = [one.name for one in held], [one.chunk for one in held]
@@ -200,14 +200,14 @@ class Gather:
         """Those of the bucket, which is made anew for each gather."""
         self._round = 0
         name = f"gather of {unit.name}"
-        self._lane = Lane(line.join(name), name)
-        self._leave = weakref.finalize(self, line.leave)
+        self._lane = Lane(connection.join(name), name)
+        self._leave = weakref.finalize(self, connection.leave)
         self._leave.atexit = False
         self._scheduler: Scheduler | None = None
 
     def open(self, fingerprint: str) -> None:
         """Connect to the other ranks, which must pass the same fingerprint."""
-        self._scheduler = self._line.open(self._lane, self._device, f"{self._lane.name}\n{fingerprint}")
+        self._scheduler = self._connection.open(self._lane, self._device, f"{self._lane.name}\n{fingerprint}")
         self._lane.opened.result()
 
     def plug_in(self) -> None:
@@ -221,10 +221,10 @@ class Gather:
         self.stop()
 
     def stop(self, why: str = "") -> None:
-        """Close the lane; the line stops with its last one, or on every rank if this one tells them `why`."""
+        """Close the lane; the connection stops with its last one, or on every rank if this one tells them `why`."""
         self._lane.is_closed = True
-        if why and self._scheduler is not None and self._scheduler.board is not None:
-            self._scheduler.board.post(why)
+        if why and self._scheduler is not None and self._scheduler.failures is not None:
+            self._scheduler.failures.post(why)
         self._leave()
 
     @property
@@ -274,9 +274,9 @@ class Gather:
         bucket.scratch.loans.pool = self._pool
         if isinstance(self.code, Codec):
             assert self._cut is not None, "made for a codec"
-            exchange = gather_codes(self.code, self._cut, bucket, self._line.world_size)
+            exchange = gather_codes(self.code, self._cut, bucket, self._connection.world_size)
         else:
-            exchange = gather_cast(self.code, bucket, self._line.world_size)
+            exchange = gather_cast(self.code, bucket, self._connection.world_size)
         task = BucketTask(
             exchange=exchange,
             bucket=bucket,
@@ -284,7 +284,7 @@ class Gather:
             step=self._round,
             is_last=True,
             parameters=lambda: ", ".join(self._layout.keys),
-            world_size=self._line.world_size,
+            world_size=self._connection.world_size,
             ready=mark_of(input_tensor.device),
         )
         self._round += 1
@@ -293,7 +293,7 @@ class Gather:
         return None
 
     def _fail(self, what: str) -> NoReturn:
-        why = f"rank {self._line.rank}, {self._unit.name}: {what}."
+        why = f"rank {self._connection.rank}, {self._unit.name}: {what}."
         self.stop(why)
         raise AttachError(why)
 

@@ -48,7 +48,7 @@ class Memory:
         return sum(memory.untyped_storage().nbytes() for memory in self._of_kind.values())
 
 
-class ReduceScatter:
+class CompressedReduceScatter:
     """The reduce-scatter that FSDP2 calls for one module, in each backward pass that synchronises."""
 
     def __init__(self, unit: Unit, engine: Engine, memory: Memory, like: Sequence[Tensor]) -> None:
@@ -59,7 +59,7 @@ class ReduceScatter:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for an input, or new memory for an output, which becomes the gradient."""
-        ranks, width = self._engine.line.world_size, sum(self._chunks)
+        ranks, width = self._engine.connection.world_size, sum(self._chunks)
         if ranks > 1 and tuple(size) == (ranks * width,):
             return self._memory.take("input", ranks * width, dtype, device)
         return torch.empty(*size, dtype=dtype, device=device)
@@ -70,7 +70,7 @@ class ReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Write the mean of this rank's row, or the sum that `op` asks for, in the order of the current stream."""
-        ranks, width = self._engine.line.world_size, sum(self._chunks)
+        ranks, width = self._engine.connection.world_size, sum(self._chunks)
         if input_tensor.numel() != ranks * width:
             self._fail(
                 f"the gradients have {input_tensor.numel():,} elements in place of {ranks * width:,}: {_CHANGED}"
@@ -85,6 +85,6 @@ class ReduceScatter:
             output_tensor.mul_(ranks if op == dist.ReduceOp.SUM else ranks / (self._unit.divide_factor or ranks))
 
     def _fail(self, what: str) -> NoReturn:
-        why = f"rank {self._engine.line.rank}, {self._unit.name}: {what}."
+        why = f"rank {self._engine.connection.rank}, {self._unit.name}: {what}."
         self._engine.stop(why)
         raise AttachError(why)

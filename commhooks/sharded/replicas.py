@@ -408,7 +408,7 @@ class ReplicasFeed(TensorFeed):
         assert model is not None, "attach_replicas holds it"
         caches = kept_buffers(model, saved=False)
         share_from_rank_0(self.caller, everything_kept(model), caches, self.process_group, AttachError)
-        self._is_first = next(iter(channels.values())).engine.line.rank == 0
+        self._is_first = next(iter(channels.values())).engine.connection.rank == 0
         every = [unit for units in self._units.values() for unit in units]
         check = functools.partial(_check_parameters, _held_by(model, every), every, next(iter(channels.values())))
         # Before FSDP2's own, which overwrites what was put in a shard's place.

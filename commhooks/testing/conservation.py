@@ -26,7 +26,7 @@ _CAUSES = (
 )
 
 
-class Watch:
+class Balance:
     """Workers whose steps are checked: mean + residual must be what was to be sent, up to rounding."""
 
     def __init__(self, workers: Workers, claims: Claims) -> None:
@@ -68,9 +68,9 @@ class Watch:
 def conservation(compressor: Compressor, claims: Claims) -> None:
     """Sent + residual = what was to be sent."""
     workers = Workers(compressor, 3, zeros(*claims.shapes(*SHAPES)))
-    watch = Watch(workers, claims)
+    balance = Balance(workers, claims)
     for step in range(5):
-        watch.step(normal(workers.parameters, 3, seed=step))
+        balance.step(normal(workers.parameters, 3, seed=step))
 
 
 @law(
@@ -81,9 +81,9 @@ def conservation(compressor: Compressor, claims: Claims) -> None:
 def wire(compressor: Compressor, claims: Claims) -> None:
     """On one rank, where nothing is summed, all that is rounded on the wire is kept."""
     workers = Workers(compressor, 1, zeros(*claims.shapes((24, 40), (12, 30))))
-    watch = Watch(workers, claims)
+    balance = Balance(workers, claims)
     for step in range(5):
-        watch.step(normal(workers.parameters, 1, seed=step), on_one_rank=True)
+        balance.step(normal(workers.parameters, 1, seed=step), on_one_rank=True)
 
 
 @law(
@@ -99,9 +99,9 @@ def narrow(compressor: Compressor, claims: Claims) -> None:
     for one in compressors:
         for dtype in (torch.float16, torch.bfloat16):
             workers = Workers(one, 3, zeros((24, 40), (12, 30), (7,), *claims.shapes((9, 16)), dtype=dtype))
-            watch = Watch(workers, claims)
+            balance = Balance(workers, claims)
             for step in range(4):
-                watch.step(normal(workers.parameters, 3, seed=step), dtype)
+                balance.step(normal(workers.parameters, 3, seed=step), dtype)
 
 
 @law(
@@ -113,12 +113,12 @@ def tiny(compressor: Compressor, claims: Claims) -> None:
     """What is too small for the wire stays in the residual: gradients of 1e-8 over 40 steps."""
     parameters = zeros(*claims.shapes((24, 40), (12, 30)))
     workers = Workers(compressor, 2, parameters)
-    watch, gradients = Watch(workers, claims), normal(parameters, 2, seed=3, scale=1e-8)
+    balance, gradients = Balance(workers, claims), normal(parameters, 2, seed=3, scale=1e-8)
     sent = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
     allowed = [0.0] * len(parameters)
     for _ in range(40):
-        before = watch.residuals()
-        for index in watch.indices:
+        before = balance.residuals()
+        for index in balance.indices:
             sent[index] += (1 - claims.decay) * workers.unsent(index)  # faded
         for index, lost in enumerate(claims.lost(gradients, before)):
             allowed[index] += lost
@@ -170,7 +170,7 @@ def convergence(compressor: Compressor, claims: Claims) -> None:
     total = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
     for step in range(horizon):
         if step == horizon - 1:
-            unsent = Watch(workers, claims).residuals()
+            unsent = Balance(workers, claims).residuals()
         for index, mean in enumerate(workers.step(gradients)[0]):
             total[index] += mean.double()
     floors = claims.lost(gradients, unsent)

@@ -21,7 +21,7 @@ from commhooks.saving.resumption import differences, lay_out, restore, snapshot_
 from commhooks.saving.rules import LoadRules
 from commhooks.saving.saved import SavedChannel, refuse
 from commhooks.scheduling.ledger import Ledger
-from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
+from commhooks.scheduling.lockstep import LockstepConnection, run_in_turns
 from commhooks.state.table import StateTable
 
 
@@ -106,8 +106,10 @@ class Workers:
         self.summed_in: set[torch.dtype] = set()
         """The dtypes in which sums were sent."""
         ends = LockstepGroup(world_size).communicators()
-        self.lines = [LockstepLine(_Watched(end, self.summed_in), policy) for end in ends]
-        self.engines = [Engine(compressor, line, residuals=storage, **settings) for line in self.lines]
+        self.connections = [LockstepConnection(_Watched(end, self.summed_in), policy) for end in ends]
+        self.engines = [
+            Engine(compressor, connection, residuals=storage, **settings) for connection in self.connections
+        ]
         order = list(range(len(self.parameters)))
         self.names = list(names or [f"layer{i}" for i in order])
         for engine in self.engines:
@@ -174,7 +176,7 @@ class Workers:
                 if self.is_apart:
                     bucket = BucketApart(number, memory, owners, is_last=is_last, output=mean.fill_(torch.nan))
                 futures.append((mean, engine.run(bucket)))
-        run_in_turns(self.lines)
+        run_in_turns(self.connections)
         for mean, future in futures:
             assert future.done(), "some bucket was left without its mean"
             assert future.value().data_ptr() == mean.data_ptr()
@@ -276,7 +278,7 @@ def take_up(engine: Engine, state: Mapping[str, Any], rules: LoadRules | None = 
     """
     saved, allowed = SavedChannel.from_dict(state), rules or LoadRules()
     if faults := differences(engine, saved, allowed):
-        raise refuse(f"rank {engine.line.rank}: the checkpoint does not fit", faults)
+        raise refuse(f"rank {engine.connection.rank}: the checkpoint does not fit", faults)
     restore(engine, saved, allowed)
 
 

@@ -32,7 +32,7 @@ from ..hooks import make_hook
 from ..launch import Send, run_world
 from ..machine import machine, versions
 from ..predicting.costs import Costs, HookCosts, Sample, copy_seconds, passes_in_words
-from ..predicting.pretending import PretendingLine, attach_pretending
+from ..predicting.pretending import PretendingConnection, attach_pretending
 from ..predicting.profiles import Sends
 from ..predicting.segments import BucketRecord, Segments, Watched
 from ..specs import Spec
@@ -310,8 +310,8 @@ def _added(
     if is_real:
         attachment = commhooks.attach(hooked, watched)
     else:
-        line = PretendingLine(group_or_default(None), as_ranks or dist.get_world_size(), segments)
-        attachment = attach_pretending(hooked, watched, line)
+        connection = PretendingConnection(group_or_default(None), as_ranks or dist.get_world_size(), segments)
+        attachment = attach_pretending(hooked, watched, connection)
     batch = torch.randn(_BATCH, model.shape[-1])
     found, by_round = [], []
     for turn in range(-_WARM_UP, turns):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.communicators.connection import WrapCommunicator
+from commhooks.communicators.private_group import WrapCommunicator
 from commhooks.scheduling.policy import POLICIES, PolicyName
 
 from ..predicting.candidates import Candidate

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from commhooks.communicators import Communicator
-from commhooks.communicators.connection import WrapCommunicator
+from commhooks.communicators.private_group import WrapCommunicator
 
 from ..cluster import Cluster
 from ..launch import RankFunction, Send, check_real, run_in_torchrun, run_world, torchrun_world

@@ -33,7 +33,7 @@ class StepRecord:
         ready = np.full(parameters, np.nan)
         for moment, number in self.phases.gradients:
             ready[number] = moment - begin
-        buckets = [dataclasses.replace(one, handed_in=one.handed_in - begin) for one in self.buckets]
+        buckets = [dataclasses.replace(one, submitted=one.submitted - begin) for one in self.buckets]
         return Brief(self.phases.seconds, self.phases.parts, self.own_seconds, ready, buckets)
 
 
@@ -92,5 +92,5 @@ def ready_of(steps: Sequence[Brief]) -> np.ndarray:
 def _bucket(same: Sequence[BucketRecord]) -> BucketProfile:
     seconds = np.median([bucket.seconds for bucket in same], axis=0).tolist()
     rounds = tuple(RoundProfile(one, sends) for one, sends in zip(seconds, same[-1].sends, strict=True))
-    ready, after = (float(np.median(values)) for values in zip(*((b.handed_in, b.after) for b in same), strict=True))
+    ready, after = (float(np.median(values)) for values in zip(*((b.submitted, b.after) for b in same), strict=True))
     return BucketProfile(same[-1].parameters, same[-1].bytes, ready, rounds, after)

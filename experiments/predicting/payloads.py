@@ -17,7 +17,7 @@ from commhooks.engine.rows import RowsBucket
 from commhooks.errors import SettingsError
 from commhooks.exchange.exchanger import Exchanger, average_in_lockstep
 from commhooks.language.compressor import Compressor
-from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
+from commhooks.scheduling.lockstep import LockstepConnection, run_in_turns
 from commhooks.scheduling.policy import PolicyName
 
 from .pretending import PretendingCommunicator
@@ -34,8 +34,8 @@ def rounds_of(
 
     """
     rounds = _Rounds()
-    line = LockstepLine(PretendingCommunicator(0, ranks, rounds, in_place=True), policy)
-    average_in_lockstep([Exchanger(gradients, compressor, line=line)], [gradients])
+    connection = LockstepConnection(PretendingCommunicator(0, ranks, rounds, in_place=True), policy)
+    average_in_lockstep([Exchanger(gradients, compressor, connection=connection)], [gradients])
     return tuple(map(tuple, rounds.sends))
 
 
@@ -49,11 +49,11 @@ def rounds_of_shards(compressor: Compressor, gradients: Mapping[str, Tensor], ra
     if not compressor.scatters:
         raise SettingsError(f"{compressor} averages whole gradients, of which no rank can return its shard alone")
     rounds = _Rounds()
-    line = LockstepLine(PretendingCommunicator(0, ranks, rounds, in_place=True))
-    engine = Engine(compressor, line, may_join=False, is_sharded=True)
+    connection = LockstepConnection(PretendingCommunicator(0, ranks, rounds, in_place=True))
+    engine = Engine(compressor, connection, may_join=False, is_sharded=True)
     engine.bind(list(gradients.items()))
     done = engine.run(bucket_of_shards(gradients, [*gradients.values()], ranks))
-    run_in_turns([line])
+    run_in_turns([connection])
     done.wait()
     engine.stop()
     return tuple(map(tuple, rounds.sends))

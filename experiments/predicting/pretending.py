@@ -21,7 +21,7 @@ from commhooks.exchange.handle import Handle
 from commhooks.exchange.options import settings_of
 from commhooks.hooks.attach import DDPFeed
 from commhooks.language.compressor import Compressor
-from commhooks.scheduling.line import ProcessGroupLine
+from commhooks.scheduling.connection import ProcessGroupConnection
 from commhooks.scheduling.policy import PolicyName
 
 
@@ -88,8 +88,8 @@ class PretendingCommunicator:
         return answer if self._in_place else answer.clone(memory_format=torch.contiguous_format)
 
 
-class PretendingLine(ProcessGroupLine):
-    """A line on which a rank compresses as one of `world_size`, and nothing is sent."""
+class PretendingConnection(ProcessGroupConnection):
+    """A connection on which a rank compresses as one of `world_size`, and nothing is sent."""
 
     def __init__(
         self, group: dist.ProcessGroup, world_size: int, watcher: Watcher | None = None, *, policy: PolicyName = "fifo"
@@ -103,10 +103,10 @@ def _pretending(world_size: int, watcher: Watcher | None, inner: Communicator) -
     return PretendingCommunicator(inner.rank, world_size, watcher)
 
 
-def attach_pretending(ddp: Module, compressor: Compressor, line: PretendingLine) -> Handle[Channel]:
-    """Attach a compressor to a DistributedDataParallel, on a line that sends nothing."""
-    settings = settings_of("attach", {"policy": line.policy})
-    return Handle[Channel](DDPFeed(ddp, ddp, None), compressor, settings, line).open()
+def attach_pretending(ddp: Module, compressor: Compressor, connection: PretendingConnection) -> Handle[Channel]:
+    """Attach a compressor to a DistributedDataParallel, on a connection that sends nothing."""
+    settings = settings_of("attach", {"policy": connection.policy})
+    return Handle[Channel](DDPFeed(ddp, ddp, None), compressor, settings, connection).open()
 
 
 class Pretended:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from commhooks.communicators import Collective, Communicator, ProcessGroupCommunicator
-from commhooks.communicators.connection import Address, Connection, WrapCommunicator
 from commhooks.communicators.parent_group import backend_of
+from commhooks.communicators.private_group import Address, PrivateGroup, WrapCommunicator
 from commhooks.devices import ACCELERATOR, runs_on_streams, wait_for_device
 from commhooks.language.requests import Group, ranks_in
 
@@ -92,12 +92,12 @@ def probe(
         )
     address = Address.under(group, "probe")
     try:
-        connection = Connection(address, wrap_communicator)
+        private_group = PrivateGroup(address, wrap_communicator)
         try:
-            assert connection.communicator is not None, "it was just opened"
+            assert private_group.communicator is not None, "it was just opened"
             machines = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             return probe_over(
-                connection.communicator,
+                private_group.communicator,
                 seconds,
                 machines,
                 link=link,
@@ -107,7 +107,7 @@ def probe(
                 profile=profile,
             )
         finally:
-            connection.close(_CLOSING_SECONDS)
+            private_group.close(_CLOSING_SECONDS)
     finally:
         address.store_thread.close()
         address.section.release()

@@ -41,7 +41,7 @@ class BucketRecord:
 
     parameters: tuple[str, ...]
     bytes: int
-    handed_in: float
+    submitted: float
     """The time at which it was handed in, by the wall clock."""
     seconds: list[float] = dataclasses.field(default_factory=list)
     """Seconds of compression in each round."""
@@ -53,7 +53,7 @@ class BucketRecord:
 class Segments:
     """The buckets of a step under one attachment, as the worker thread handles them.
 
-    `handed_in` is called by the training thread, everything else by the worker thread.
+    `submitted` is called by the training thread, everything else by the worker thread.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -72,7 +72,7 @@ class Segments:
         self._asking: list[int] = []  # buckets whose requests are not on their way
         self._begun = (0.0, 0.0)
 
-    def handed_in(self, view: BucketView) -> int:
+    def submitted(self, view: BucketView) -> int:
         """Add a bucket, and return its number."""
         now = time.perf_counter()
         names = tuple(slot.name for slot in view.slots)
@@ -156,7 +156,7 @@ class Watched(Wrapper):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Return `inner`'s exchange. This is called in the hook's own call, so the bucket is ready now."""
-        number = self.segments.handed_in(bucket)
+        number = self.segments.submitted(bucket)
         return self._run(number, begin_exchange(self.inner, bucket, context))
 
     def _run(self, number: int, exchange: Exchange) -> Exchange:

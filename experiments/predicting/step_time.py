@@ -190,20 +190,20 @@ class _Rank:
         self._free_at = 0.0  # the link
         self._left = deque(map(_Task, step.buckets))  # not ready yet
         self._awaited = sorted(bucket.due for bucket in step.buckets)  # of means that are not there
-        self._handed_in: deque[_Task] = deque()
+        self._submitted: deque[_Task] = deque()
 
     def run_fifo(self) -> None:
         """Follow `commhooks.scheduling.policy.Fifo`."""
         issuing: _Task | None = None
         in_last_round: deque[_Task] = deque()
         while True:
-            self._hand_in()
-            if issuing is None and self._handed_in:
-                issuing = self._handed_in.popleft()
+            self._submit()
+            if issuing is None and self._submitted:
+                issuing = self._submitted.popleft()
                 if issuing.begun == 0:
                     self._compress(issuing)
-            elif self._handed_in and self._handed_in[0].begun == 0:
-                self._compress(self._handed_in[0])
+            elif self._submitted and self._submitted[0].begun == 0:
+                self._compress(self._submitted[0])
                 continue
             else:
                 oldest = in_last_round[0] if in_last_round else issuing
@@ -228,10 +228,10 @@ class _Rank:
     def run_fused(self) -> None:
         """Follow `commhooks.scheduling.policy.Fused`."""
         tasks = list(self._left)
-        while self._left or self._handed_in:
-            self._hand_in()
-            if self._handed_in:
-                self._compress(self._handed_in.popleft())
+        while self._left or self._submitted:
+            self._submit()
+            if self._submitted:
+                self._compress(self._submitted.popleft())
             else:
                 self._wait_for(None)
         asking = [task for task in tasks if task.bucket.stages]
@@ -253,9 +253,9 @@ class _Rank:
         """Compute until nothing is left."""
         self.now, self.done = self._when(self.step.compute - self.done), self.step.compute
 
-    def _hand_in(self) -> None:
+    def _submit(self) -> None:
         while self._left and self._left[0].bucket.ready <= self.done + _NO_TIME:
-            self._handed_in.append(self._left.popleft())
+            self._submitted.append(self._left.popleft())
 
     def _end(self, task: _Task) -> None:
         """Unpack the last answers, and write the mean."""

@@ -24,7 +24,7 @@ from .keeping import Kept
 from .measuring import StepRecord
 from .phases import Phases, PhaseWatch
 from .place import free_cores, places_of
-from .pretending import PretendingLine, attach_pretending
+from .pretending import PretendingConnection, attach_pretending
 from .segments import Segments, Watched
 
 PLAIN = "plain"
@@ -129,8 +129,8 @@ class Turns:
         """Let every hook of a policy have its turn: attaching costs more than to replace one hook by another."""
         segments = Segments(time.thread_time if self.cores == 1 else time.perf_counter)
         watched = {one.label: Watched(inner=one.compressor, segments=segments) for one in own}
-        line = PretendingLine(group_or_default(self.ranks.group), self.world_size, segments, policy=policy)
-        attachment = attach_pretending(self._ddp, watched[own[0].label], line)
+        connection = PretendingConnection(group_or_default(self.ranks.group), self.world_size, segments, policy=policy)
+        attachment = attach_pretending(self._ddp, watched[own[0].label], connection)
         attachment.expect(*watched.values())  # so that what waits for the next turn is not warned of
         try:
             for label, compressor in watched.items():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from commhooks import Compressor, Exchanger
 from commhooks.language.entries import RESIDUAL
-from commhooks.lockstep import average_in_lockstep, lockstep_lines
+from commhooks.lockstep import average_in_lockstep, lockstep_connections
 
 from ..results.summary import Spread
 from ..specs import Spec
@@ -121,7 +121,7 @@ def vnmse(received: Gradients, gradients: Sequence[Gradients]) -> float:
 def join_workers(model: nn.Module, compressor: Compressor, workers: int) -> list[Exchanger]:
     """Return an exchanger for each worker, for the gradients of the model."""
     like = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return [Exchanger(like, compressor, line=line) for line in lockstep_lines(workers)]
+    return [Exchanger(like, compressor, connection=connection) for connection in lockstep_connections(workers)]
 
 
 def own_gradients(task: LoadedTask, step: int, workers: int) -> tuple[list[float], list[Gradients]]:

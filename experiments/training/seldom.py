@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import commhooks
-from commhooks.lockstep import lockstep_lines, step_in_lockstep
+from commhooks.lockstep import lockstep_connections, step_in_lockstep
 
 from ..hooks import make_hook
 from ..seldom import Recipe, Seldom
@@ -48,7 +48,7 @@ def outer_optimizer(recipe: Recipe, tensors: list[Tensor]) -> torch.optim.Optimi
 
 def check_diloco(hook: Spec, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Raise ValueError if DiLoCo does not accept the model, the optimizer or a setting, or no round ends in the run."""
-    commhooks.DiLoCo(model, optimizer, line=lockstep_lines(1)[0], **settings_of(hook)).close()
+    commhooks.DiLoCo(model, optimizer, connection=lockstep_connections(1)[0], **settings_of(hook)).close()
     every = Seldom.of(hook).every
     if every > steps:
         raise ValueError(
@@ -78,8 +78,8 @@ def train_seldom_in_lockstep(
         for step in range(steps):
             if step == start:
                 settings = settings_of(hook, tasks[0].seed)
-                for task, inner, line in zip(tasks, optimizers, lockstep_lines(ranks), strict=True):
-                    workers.append(commhooks.DiLoCo(task.model, inner, line=line, **settings))
+                for task, inner, connection in zip(tasks, optimizers, lockstep_connections(ranks), strict=True):
+                    workers.append(commhooks.DiLoCo(task.model, inner, connection=connection, **settings))
                     team.callback(workers[-1].close)
             losses = [_backward(task, step, rank, ranks) for rank, task in enumerate(tasks)]
             if step < start:

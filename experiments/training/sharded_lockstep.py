@@ -10,8 +10,8 @@ from torch import Tensor
 
 from commhooks.compressors.codecs import Codec
 from commhooks.engine.engine import Engine
-from commhooks.lockstep import lockstep_lines
-from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
+from commhooks.lockstep import lockstep_connections
+from commhooks.scheduling.lockstep import LockstepConnection, run_in_turns
 
 from ..hooks import gather_of, make_hook, reduction_of
 from ..predicting.payloads import bucket_of_shards, rows_of
@@ -30,9 +30,9 @@ def train_sharded_in_lockstep(task: LoadedTask, hook: Spec, *, steps: int, worke
     """
     model, code = task.model, gather_of(hook)
     optimizer = task.optimizer()
-    lines = lockstep_lines(workers)
+    connections = lockstep_connections(workers)
     compressor = make_hook(reduction_of(hook), task.seed)
-    engines = [Engine(compressor, line, may_join=False) for line in lines]
+    engines = [Engine(compressor, connection, may_join=False) for connection in connections]
     named = dict(model.named_parameters())
     kept = {name: parameter.detach().clone() for name, parameter in named.items()}
     for engine in engines:
@@ -89,7 +89,7 @@ def _scatter(engines: Sequence[Engine], kept: Tensors, gradients: Sequence[Gradi
     """Set the model's gradients to their means, put together from each worker's shard."""
     buckets = [bucket_of_shards(own, [*kept.values()], len(engines)) for own in gradients]
     done = [engine.run(bucket) for engine, bucket in zip(engines, buckets, strict=True)]
-    run_in_turns([engine.line for engine in engines if isinstance(engine.line, LockstepLine)])
+    run_in_turns([engine.connection for engine in engines if isinstance(engine.connection, LockstepConnection)])
     for future in done:
         future.wait()
     rows = torch.stack([bucket.output() for bucket in buckets])  # W×chunks

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from commhooks.language import BucketView, Compressor, Context, Exchange, Slot
 from commhooks.scheduling.lanes import Lane
-from commhooks.scheduling.lockstep import lockstep_lines, run_in_turns
+from commhooks.scheduling.lockstep import lockstep_connections, run_in_turns
 from commhooks.scheduling.task import BucketTask
 from commhooks.state.table import StateTable
 
@@ -18,13 +18,13 @@ ALONE = Context(0, 1, 0)
 
 def run_alone(bucket: BucketView, exchange: Exchange) -> Tensor:
     """Run one bucket's exchange, a step of its own, to its end; return the mean."""
-    (line,) = lockstep_lines(1)
+    (connection,) = lockstep_connections(1)
     bucket.scratch.turn += 1
     future: Any = mock.Mock()  # a real one wants a real device, and nobody waits for it
     task = BucketTask(exchange, bucket, future, step=0, is_last=True, parameters=lambda: "its own", world_size=1)
     lane = Lane()
-    line.open(lane, bucket.memory.device, "").submit(lane, task)
-    run_in_turns([line])
+    connection.open(lane, bucket.memory.device, "").submit(lane, task)
+    run_in_turns([connection])
     return bucket.mean
 
 

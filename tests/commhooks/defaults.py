@@ -26,8 +26,8 @@ from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from commhooks.communicators.parent_group import group_or_default
-from commhooks.exchange import ProcessGroupLine
-from commhooks.lockstep import average_in_lockstep, lockstep_lines
+from commhooks.exchange import ProcessGroupConnection
+from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from tests.cases import BY_NAME, FORMS
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.golden import digest_of
@@ -96,11 +96,13 @@ def attached(rank: int, name: str, around: Around) -> list[Tensor]:
     return found
 
 
-def exchanged(rank: int, name: str, dtype: torch.dtype, line: ProcessGroupLine, around: Around) -> list[Tensor]:
+def exchanged(
+    rank: int, name: str, dtype: torch.dtype, connection: ProcessGroupConnection, around: Around
+) -> list[Tensor]:
     """Average, save and load under the default, and average again without it."""
     rounds = [dict(zip(NAMES, gradients(rank, step, dtype), strict=True)) for step in range(STEPS)]
     with around():
-        exchanger = commhooks.Exchanger(rounds[0], BY_NAME[name].make(), line=line)
+        exchanger = commhooks.Exchanger(rounds[0], BY_NAME[name].make(), connection=connection)
         for one in rounds[:-1]:
             exchanger.average(one)
         exchanger.load_state_dict(exchanger.state_dict())
@@ -115,7 +117,10 @@ def in_lockstep(rank: int, compressor: str, around: Around) -> list[Tensor]:
     """Average two workers' tensors in this process."""
     rounds = [[dict(zip(NAMES, gradients(worker, step), strict=True)) for worker in (0, 1)] for step in range(STEPS)]
     with around():
-        exchangers = [commhooks.Exchanger(rounds[0][0], compressor, line=line) for line in lockstep_lines(2)]
+        exchangers = [
+            commhooks.Exchanger(rounds[0][0], compressor, connection=connection)
+            for connection in lockstep_connections(2)
+        ]
         for one in rounds[:-1]:
             average_in_lockstep(exchangers, one)
     average_in_lockstep(exchangers, rounds[-1])
@@ -194,13 +199,13 @@ def ways(names: Sequence[str], default: str) -> dict[str, Callable[[int, Around]
     """Return what is tried under a default, by name; without a default, everything that is tried under any."""
     found: dict[str, Callable[[int, Around], list[Tensor]]] = {}
     dtypes = [torch.float32, *(dtype for of, dtype in DTYPES.items() if default in (of, "none"))]
-    line = ProcessGroupLine(group_or_default(None), policy="fused")
-    line.join()  # of nobody: it is open until the process ends
+    connection = ProcessGroupConnection(group_or_default(None), policy="fused")
+    connection.join()  # of nobody: it is open until the process ends
     for name in names:
         if default != "inference":  # in which there is no backward pass
             found[f"{name}, attach"] = functools.partial(_call, attached, name)
         for dtype in dtypes:
-            found[f"{name}, Exchanger, {dtype}"] = functools.partial(_call, exchanged, name, dtype, line)
+            found[f"{name}, Exchanger, {dtype}"] = functools.partial(_call, exchanged, name, dtype, connection)
     for kind in ("core", "torch"):
         for hook in (commhooks.powerSGD_hook, commhooks.fp16_compress_hook):
             found[f"{hook.__name__}, {kind}"] = functools.partial(_call, hooked, kind, hook)

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from commhooks.devices import SideStream
-from commhooks.scheduling import line
+from commhooks.scheduling import connection
 
 
 class ToldMark:
@@ -57,6 +57,6 @@ class HostStream(SideStream):
 @contextlib.contextmanager
 def as_on_nccl() -> Iterator[None]:
     """Make attachments take the same path as on NCCL, over any backend."""
-    backend = mock.patch.object(line, "backend_of", return_value="nccl")
-    with backend, mock.patch.object(line, "SideStream", HostStream):
+    backend = mock.patch.object(connection, "backend_of", return_value="nccl")
+    with backend, mock.patch.object(connection, "SideStream", HostStream):
         yield

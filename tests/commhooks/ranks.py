@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commhooks.communicators import noticeboard
+from commhooks.communicators import failure_store
 from commhooks.scheduling import worker
 from tests.world import Outcome
 from tests.world.rank import exit_like_a_script
@@ -35,7 +35,7 @@ def exit_code_of_a_fork(run: Callable[[], object] = bool) -> int:
 
 def ask_briefly() -> None:
     """Give the peers of this rank less time to answer a roll call: the one that it asks is away on purpose."""
-    noticeboard.ANSWER_SECONDS = 0.4
+    failure_store.ANSWER_SECONDS = 0.4
 
 
 def be_impatient() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.engine.engine import Engine
 from commhooks.language.compressor import Compressor
-from commhooks.scheduling.line import Line
-from commhooks.scheduling.lockstep import LockstepLine, lockstep_lines, run_in_turns
+from commhooks.scheduling.connection import Connection
+from commhooks.scheduling.lockstep import LockstepConnection, lockstep_connections, run_in_turns
 from tests.commhooks.workers import GivenBucket
 
 PADDING = 3
@@ -65,22 +65,26 @@ def shard_of(tensor: Tensor, ranks: int, rank: int) -> Tensor:
 class Sharded:
     """One engine for each worker of a process, or this rank's of a process group."""
 
-    def __init__(self, compressor: Compressor, parameters: Sequence[Tensor], lines: Sequence[Line], **settings: Any):
+    def __init__(
+        self, compressor: Compressor, parameters: Sequence[Tensor], connections: Sequence[Connection], **settings: Any
+    ):
         self.parameters = list(parameters)
-        self.lines = lines
-        self.engines = [Engine(compressor, line, may_join=False, is_sharded=True, **settings) for line in lines]
+        self.connections = connections
+        self.engines = [
+            Engine(compressor, connection, may_join=False, is_sharded=True, **settings) for connection in connections
+        ]
         for engine in self.engines:
             engine.bind([(f"layer{number}", parameter) for number, parameter in enumerate(parameters)])
 
     @classmethod
     def in_lockstep(cls, compressor: Compressor, ranks: int, parameters: Sequence[Tensor], **settings: Any) -> Sharded:
-        return cls(compressor, parameters, lockstep_lines(ranks, settings.pop("policy", "fifo")), **settings)
+        return cls(compressor, parameters, lockstep_connections(ranks, settings.pop("policy", "fifo")), **settings)
 
     def step(self, gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """Average gradients[rank][parameter] of these workers; return the mean of each one's shards."""
-        ranks = self.engines[0].line.world_size
+        ranks = self.engines[0].connection.world_size
         buckets = [
-            BucketOfShards(self.parameters, own, ranks, engine.line.rank)
+            BucketOfShards(self.parameters, own, ranks, engine.connection.rank)
             for engine, own in zip(self.engines, gradients, strict=True)
         ]
         futures = [engine.run(bucket) for engine, bucket in zip(self.engines, buckets, strict=True)]
@@ -91,7 +95,7 @@ class Sharded:
 
     def take_turns(self) -> None:
         """Run what was handed in, if the workers are in one process."""
-        run_in_turns([line for line in self.lines if isinstance(line, LockstepLine)])
+        run_in_turns([connection for connection in self.connections if isinstance(connection, LockstepConnection)])
 
     def residuals(self) -> list[list[Tensor]]:
         """Return each worker's residuals, which are those of whole parameters."""

@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 
 import commhooks
 from commhooks import PowerSGDState, make_compressor
-from commhooks.communicators import noticeboard
+from commhooks.communicators import failure_store
 from commhooks.compressors import PowerSGD
 from tests.commhooks.mirrored import TINY_BUCKETS
 from tests.commhooks.models import Given, gradients_of, wrap
@@ -27,7 +27,7 @@ from tests.world import on_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 facts = Facts(kinds=BOTH_DDPS)
-soon = mock.patch.object(noticeboard, "ANSWER_SECONDS", 0.4)
+soon = mock.patch.object(failure_store, "ANSWER_SECONDS", 0.4)
 """Scales that differ are looked up once more after a while, for the case that only the note of one comes late."""
 SHAPES = [(30, 50), (50,), (40, 30), (60, 40)]
 STEPS = 12

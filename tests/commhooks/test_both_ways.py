@@ -12,7 +12,7 @@ from torch import Tensor
 import commhooks
 from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator
 from commhooks.communicators.both_ways import goes_both_ways
-from commhooks.communicators.connection import Address, Connection
+from commhooks.communicators.private_group import Address, PrivateGroup
 from commhooks.language.requests import Group
 from experiments.predicting.gloo import course_of
 from tests.commhooks.ranks import exit_code_of_a_fork
@@ -22,13 +22,13 @@ KB = 1024
 DTYPES = (torch.uint8, torch.int32, torch.float32, torch.bfloat16)
 
 
-def connect() -> tuple[Connection, Communicator]:
-    """Return a private connection of the default group's ranks, and its communicator."""
+def connect() -> tuple[PrivateGroup, Communicator]:
+    """Return a private group of the default group's ranks, and its communicator."""
     group = torch.distributed.group.WORLD
     assert group is not None
-    connection = Connection(Address.under(group, "both ways"))
-    assert connection.communicator is not None
-    return connection, connection.communicator
+    private_group = PrivateGroup(Address.under(group, "both ways"))
+    assert private_group.communicator is not None
+    return private_group, private_group.communicator
 
 
 def message(rank: int, ranks: int, turn: int, row: int) -> Tensor:
@@ -41,7 +41,7 @@ def message(rank: int, ranks: int, turn: int, row: int) -> Tensor:
 @on_ranks("ranks")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_exchanges_of_every_size_bring_what_was_sent_however_many_are_under_way(rank: int, ranks: int) -> None:
-    connection, communicator = connect()
+    private_group, communicator = connect()
     sent, started = [], []
     for turn, row in enumerate([4, 16 * KB, 128 * KB, 300 * KB, 8, 256 * KB, 16 * KB - 4]):
         sent.append(message(rank, ranks, turn, row))
@@ -61,8 +61,8 @@ def test_exchanges_of_every_size_bring_what_was_sent_however_many_are_under_way(
             assert torch.equal(pending.result.view(torch.uint8), expected.view(torch.uint8)), turn
         total_pending.wait()
         assert bool((total_pending.result == sum(range(ranks))).all())
-    assert len(connection.groups) == 2
-    assert connection.close(5.0)
+    assert len(private_group.groups) == 2
+    assert private_group.close(5.0)
 
 
 def wait(pending: Pending) -> None:
@@ -77,17 +77,17 @@ def wait(pending: Pending) -> None:
 
 @on_ranks(2)
 def test_the_second_group_is_opened_by_the_first_exchange_that_is_large(rank: int) -> None:
-    connection, communicator = connect()
+    private_group, communicator = connect()
     for row, opened in ((1 * KB, 1), (16 * KB - 1, 1), (16 * KB, 2), (64 * KB, 2)):
         communicator.start(Collective("all-to-all", torch.zeros(2, row, dtype=torch.uint8))).wait()
         communicator.start(Collective("all-gather", torch.zeros(row, dtype=torch.uint8))).wait()
-        assert len(connection.groups) == opened, row
-    assert connection.close(5.0)
+        assert len(private_group.groups) == opened, row
+    assert private_group.close(5.0)
 
 
 @on_ranks(4)
 def test_groups_of_some_ranks_have_a_second_group_too(rank: int) -> None:
-    connection, communicator = connect()
+    private_group, communicator = connect()
     for kind in ("inner", "outer"):
         group = Group(kind, 2)
         ranks = group.ranks(rank, 4)
@@ -96,8 +96,8 @@ def test_groups_of_some_ranks_have_a_second_group_too(rank: int) -> None:
         wait(pending)
         place = ranks.index(rank)
         assert torch.equal(pending.result, torch.stack([message(other, 2, 0, 64 * KB)[place] for other in ranks]))
-    assert len(connection.groups) == 5
-    assert connection.close(5.0)
+    assert len(private_group.groups) == 5
+    assert private_group.close(5.0)
 
 
 @on_ranks(2, check_exit=True)

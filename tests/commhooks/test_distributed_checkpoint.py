@@ -168,7 +168,7 @@ def refused_by_us(rank: int, kind: str, checkpoint: str, damaged: dict[str, str]
 
 
 def refused_before_the_first_step(rank: int, kind: str, checkpoint: str) -> None:
-    """Load into a hook's state that has no line to the other ranks yet, and cannot be read on one; then train."""
+    """Load into a hook's state that has no connection to the other ranks yet, and cannot be read on one; then train."""
     run = begin(kind, HOOK)
     read = functools.partial(commhooks.load_distributed, storage_reader=FailsOnOneRank(checkpoint))
     told = told_by(functools.partial(read, checkpoint, run.hooks))

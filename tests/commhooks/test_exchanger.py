@@ -18,8 +18,8 @@ from commhooks.errors import CompressorError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.requests import AllGather, Part
-from commhooks.lockstep import average_in_lockstep, lockstep_lines
-from commhooks.scheduling.line import ProcessGroupLine
+from commhooks.lockstep import average_in_lockstep, lockstep_connections
+from commhooks.scheduling.connection import ProcessGroupConnection
 from commhooks.scheduling.lockstep import run_in_turns
 from tests import bounds
 from tests.commhooks.told import told_by
@@ -49,7 +49,10 @@ def means(world_size: int, step: int = 0) -> dict[str, Tensor]:
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_workers_of_one_process_get_the_mean(policy: Any, world_size: int) -> None:
-    exchangers = [Exchanger(TENSORS, "all-reduce", line=line) for line in lockstep_lines(world_size, policy)]
+    exchangers = [
+        Exchanger(TENSORS, "all-reduce", connection=connection)
+        for connection in lockstep_connections(world_size, policy)
+    ]
     for step in range(3):
         values = [drawn(rank, step) for rank in range(world_size)]
         average_in_lockstep(exchangers, values)
@@ -66,7 +69,9 @@ def test_workers_of_one_process_get_the_mean(policy: Any, world_size: int) -> No
 def ranks_of_a_process_group_get_what_workers_of_one_process_get(rank: int) -> None:
     """Average over two ranks, where a sum's bits do not depend on its order."""
     for name in ("powersgd", "top-k", "sign", "int4", "fp16"):
-        exchangers = [Exchanger(TENSORS, name, line=line) for line in lockstep_lines(2, "fused")]
+        exchangers = [
+            Exchanger(TENSORS, name, connection=connection) for connection in lockstep_connections(2, "fused")
+        ]
         for step in range(3):
             wanted = [drawn(worker, step) for worker in range(2)]
             average_in_lockstep(exchangers, wanted)
@@ -90,7 +95,9 @@ def average_over_gloo(rank: int, name: str) -> dict[str, Tensor]:
 
 def test_zeros_are_values_like_others() -> None:
     """A DDP hands in zeros for a rank that has run out of inputs; an Exchanger does not."""
-    exchangers = [Exchanger({"w": torch.zeros(64)}, "top-k", line=line) for line in lockstep_lines(2)]
+    exchangers = [
+        Exchanger({"w": torch.zeros(64)}, "top-k", connection=connection) for connection in lockstep_connections(2)
+    ]
     average_in_lockstep(exchangers, [{"w": torch.arange(64.0)} for _ in range(2)])
     silence = [{"w": torch.zeros(64)} for _ in range(2)]
     average_in_lockstep(exchangers, silence)
@@ -113,13 +120,13 @@ def test_zeros_are_values_like_others() -> None:
     ids=str,
 )
 def test_what_cannot_work_is_refused_with_the_value_when_it_is_built(settings: dict[str, Any], complaint: str) -> None:
-    line = {} if {*settings} & {"policy", "hook_timeout"} else {"line": lockstep_lines(1)[0]}
+    connection = {} if {*settings} & {"policy", "hook_timeout"} else {"connection": lockstep_connections(1)[0]}
     with pytest.raises(SettingsError, match=complaint):
-        Exchanger(**{"tensors": TENSORS, "compressor": "all-reduce"} | line | settings)
+        Exchanger(**{"tensors": TENSORS, "compressor": "all-reduce"} | connection | settings)
 
 
 def test_other_tensors_are_refused_by_name_and_nothing_is_lost() -> None:
-    exchanger = Exchanger(TENSORS, "all-reduce", line=lockstep_lines(1)[0])
+    exchanger = Exchanger(TENSORS, "all-reduce", connection=lockstep_connections(1)[0])
     sparse = TENSORS["b"].to_sparse()
     for wrong in (
         {"a": torch.zeros(24, 40)},
@@ -134,12 +141,12 @@ def test_other_tensors_are_refused_by_name_and_nothing_is_lost() -> None:
 
 def test_a_round_of_workers_that_take_turns_is_not_waited_for_and_none_begins_after_the_end() -> None:
     """One worker waiting would keep the others from their turns."""
-    exchangers = [Exchanger(TENSORS, "all-reduce", line=line) for line in lockstep_lines(2)]
+    exchangers = [Exchanger(TENSORS, "all-reduce", connection=connection) for connection in lockstep_connections(2)]
     begun = exchangers[0].begin(drawn(0))
     with pytest.raises(CompressorError, match=r"Averaging.wait: the last round is under way; let the workers"):
         begun.write(drawn(0))
     exchangers[1].begin(drawn(1))
-    run_in_turns([exchanger.engine.line for exchanger in exchangers])  # type: ignore[misc]  # LockstepLines
+    run_in_turns([exchanger.engine.connection for exchanger in exchangers])  # type: ignore[misc]  # LockstepConnections
     begun.write(values := drawn(0))
     assert torch.allclose(values["a"].double(), means(2)["a"])
     exchangers[0].close()
@@ -202,19 +209,19 @@ def memory_does_not_grow_while_rounds_overlap(rank: int) -> None:
 
 
 def test_rounds_that_no_longer_overlap_use_one_memory() -> None:
-    (line,) = lockstep_lines(1)
-    exchanger = Exchanger(TENSORS, "top-k", line=line)
+    (connection,) = lockstep_connections(1)
+    exchanger = Exchanger(TENSORS, "top-k", connection=connection)
     overlapping = []
     for step in range(2):
         overlapping.append(exchanger.begin(drawn(0, step)))
-        run_in_turns([line])
+        run_in_turns([connection])
     for averaging in overlapping:
         averaging.write(drawn(0))
     places = set()
     for _ in range(4):
         places.add(exchanger.buffers["a"].data_ptr())
         averaging = exchanger.begin()
-        run_in_turns([line])
+        run_in_turns([connection])
         averaging.write(drawn(0))
     assert len(places) == 1
 
@@ -229,7 +236,7 @@ class OfAnotherSize(Compressor):
 
 def test_memory_does_not_grow_while_every_round_sends_another_size() -> None:
     tensors = {"a": torch.zeros(1000)}
-    exchangers = [Exchanger(tensors, OfAnotherSize(), line=line) for line in lockstep_lines(2)]
+    exchangers = [Exchanger(tensors, OfAnotherSize(), connection=connection) for connection in lockstep_connections(2)]
     for _ in range(60):
         average_in_lockstep(exchangers, [{"a": torch.ones(1000)} for _ in exchangers])
     assert exchangers[0].memory().working <= 4 * 60 * tensors["a"].element_size()
@@ -237,12 +244,12 @@ def test_memory_does_not_grow_while_every_round_sends_another_size() -> None:
 
 @facts
 def means_are_not_written_before_they_are_there_and_every_later_call_tells_the_cause(rank: int) -> None:
-    """Rank 1 passes other tensors, which closes its exchanger: alone on a line, and beside another one."""
-    shared = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
-    beside = Exchanger(TENSORS, "all-reduce", line=shared)
+    """Rank 1 passes other tensors, which closes its exchanger: alone on a connection, and beside another one."""
+    shared = ProcessGroupConnection(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
+    beside = Exchanger(TENSORS, "all-reduce", connection=shared)
     beside.average(drawn(rank))
-    for line in (None, shared):
-        exchanger = Exchanger(TENSORS, "all-reduce", line=line)
+    for connection in (None, shared):
+        exchanger = Exchanger(TENSORS, "all-reduce", connection=connection)
         exchanger.average(drawn(rank))
         first = told_by(lambda: exchanger.average({"a": torch.zeros(2)} if rank else drawn(rank)))  # noqa: B023 called now
         second = told_by(lambda: exchanger.average(drawn(rank))).text  # noqa: B023 called now
@@ -257,12 +264,12 @@ def means_are_not_written_before_they_are_there_and_every_later_call_tells_the_c
 
 
 def test_an_expanded_tensor_is_refused_by_name_before_anything_is_sent() -> None:
-    exchanger = Exchanger({"w": torch.zeros(3, 4)}, "all-reduce", line=lockstep_lines(1)[0])
+    exchanger = Exchanger({"w": torch.zeros(3, 4)}, "all-reduce", connection=lockstep_connections(1)[0])
     with pytest.raises(CompressorError, match="elements of 'w' share memory"):
         exchanger.average({"w": torch.ones(1, 4).expand(3, 4)})
     assert exchanger.steps == 0
     averaging = exchanger.begin({"w": torch.ones(1, 4).expand(3, 4)})  # it may be read
-    run_in_turns([exchanger.engine.line])  # type: ignore[list-item]  # a LockstepLine
+    run_in_turns([exchanger.engine.connection])  # type: ignore[list-item]  # a LockstepConnection
     with pytest.raises(CompressorError, match=r"elements of 'w' share memory.*nothing was written"):
         averaging.write({"w": torch.zeros(1, 4).expand(3, 4)})
     into = {"w": torch.zeros(3, 4)}
@@ -282,7 +289,7 @@ def tensors_in_another_order_of_memory_are_refused(rank: int) -> None:
 
 
 def test_an_exchanger_has_what_an_attachment_has() -> None:
-    exchanger = Exchanger(TENSORS, "top-k", line=lockstep_lines(1)[0])
+    exchanger = Exchanger(TENSORS, "top-k", connection=lockstep_connections(1)[0])
     exchanger.average(drawn(0))
     assert str(exchanger.compressor) == str(commhooks.make_compressor("top-k"))
     exchanger.expect(commhooks.make_compressor("powersgd"))

@@ -14,9 +14,9 @@ import commhooks
 from commhooks import CheckpointError, Exchanger, SettingsError
 from commhooks.communicators.parent_group import group_or_default
 from commhooks.errors import CompressorError
-from commhooks.exchange import ProcessGroupLine
-from commhooks.lockstep import average_in_lockstep, lockstep_lines
-from commhooks.scheduling.lockstep import LockstepLine, run_in_turns
+from commhooks.exchange import ProcessGroupConnection
+from commhooks.lockstep import average_in_lockstep, lockstep_connections
+from commhooks.scheduling.lockstep import LockstepConnection, run_in_turns
 from tests import bounds
 from tests.commhooks.resuming import distance, roundtrip
 from tests.commhooks.test_lanes import FailsOnce
@@ -39,19 +39,20 @@ def drawn(label: str, rank: int, turn: int) -> dict[str, Tensor]:
 
 
 def alone(name: str, tensors: dict[str, Tensor], **settings: Any) -> Exchanger:
-    return Exchanger(tensors, name, line=lockstep_lines(1)[0], **settings)
+    return Exchanger(tensors, name, connection=lockstep_connections(1)[0], **settings)
 
 
 def in_turns_of_one(exchanger: Exchanger) -> None:
-    line = exchanger.engine.line
-    assert isinstance(line, LockstepLine)
-    run_in_turns([line])
+    connection = exchanger.engine.connection
+    assert isinstance(connection, LockstepConnection)
+    run_in_turns([connection])
 
 
 @pytest.mark.parametrize("name", ["all-reduce", "int4", "top-k", "powersgd"])
 def test_tensors_written_in_the_room_get_the_means_of_tensors_that_are_copied(name: str) -> None:
     copied, written = (
-        [Exchanger(GROUPS["fragment 0 of 3"], name, line=line) for line in lockstep_lines(2)] for _ in range(2)
+        [Exchanger(GROUPS["fragment 0 of 3"], name, connection=connection) for connection in lockstep_connections(2)]
+        for _ in range(2)
     )
     for turn in range(3):
         values = [drawn("fragment 0 of 3", rank, turn) for rank in range(2)]
@@ -61,7 +62,7 @@ def test_tensors_written_in_the_room_get_the_means_of_tensors_that_are_copied(na
             for key, value in own.items():
                 room[key].copy_(value)
         rounds = [exchanger.begin() for exchanger in written]
-        run_in_turns([exchanger.engine.line for exchanger in written])  # type: ignore[misc]  # LockstepLines
+        run_in_turns([exchanger.engine.connection for exchanger in written])  # type: ignore[misc]  # LockstepConnections
         average_in_lockstep(copied, values)
         assert all(
             torch.equal(one.means[key], own[key]) for one, own in zip(rounds, values, strict=True) for key in own
@@ -104,13 +105,13 @@ def test_a_weighted_mean_counts_each_rank_by_its_weight(policy: Any) -> None:
     """Bound: each term is scaled once, by a quotient of two rounded sums, and then averaged."""
     weights = [3.0, 0.0, 0.5]
     workers = [
-        Exchanger(GROUPS["fragment 0 of 3"], "all-reduce", line=line, weighted=True)
-        for line in lockstep_lines(3, policy)
+        Exchanger(GROUPS["fragment 0 of 3"], "all-reduce", connection=connection, weighted=True)
+        for connection in lockstep_connections(3, policy)
     ]
     values = [drawn("fragment 0 of 3", rank, 0) for rank in range(3)]
     values[1]["a"].fill_(math.nan)  # of weight 0
     rounds = [worker.begin(own, weight=w) for worker, own, w in zip(workers, values, weights, strict=True)]
-    run_in_turns([worker.engine.line for worker in workers])  # type: ignore[misc]  # LockstepLines
+    run_in_turns([worker.engine.connection for worker in workers])  # type: ignore[misc]  # LockstepConnections
     for name in ("a", "b"):
         mean = (3 * values[0][name].double() + 0.5 * values[2][name].double()) / 3.5
         allowed = 5 * 3 * (bounds.of_mean(3, torch.float32) + 4 * torch.finfo(torch.float32).eps)  # |values| below 5
@@ -122,10 +123,13 @@ def test_a_weighted_mean_of_fp64_is_exact_to_fp64() -> None:
     """Bound: as above. Fp32 tensors beside them are means of their own bucket."""
     like = {"wide": torch.zeros(5, dtype=torch.float64), "narrow": torch.zeros(5)}
     weights = [0.1, 0.7, 1.3]
-    workers = [Exchanger(like, "all-reduce", line=line, weighted=True) for line in lockstep_lines(3, "fused")]
+    workers = [
+        Exchanger(like, "all-reduce", connection=connection, weighted=True)
+        for connection in lockstep_connections(3, "fused")
+    ]
     values = [{name: torch.linspace(rank, 5, 5, dtype=t.dtype) for name, t in like.items()} for rank in range(3)]
     rounds = [worker.begin(own, weight=w) for worker, own, w in zip(workers, values, weights, strict=True)]
-    run_in_turns([worker.engine.line for worker in workers])  # type: ignore[misc]  # LockstepLines
+    run_in_turns([worker.engine.connection for worker in workers])  # type: ignore[misc]  # LockstepConnections
     for name, tensor in like.items():
         mean = sum(w * own[name].double() for w, own in zip(weights, values, strict=True)) / sum(weights)
         allowed = 5 * 3 * (bounds.of_mean(3, tensor.dtype) + 4 * torch.finfo(tensor.dtype).eps)  # |values| up to 5
@@ -135,11 +139,14 @@ def test_a_weighted_mean_of_fp64_is_exact_to_fp64() -> None:
 def test_a_rank_of_weight_0_sends_what_it_owes_and_nothing_else() -> None:
     """Its tensors do not count, but the residual of earlier rounds does, or it would never be sent."""
     like = {"w": torch.zeros(2)}
-    workers = [Exchanger(like, "top-k:ratio=0.5", line=line, weighted=True) for line in lockstep_lines(2, "fused")]
+    workers = [
+        Exchanger(like, "top-k:ratio=0.5", connection=connection, weighted=True)
+        for connection in lockstep_connections(2, "fused")
+    ]
     tensors = [{"w": torch.tensor([3.0, 1.0])}, {"w": torch.zeros(2)}]
     for weight, mean in ((1.0, [1.5, 0.0]), (0.0, [0.0, 0.5]), (0.0, [0.0, 0.0])):
         rounds = [worker.begin(own, weight=w) for worker, own, w in zip(workers, tensors, (weight, 1.0), strict=True)]
-        run_in_turns([worker.engine.line for worker in workers])  # type: ignore[misc]  # LockstepLines
+        run_in_turns([worker.engine.connection for worker in workers])  # type: ignore[misc]  # LockstepConnections
         assert rounds[1].means["w"].tolist() == mean
 
 
@@ -195,8 +202,8 @@ def test_votes_have_no_weights() -> None:
 def test_exchangers_on_lines_with_labels_connect_at_once_in_any_order(rank: int) -> None:
     """Gloo waits in the store for peers; over one connection to it, each rank waited for the group that it made."""
     for _ in range(4):
-        lines = [ProcessGroupLine(group_or_default(None), label=label) for label in "abcd"]
-        several = [Exchanger({"w": torch.zeros(3)}, "all-reduce", line=line) for line in lines]
+        connections = [ProcessGroupConnection(group_or_default(None), label=label) for label in "abcd"]
+        several = [Exchanger({"w": torch.zeros(3)}, "all-reduce", connection=connection) for connection in connections]
         in_order = several if rank == 0 else several[::-1]
         rounds = [one.begin({"w": torch.full((3,), 2.0 * rank)}) for one in in_order]
         assert all(averaging.means["w"].tolist() == [1, 1, 1] for averaging in rounds)
@@ -267,19 +274,19 @@ def a_failure_names_the_round_and_the_group(rank: int) -> None:
 
 
 def test_groups_in_turns_share_the_memory_of_the_largest() -> None:
-    (line,) = lockstep_lines(1)
-    exchangers = Exchanger(GROUPS, "all-reduce", line=line, in_turns=True)
+    (connection,) = lockstep_connections(1)
+    exchangers = Exchanger(GROUPS, "all-reduce", connection=connection, in_turns=True)
     rounds = []
     for label in GROUPS:
         rounds.append(exchangers[label].begin(drawn(label, 0, 0)))
-        run_in_turns([line])
+        run_in_turns([connection])
         with pytest.raises(CompressorError, match="in use by a round of " + label):
             exchangers["fragment 0 of 3"].begin(drawn("fragment 0 of 3", 0, 1))
         rounds[-1].write(values := drawn(label, 0, 2))
         assert distance(values, drawn(label, 0, 0)) == 0
     report = exchangers.memory()
     assert report.gradients == 4 * max(24 * 40, 64 * 16) + 8 * 5, "fp32 of the largest group, and fp64"
-    apart = Exchanger(GROUPS, "all-reduce", line=lockstep_lines(1)[0])
+    apart = Exchanger(GROUPS, "all-reduce", connection=lockstep_connections(1)[0])
     for label in GROUPS:
         apart[label].buffers  # noqa: B018
     assert apart.memory().gradients == 4 * (24 * 40 + 64 * 16 + 1) + 8 * 5
@@ -291,16 +298,16 @@ def test_groups_in_turns_share_the_memory_of_the_largest() -> None:
         ({}, {}, "must name at least one tensor"),
         ({"x": {"w": torch.zeros(1)}, "y": {"w": torch.zeros(1)}}, {}, "'w' is in two groups, x and y"),
         ({"x": {"w": torch.zeros(1)}}, {"compressor": {"y": "top-k"}}, "must be a compressor for each group"),
-        ({"x": {"w": torch.zeros(1)}}, {"hook_timeout": 3.0}, "belong to the line"),
+        ({"x": {"w": torch.zeros(1)}}, {"hook_timeout": 3.0}, "belong to the connection"),
     ],
 )
 def test_groups_that_cannot_work_are_refused(groups: Any, settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(SettingsError, match=complaint):
-        Exchanger(groups, settings.pop("compressor", "top-k"), line=lockstep_lines(1)[0], **settings)
+        Exchanger(groups, settings.pop("compressor", "top-k"), connection=lockstep_connections(1)[0], **settings)
 
 
 def test_no_group_switches_if_one_cannot() -> None:
-    exchangers = Exchanger(GROUPS, "top-k", line=lockstep_lines(1)[0])
+    exchangers = Exchanger(GROUPS, "top-k", connection=lockstep_connections(1)[0])
     with pytest.raises(SettingsError, match="'c' must match a parameter"):
         exchangers.replace(commhooks.PerParameter(rules=(("c", commhooks.make_compressor("fp16")),)))
     with pytest.raises(SettingsError, match="replace: there is no channel other; there are fragment 0"):

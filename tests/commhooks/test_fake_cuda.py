@@ -185,7 +185,7 @@ def test_statistics_say_whose_seconds_they_are(device: torch.device) -> None:
     ledger = Ledger()
     for memory in (torch.empty(3), torch.empty(3, device=device)):
         task: Any = mock.Mock(
-            bucket=BucketView(0, memory), seconds_compressing=0.0, handed_in=0.0, is_last=True, asked=[]
+            bucket=BucketView(0, memory), seconds_compressing=0.0, submitted=0.0, is_last=True, asked=[]
         )
         ledger.enter(task, Traffic())
     assert (ledger.totals(None).buckets, ledger.totals(None).buckets_on_gpu) == (2, 1)

@@ -23,7 +23,7 @@ from commhooks import (
 )
 from commhooks.codecs import QSGD, Int8, Sign
 from commhooks.compressors import COMPRESSORS, DeMo, PowerSGD, RandomK, SparseLoCo, TopK, TwoHop
-from commhooks.lockstep import lockstep_lines
+from commhooks.lockstep import lockstep_connections
 from commhooks.wrappers.error_feedback import with_feedback
 from tests.cases import NEEDED
 from tests.commhooks.models import Given, wrap
@@ -63,10 +63,10 @@ def test_every_class_is_what_its_name_makes(name: str) -> None:
     ids=str,
 )
 def test_each_compressor_inside_of_our_wrappers_has_one_feedback(given: Compressor, used: Compressor) -> None:
-    (line,) = lockstep_lines(1)
+    (connection,) = lockstep_connections(1)
     tensors = {"one.weight": torch.zeros(20, 30), "one.bias": torch.zeros(30)}
     if not isinstance(given, Hierarchical):
-        assert Exchanger(tensors, given, line=line).compressor == used
+        assert Exchanger(tensors, given, connection=connection).compressor == used
     assert with_feedback(given) == used
     assert make_compressor(str(given)) == used
 
@@ -75,7 +75,7 @@ def test_without_feedback_there_is_no_residual() -> None:
     tensors = {"weight": torch.zeros(20, 30)}
     kept = []
     for compressor in (TopK(), WithoutFeedback(inner=TopK())):
-        exchanger = Exchanger(tensors, compressor, line=lockstep_lines(1)[0])
+        exchanger = Exchanger(tensors, compressor, connection=lockstep_connections(1)[0])
         exchanger.average({"weight": torch.randn(20, 30)})
         kept.append(exchanger.memory().residuals)
     assert kept == [4 * 20 * 30, 0]

@@ -24,7 +24,7 @@ from commhooks.errors import CompressorError
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Group
 from commhooks.language.compressor import map_requests
 from commhooks.language.requests import Asked
-from commhooks.lockstep import average_in_lockstep, lockstep_lines
+from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from commhooks.native import library
 from commhooks.wrappers.wrapper import Wrapper
 from tests.cases import BY_NAME
@@ -200,8 +200,10 @@ def test_a_parameter_counts_as_unused_only_if_no_machine_uses_it(policy: str) ->
 
 def exchangers(world_size: int, inner: Compressor) -> tuple[list[Exchanger], dict[str, Tensor]]:
     like = {"a": torch.zeros(9, 10, dtype=torch.float64), "b": torch.zeros(40, dtype=torch.float64)}
-    lines = lockstep_lines(world_size)
-    return [Exchanger(like, Hierarchical(inner=inner, size=2), line=line) for line in lines], like
+    connections = lockstep_connections(world_size)
+    return [
+        Exchanger(like, Hierarchical(inner=inner, size=2), connection=connection) for connection in connections
+    ], like
 
 
 def steps(workers: list[Exchanger], like: dict[str, Tensor], seeds: Sequence[int]) -> list[dict[str, Tensor]]:
@@ -286,7 +288,7 @@ def test_ranks_that_are_not_whole_machines_are_refused_before_the_first_step() -
     hidden = PerParameter(rules=(("*", StartAfter(inner=compressor, steps=1)),))
     for one in (compressor, hidden):
         with pytest.raises(SettingsError, match=fault):
-            Exchanger({"a": torch.zeros(3)}, one, line=lockstep_lines(3)[0])
+            Exchanger({"a": torch.zeros(3)}, one, connection=lockstep_connections(3)[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

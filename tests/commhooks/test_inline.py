@@ -17,8 +17,8 @@ from torch import Tensor
 
 from commhooks import CollectiveError
 from commhooks.communicators import LockstepGroup
+from commhooks.communicators.failure_store import FailureStore
 from commhooks.communicators.kernels import Kernels
-from commhooks.communicators.noticeboard import Noticeboard
 from commhooks.compressors import AllReduceMean
 from commhooks.devices import SideStream
 from commhooks.errors import CompressorError
@@ -38,8 +38,8 @@ POLICIES = ["fifo", "fused"]
 
 
 @dataclasses.dataclass
-class Told(Noticeboard):
-    """A noticeboard that notes what this rank posts, and whether its future had failed by then."""
+class Told(FailureStore):
+    """A failure store that notes what this rank posts, and whether its future had failed by then."""
 
     heard: str | None = None
     is_closed: bool = False
@@ -60,16 +60,16 @@ class Harness:
     """One rank's inline scheduler, and a task for it to run."""
 
     def __init__(self, policy: Any, limit: float | None, *, keeps_up: bool = False) -> None:
-        self.stream, self.board = HostStream(keeps_up=keeps_up), Told()
+        self.stream, self.failures = HostStream(keeps_up=keeps_up), Told()
         communicator = LockstepGroup(1).communicators()[0]
-        self.scheduler = InlineScheduler(communicator, _agree, (self.stream, self.stream), limit, self.board)
+        self.scheduler = InlineScheduler(communicator, _agree, (self.stream, self.stream), limit, self.failures)
         self.lane = Lane(policy=policy)
         self.scheduler.open(self.lane, "")
 
     def submit(self, compressor: Compressor | None = None) -> torch.futures.Future[Tensor]:
         """Hand in a bucket of its own, the only one of its step."""
         task = _task(compressor or AllReduceMean())
-        task.future = self.board.future
+        task.future = self.failures.future
         self.scheduler.submit(self.lane, task)
         return task.future
 
@@ -197,10 +197,10 @@ def test_a_collective_that_takes_too_long_is_an_error_that_the_other_ranks_hear_
     assert isinstance(error, CollectiveError)
     expected = f"a collective was not done after hook_timeout={LIMIT} s."
     assert str(error) == f"rank 0, step 0, bucket 0 (parameters a, b): CollectiveError: {expected}"
-    assert until(lambda: bool(harness.board.posted))
-    assert harness.board.posted == [(str(error), True)]  # the backward pass hears of it before the store does
+    assert until(lambda: bool(harness.failures.posted))
+    assert harness.failures.posted == [(str(error), True)]  # the backward pass hears of it before the store does
     assert harness.scheduler.error is error
-    harness.board.future = torch.futures.Future()
+    harness.failures.future = torch.futures.Future()
     assert f"not started, because of an earlier failure: {error}" in str(raised_by(harness.submit()))
     harness.scheduler.stop()
 
@@ -225,7 +225,7 @@ def test_a_compressor_that_fails_is_told_to_the_other_ranks(limit: float | None,
     error = raised_by(harness.submit(failing))
     assert isinstance(error, CompressorError)
     assert "rank 0, step 0, bucket 0 (parameters a, b): ValueError: no such factor" in str(error)
-    assert harness.board.posted == [(str(error), True)]
+    assert harness.failures.posted == [(str(error), True)]
     assert failing.cleaned == ([] if before else ["cleaned"])
     harness.scheduler.stop()
 
@@ -233,10 +233,10 @@ def test_a_compressor_that_fails_is_told_to_the_other_ranks(limit: float | None,
 @pytest.mark.parametrize("limit", [None, LIMIT])
 def test_what_another_rank_tells_is_raised_at_the_next_bucket(limit: float | None) -> None:
     harness = Harness("fifo", limit, keeps_up=True)
-    harness.board.heard = "rank 1, step 0, bucket 0 (parameters a, b): ValueError: no such factor"
+    harness.failures.heard = "rank 1, step 0, bucket 0 (parameters a, b): ValueError: no such factor"
     error = raised_by(harness.submit())
     assert isinstance(error, CollectiveError)
-    assert f"another rank failed: {harness.board.heard}" in str(error)
+    assert f"another rank failed: {harness.failures.heard}" in str(error)
     harness.scheduler.stop()
 
 
@@ -244,7 +244,7 @@ def test_and_at_once_where_the_watch_waits() -> None:
     harness = Harness("fifo", 60.0)
     future = harness.submit()
     harness.stream.reach(1)
-    harness.board.heard = "rank 1 failed"
+    harness.failures.heard = "rank 1 failed"
     begun = time.monotonic()
     assert "another rank failed: rank 1 failed" in str(raised_by(future))
     assert time.monotonic() - begun < 60.0, "it waited for the limit"

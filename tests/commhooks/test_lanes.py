@@ -1,4 +1,4 @@
-"""Engines that share a line: one thread, one group, one order."""
+"""Engines that share a connection: one thread, one group, one order."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from commhooks.communicators import Collective, Communicator, Pending
 from commhooks.exchange import Averaging
 from commhooks.exchange.exchanger import TensorChannel
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Part
-from commhooks.lockstep import average_in_lockstep, lockstep_lines
-from commhooks.scheduling import line as lines
-from commhooks.scheduling.line import ProcessGroupLine
+from commhooks.lockstep import average_in_lockstep, lockstep_connections
+from commhooks.scheduling import connection as connections
+from commhooks.scheduling.connection import ProcessGroupConnection
 from tests.commhooks.told import told_by
 from tests.ddp_core.facts import Facts
 from tests.python_groups import Elastic
@@ -40,7 +40,7 @@ ELEMENTS = 24
 
 
 class Counted:
-    """A communicator that counts the bytes of everything that a line sends for its lanes."""
+    """A communicator that counts the bytes of everything that a connection sends for its lanes."""
 
     made: Counted
 
@@ -62,10 +62,14 @@ def threads_of_lines() -> int:
     return sum(thread.name == "commhooks" for thread in threading.enumerate())
 
 
-def on_one_line(count: int, compressor: Compressor | str = "all-reduce") -> list[Exchanger]:
-    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), wrap_communicator=Counted, hook_timeout=20.0)
+def on_one_connection(count: int, compressor: Compressor | str = "all-reduce") -> list[Exchanger]:
+    connection = ProcessGroupConnection(
+        dist.distributed_c10d._get_default_group(), wrap_communicator=Counted, hook_timeout=20.0
+    )
     return [
-        Exchanger(values_of(0, 0), compressor, line=line, name=f"part {n}", policy="fused" if n % 2 else "fifo")
+        Exchanger(
+            values_of(0, 0), compressor, connection=connection, name=f"part {n}", policy="fused" if n % 2 else "fifo"
+        )
         for n in range(count)
     ]
 
@@ -74,7 +78,7 @@ def on_one_line(count: int, compressor: Compressor | str = "all-reduce") -> list
 @pytest.mark.parametrize("turns", [60, pytest.param(1000, marks=pytest.mark.soak)])
 def test_lanes_in_one_order_get_their_own_means_over_one_thread_and_group(rank: int, turns: int) -> None:
     """Begin rounds on lanes in an order that all ranks share, at times that they do not, several under way."""
-    exchangers = on_one_line(16)
+    exchangers = on_one_connection(16)
     order, jitter = random.Random(0), random.Random(rank)
     under_way: list[tuple[int, float, Averaging]] = []
     longest = 0.0
@@ -98,8 +102,8 @@ def test_lanes_in_one_order_get_their_own_means_over_one_thread_and_group(rank: 
     while under_way:
         end_one()
     assert threads_of_lines() == 1
-    worker = exchangers[0].engine.line._worker  # type: ignore[attr-defined]
-    assert len(worker.connection.groups) == 1
+    worker = exchangers[0].engine.connection._worker  # type: ignore[attr-defined]
+    assert len(worker.private_group.groups) == 1
     assert sum(exchanger.statistics().payload_bytes for exchanger in exchangers) == Counted.made.bytes > 0
     for exchanger in exchangers:
         exchanger.close()
@@ -110,7 +114,7 @@ def test_lanes_in_one_order_get_their_own_means_over_one_thread_and_group(rank: 
 def lanes_in_another_order_are_named_on_every_rank_and_never_mixed(rank: int) -> None:
     """Swap two of equal sizes, so that nothing but the order tells them apart."""
     for number, _ in enumerate(("fifo", "fused")):
-        exchangers = on_one_line(3)
+        exchangers = on_one_connection(3)
         one, other = exchangers[number], exchangers[2]
         for exchanger in exchangers:
             exchanger.average(values_of(rank, 0))
@@ -137,7 +141,7 @@ class FailsOnce(Compressor):
 @facts
 def a_failure_on_one_lane_ends_all_and_names_it(rank: int) -> None:
     """First the one that fails, then those under way, then a later round."""
-    exchangers = on_one_line(3, FailsOnce())
+    exchangers = on_one_connection(3, FailsOnce())
     for _ in range(2):
         for exchanger in exchangers:
             exchanger.average(values_of(rank, 0))
@@ -153,7 +157,7 @@ def a_failure_on_one_lane_ends_all_and_names_it(rank: int) -> None:
 
 @facts
 def closing_a_lane_leaves_the_others_and_closing_the_last_ends_the_thread(rank: int) -> None:
-    exchangers = on_one_line(3)
+    exchangers = on_one_connection(3)
     for closed in exchangers:
         for exchanger in exchangers[exchangers.index(closed) :]:
             exchanger.average(values_of(rank, 0))
@@ -165,7 +169,7 @@ def closing_a_lane_leaves_the_others_and_closing_the_last_ends_the_thread(rank: 
 
 @facts
 def a_closed_lane_is_saved_as_it_is_after_the_round_under_way(rank: int) -> None:
-    closed, other = on_one_line(2)
+    closed, other = on_one_connection(2)
     closed.average(values_of(rank, 0))
     time.sleep(0.3 * rank)
     averaging = closed.begin(values_of(rank, 1))
@@ -178,9 +182,9 @@ def a_closed_lane_is_saved_as_it_is_after_the_round_under_way(rank: int) -> None
 @facts
 def a_refused_comparison_ends_only_what_it_was_about(rank: int) -> None:
     """Disagree about a lane that opens, and about one that replaces."""
-    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
-    first = Exchanger(values_of(0, 0), "all-reduce", line=line)
-    second = Exchanger(values_of(0, 0), "fp16" if rank else "bf16", line=line, name="second")
+    connection = ProcessGroupConnection(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
+    first = Exchanger(values_of(0, 0), "all-reduce", connection=connection)
+    second = Exchanger(values_of(0, 0), "fp16" if rank else "bf16", connection=connection, name="second")
     first.average(values_of(rank, 0))
     for told in [told_by(lambda: second.average(values_of(rank, 0))) for _ in range(2)]:
         assert "ranks disagree" in told.text and "dtype: torch.bfloat16 (rank 0), torch.float16 (rank 1)" in told.text
@@ -194,8 +198,11 @@ def a_refused_comparison_ends_only_what_it_was_about(rank: int) -> None:
 
 
 def test_workers_of_one_process_have_lanes_too() -> None:
-    lines = lockstep_lines(2)
-    of_ranks = [[Exchanger(values_of(0, 0), "fp16", line=line, name=f"part {n}") for n in range(3)] for line in lines]
+    connections = lockstep_connections(2)
+    of_ranks = [
+        [Exchanger(values_of(0, 0), "fp16", connection=connection, name=f"part {n}") for n in range(3)]
+        for connection in connections
+    ]
     for turn in range(4):
         values = [[values_of(rank, turn + n) for n in range(3)] for rank in range(2)]
         both = [one for of_rank in of_ranks for one in of_rank]
@@ -208,7 +215,7 @@ def test_workers_of_one_process_have_lanes_too() -> None:
 
 def test_workers_of_one_process_that_swap_lanes_are_told() -> None:
     (one, other), (another, swapped) = (
-        [Exchanger(values_of(0, 0), "fp16", line=x) for _ in "ab"] for x in lockstep_lines(2)
+        [Exchanger(values_of(0, 0), "fp16", connection=x) for _ in "ab"] for x in lockstep_connections(2)
     )
     with pytest.raises(CollectiveError, match="rank 0: lane 0, step 0, bucket 0; rank 1: lane 1, step 0, bucket 0"):
         average_in_lockstep([one, swapped, other, another], [values_of(n % 2, 0) for n in range(4)])
@@ -238,15 +245,15 @@ def kept_alone() -> list[object]:
             Exchanger({"x": torch.zeros(1)}, "all-reduce", **settings)
         except commhooks.SettingsError as error:
             kept.append(error)  # the frames that raised exist as long as the error does
-    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), label="Exchanger")
+    connection = ProcessGroupConnection(dist.distributed_c10d._get_default_group(), label="Exchanger")
     closed = one_more()
-    for one in (closed, a_group(), Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line)):
+    for one in (closed, a_group(), Exchanger({"x": torch.zeros(1)}, "all-reduce", connection=connection)):
         one.close()
     assert "stopped before its first bucket" in told_by(lambda: mean_of(0, closed)).text
     one_more()
     with contextlib.suppress(TypeError):  # if it can be pickled one day, that must have no effect either
         kept.append(pickle.loads(pickle.dumps(nameless)))
-    return [*kept, closed, line]
+    return [*kept, closed, connection]
 
 
 @facts
@@ -326,10 +333,10 @@ def an_exchanger_whose_first_use_fails_on_one_rank_lets_no_other_take_its_place(
     second.close()
 
 
-class Interrupted(weakref.WeakSet[ProcessGroupLine]):
-    """Lines among which another thread makes one more while they are counted."""
+class Interrupted(weakref.WeakSet[ProcessGroupConnection]):
+    """Connections among which another thread makes one more while they are counted."""
 
-    def __iter__(self) -> Iterator[ProcessGroupLine]:
+    def __iter__(self) -> Iterator[ProcessGroupConnection]:
         for one in super().__iter__():
             thread = threading.Thread(target=one_more)
             thread.start()
@@ -340,24 +347,26 @@ class Interrupted(weakref.WeakSet[ProcessGroupLine]):
 @facts
 def a_thread_may_make_an_exchanger_while_another_is_first_used(rank: int) -> None:
     kept, used = one_more(), one_more()
-    with mock.patch.object(lines, "_unopened", Interrupted([kept.engine.line, used.engine.line])):  # type: ignore[list-item]  # a Line
+    with mock.patch.object(connections, "_unopened", Interrupted([kept.engine.connection, used.engine.connection])):  # type: ignore[list-item]  # a Connection
         assert mean_of(rank, used) == 0.5
     used.close()
 
 
 @facts
 def a_lane_is_not_mistaken_for_one_whose_name_reads_like_it_in_messages(rank: int) -> None:
-    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
-    made = [Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line, name=name) for name in ("a", "a", "a, 1")]
+    connection = ProcessGroupConnection(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
+    made = [
+        Exchanger({"x": torch.zeros(1)}, "all-reduce", connection=connection, name=name) for name in ("a", "a", "a, 1")
+    ]
     assert [mean_of(rank, one) for one in made] == [0.5] * 3
     assert "ranks hand in different things" in told_by(lambda: mean_of(rank, made[1 + rank])).text
 
 
 @facts
 def on_a_shared_line_named_exchangers_may_be_kept_alone_and_nameless_ones_are_refused(rank: int) -> None:
-    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
+    connection = ProcessGroupConnection(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
     names = ["a", "kept", "b", "", ""] if rank else ["a", "b", ""]
-    made = [Exchanger({"x": torch.zeros(1)}, "all-reduce", line=line, name=name) for name in names]
+    made = [Exchanger({"x": torch.zeros(1)}, "all-reduce", connection=connection, name=name) for name in names]
     common = [one for one in made[:-1] if one.name in "ab"]
     for _ in range(2):
         assert [mean_of(rank, one) for one in common] == [0.5, 0.5]

@@ -47,7 +47,7 @@ SAYS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def calls(rank: int, kind: str, limit: float | None) -> Calls:
-    """Return what may be called, over lines of their own that are open by now."""
+    """Return what may be called, over connections of their own that are open by now."""
     gradients = normal(zeros(*SHAPES), 3, seed=0)[rank]
     model, controlled = given(kind), given(kind)
     attachment = commhooks.attach(model, "powersgd", hook_timeout=limit)

@@ -428,8 +428,8 @@ def test_a_collective_that_fails_is_thrown_into_the_compressor() -> None:
     for compressor in wrappers:
         task = _task(0, compressor)
         task.begin()
-        task.throw(commhooks.CollectiveError("the line is cut"))
-    assert [str(error) for error in seen] == ["the line is cut"] * 4
+        task.throw(commhooks.CollectiveError("the connection is cut"))
+    assert [str(error) for error in seen] == ["the connection is cut"] * 4
 
 
 # --- wrappers -------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def step_as_it_is(workers: Workers) -> None:
     """Average what the workers' only buckets hold, and copy nothing in or out."""
     for engine, memory in zip(workers.engines, workers.memories, strict=True):
         engine.run(GivenBucket(0, memory, workers.parameters, is_last=True))
-    run_in_turns(workers.lines)
+    run_in_turns(workers.connections)
 
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -25,7 +25,7 @@ from commhooks.language import (
     Loss,
     Place,
 )
-from commhooks.lockstep import lockstep_lines
+from commhooks.lockstep import lockstep_connections
 from tests.commhooks.workers import Workers, zeros
 
 
@@ -72,7 +72,7 @@ Thawed = dataclasses.make_dataclass("Thawed", [], bases=(Compressor,), namespace
 )
 def test_what_is_no_compressor_of_settings_alone_is_refused(compressor: Any, complaint: str) -> None:
     with pytest.raises(SettingsError, match=complaint):
-        Exchanger({"w": torch.zeros(3)}, compressor, line=lockstep_lines(1)[0])
+        Exchanger({"w": torch.zeros(3)}, compressor, connection=lockstep_connections(1)[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,8 +110,8 @@ class Expanding(Mean):
 def test_feedback_of_what_expands_is_refused_unless_it_fades() -> None:
     tensors = {"w": torch.zeros(3)}
     with pytest.raises(SettingsError, match="of parameter 'w', inner may lose 1.5 times.*set decay below 0.816,"):
-        Exchanger(tensors, ErrorFeedback(inner=Expanding()), line=lockstep_lines(1)[0])
-    Exchanger(tensors, ErrorFeedback(inner=Expanding(), decay=0.5), line=lockstep_lines(1)[0])
+        Exchanger(tensors, ErrorFeedback(inner=Expanding()), connection=lockstep_connections(1)[0])
+    Exchanger(tensors, ErrorFeedback(inner=Expanding(), decay=0.5), connection=lockstep_connections(1)[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

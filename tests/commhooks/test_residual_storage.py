@@ -9,7 +9,7 @@ import torch
 
 import commhooks
 from commhooks import make_compressor
-from commhooks.lockstep import average_in_lockstep, lockstep_lines
+from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from tests import bounds
 from tests.cases import CASES, Case, forms_first, is_form
 from tests.commhooks.models import Given, wrap
@@ -55,7 +55,7 @@ def rounded_in_bf16(workers: Workers, index: int) -> float:
 def test_residuals_that_are_loaded_into_another_storage_go_on(saved_in: Any, loaded_in: Any) -> None:
     tensors = {"w": torch.zeros(40)}
     one, other = (
-        commhooks.Exchanger(tensors, "top-k:ratio=0.1", line=lockstep_lines(1)[0], residuals=storage)
+        commhooks.Exchanger(tensors, "top-k:ratio=0.1", connection=lockstep_connections(1)[0], residuals=storage)
         for storage in (saved_in, loaded_in)
     )
     average_in_lockstep([one], [{"w": 2.0 ** torch.arange(40)}])

@@ -29,8 +29,8 @@ from commhooks.compressors.codecs import FP8, MXFP4, QSGD, Codec, Half, Int4, In
 from commhooks.errors import CommHooksError, CompressorError, GradientError
 from commhooks.language import BucketView, Compressor, Context
 from commhooks.saving.resumption import lay_out, snapshot_of
-from commhooks.scheduling.line import ProcessGroupLine
-from commhooks.scheduling.lockstep import lockstep_lines
+from commhooks.scheduling.connection import ProcessGroupConnection
+from commhooks.scheduling.lockstep import lockstep_connections
 from commhooks.wrappers.hierarchical import Hierarchical
 from tests.commhooks.shards import BucketOfShards, Sharded, shard_of, whole_means
 from tests.commhooks.workers import Workers, normal, take_up, zeros
@@ -53,8 +53,8 @@ def test_over_a_process_group_the_same_comes_out(rank: int, ranks: int, policy: 
     """In three steps."""
     group = dist.distributed_c10d._get_default_group()
     for name in NAMES:
-        line = ProcessGroupLine(group, policy=policy, hook_timeout=30.0)
-        here = Sharded(make_compressor(name), zeros(*SHAPES), [line])
+        connection = ProcessGroupConnection(group, policy=policy, hook_timeout=30.0)
+        here = Sharded(make_compressor(name), zeros(*SHAPES), [connection])
         there = Sharded.in_lockstep(make_compressor(name), ranks, zeros(*SHAPES), policy=policy)
         for step in range(3):
             gradients = normal(here.parameters, ranks, seed=step)
@@ -71,8 +71,8 @@ def test_over_a_process_group_an_inf_commits_nothing_on_any_rank(rank: int, rank
     """The last rank has it in what another keeps."""
     compressor = make_compressor("ErrorFeedback(inner=TwoHop(codec=Int4(block=16), server_feedback=False))")
     assert compressor.scatters
-    line = ProcessGroupLine(dist.distributed_c10d._get_default_group(), policy="fifo", hook_timeout=30.0)
-    workers = Sharded(compressor, zeros(*SHAPES), [line])
+    connection = ProcessGroupConnection(dist.distributed_c10d._get_default_group(), policy="fifo", hook_timeout=30.0)
+    workers = Sharded(compressor, zeros(*SHAPES), [connection])
     workers.step([normal(workers.parameters, ranks, seed=0)[rank]])
     (before,) = workers.residuals()
     gradients = normal(workers.parameters, ranks, seed=1)[rank]
@@ -362,7 +362,7 @@ class Wrong(BucketOfShards):
 )
 def test_a_bucket_that_cannot_be_is_refused(wrong: dict[str, object], message: str) -> None:
     parameters = zeros((8, 8), (8,))
-    workers = Sharded(AllReduceMean(), parameters, lockstep_lines(2))
+    workers = Sharded(AllReduceMean(), parameters, lockstep_connections(2))
     with pytest.raises(GradientError, match=message):
         workers.engines[0].run(Wrong(parameters, **wrong))
 

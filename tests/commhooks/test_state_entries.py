@@ -12,7 +12,7 @@ import torch
 
 import commhooks
 from commhooks.compressors import PowerSGD
-from commhooks.lockstep import average_in_lockstep, lockstep_lines
+from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from commhooks.saving.form import faults_of
 from commhooks.state.table import StateTable
 
@@ -20,8 +20,8 @@ from commhooks.state.table import StateTable
 def alone(compressor: str, **settings: Any) -> commhooks.Exchanger:
     """Return a worker that is alone, and has taken a step."""
     tensors = {"weight": torch.zeros(24, 20), "bias": torch.zeros(20)}
-    (line,) = lockstep_lines(1)
-    exchanger = commhooks.Exchanger(tensors, commhooks.make_compressor(compressor, **settings), line=line)
+    (connection,) = lockstep_connections(1)
+    exchanger = commhooks.Exchanger(tensors, commhooks.make_compressor(compressor, **settings), connection=connection)
     torch.manual_seed(0)
     average_in_lockstep([exchanger], [{name: torch.randn(one.shape) for name, one in tensors.items()}])
     return exchanger
@@ -100,8 +100,8 @@ def test_with_other_settings_a_basis_of_another_size_starts_from_scratch_and_is_
 
 def trained(compressor: commhooks.Compressor, gradient: torch.Tensor, state: Any = None) -> commhooks.Exchanger:
     """Return a worker that has taken two steps, or one from a state, in the gradient's memory format."""
-    (line,) = lockstep_lines(1)
-    exchanger = commhooks.Exchanger({"weight": torch.empty_like(gradient)}, compressor, line=line)
+    (connection,) = lockstep_connections(1)
+    exchanger = commhooks.Exchanger({"weight": torch.empty_like(gradient)}, compressor, connection=connection)
     if state is not None:
         exchanger.load_state_dict(state)
     for _ in range(2 if state is None else 1):
@@ -150,8 +150,8 @@ def test_a_parameter_that_a_state_lacks_may_lie_in_any_memory_format_if_it_may_b
     shape = (4, 3, 2, 2)
     state = trained(commhooks.make_compressor("top-k"), torch.randn(shape)).state_dict()
     like = {"weight": torch.zeros(shape), "more": torch.zeros(shape).to(memory_format=torch.channels_last)}
-    (line,) = lockstep_lines(1)
-    wider = commhooks.Exchanger(like, "top-k", line=line)
+    (connection,) = lockstep_connections(1)
+    wider = commhooks.Exchanger(like, "top-k", connection=connection)
     average_in_lockstep([wider], [{name: torch.randn_like(one) for name, one in like.items()}])
     wider.load_state_dict(state, missing="reset")
     local = wider.state_dict()["local"]["rank0"]

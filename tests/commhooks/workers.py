@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commhooks import Compressor, Exchanger
 from commhooks.compressors.powersgd.matrices import form_of
-from commhooks.lockstep import lockstep_lines
+from commhooks.lockstep import lockstep_connections
 from commhooks.testing.workers import GivenBucket, Workers, flat, largest, mean_of, normal, take_up, zeros
 
 __all__ = [
@@ -23,7 +23,9 @@ def exchangers(
     tensors: dict[str, Tensor], compressor: Compressor | str, world_size: int = 2, policy: Any = "fused"
 ) -> list[Exchanger]:
     """Return the exchangers of so many ranks of this process."""
-    return [Exchanger(tensors, compressor, line=line) for line in lockstep_lines(world_size, policy)]
+    return [
+        Exchanger(tensors, compressor, connection=connection) for connection in lockstep_connections(world_size, policy)
+    ]
 
 
 def gradients_of(

@@ -23,7 +23,7 @@ from commhooks.diloco.inner import Inner
 from commhooks.diloco.starting import Schedule
 from commhooks.errors import CompressorError
 from commhooks.exchange.options import check_timeout
-from commhooks.lockstep import lockstep_lines, step_in_lockstep
+from commhooks.lockstep import lockstep_connections, step_in_lockstep
 from tests.commhooks.resuming import distance
 from tests.diloco.workers import Worker, network, train_in_lockstep, workers
 
@@ -72,8 +72,8 @@ def test_ten_rounds_of_three_fragments_are_those_of_a_reference_in_numpy(delay: 
     models = [Weights(start) for _ in pull]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     team = [
-        DiLoCo(model, optimizer, every=6, fragments=3, delay=delay, mixing=mixing, line=line)
-        for model, optimizer, line in zip(models, optimizers, lockstep_lines(3), strict=True)
+        DiLoCo(model, optimizer, every=6, fragments=3, delay=delay, mixing=mixing, connection=connection)
+        for model, optimizer, connection in zip(models, optimizers, lockstep_connections(3), strict=True)
     ]
     for _ in range(60):
         for model, optimizer, targets in zip(models, optimizers, pull, strict=True):
@@ -173,7 +173,11 @@ def test_a_round_without_movement_moves_nothing(dtype: torch.dtype) -> None:
     model = nn.Linear(8, 8).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     diloco = DiLoCo(
-        model, optimizer, every=2, outer=functools.partial(torch.optim.SGD, lr=0.3), line=lockstep_lines(1)[0]
+        model,
+        optimizer,
+        every=2,
+        outer=functools.partial(torch.optim.SGD, lr=0.3),
+        connection=lockstep_connections(1)[0],
     )
     for step in range(4):
         for parameter in model.parameters():
@@ -208,8 +212,8 @@ def with_buffers(rank: int) -> nn.Module:
 def team_of(models: Sequence[nn.Module], **settings: Any) -> list[DiLoCo]:
     """Return workers of one process that train these models."""
     return [
-        DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), line=line, **settings)
-        for model, line in zip(models, lockstep_lines(len(models)), strict=True)
+        DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), connection=connection, **settings)
+        for model, connection in zip(models, lockstep_connections(len(models)), strict=True)
     ]
 
 
@@ -649,8 +653,8 @@ def test_memory_for_each_parameter_is_as_stated() -> None:
     def bytes_of(**schedule: Any) -> float:
         model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
         team = [
-            Worker(rank, model=copy.deepcopy(model), every=8, compressor="int4", line=line, **schedule)
-            for rank, line in enumerate(lockstep_lines(2, "fused"))
+            Worker(rank, model=copy.deepcopy(model), every=8, compressor="int4", connection=connection, **schedule)
+            for rank, connection in enumerate(lockstep_connections(2, "fused"))
         ]
         for turn in range(10):
             for worker in team:
@@ -749,16 +753,19 @@ def test_a_damaged_state_is_refused_and_changes_nothing(where: str, value: Any, 
         ({"every": 4, "outer": lambda parameters: 1 // 0}, "outer raised ZeroDivisionError"),
         ({"every": 4, "hook_timeout": -1.0}, "hook_timeout must be above 0 s"),
         ({"every": 4, "hook_timeout": "5"}, "hook_timeout must be above 0 s"),
-        ({"every": 4, "line": "a line"}, "line must be one of lockstep_lines; pass a process_group"),
+        (
+            {"every": 4, "connection": "a connection"},
+            "connection must be one of lockstep_connections; pass a process_group",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_words(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(SettingsError, match=complaint):
-        Worker(0, **{"line": lockstep_lines(1)[0]} | settings)
+        Worker(0, **{"connection": lockstep_connections(1)[0]} | settings)
 
 
 def test_models_and_optimizers_that_cannot_work_are_refused_in_words() -> None:
-    model, line = network(), lockstep_lines(1)[0]
+    model, connection = network(), lockstep_connections(1)[0]
     half, rest = (torch.optim.SGD(list(model.parameters())[part], lr=0.1) for part in (slice(4), slice(4, None)))
     for optimizer, complaint in [
         (half, "'4.weight' and 3 more requires a gradient, but SGD does not train it. DiLoCo takes one optimizer"),
@@ -770,11 +777,11 @@ def test_models_and_optimizers_that_cannot_work_are_refused_in_words() -> None:
         (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "none of the parameters of SGD belongs to the model"),
     ]:
         with pytest.raises((SettingsError, commhooks.AttachError), match=complaint):
-            DiLoCo(model, optimizer, every=3, line=line)  # type: ignore[arg-type]  # a list
+            DiLoCo(model, optimizer, every=3, connection=connection)  # type: ignore[arg-type]  # a list
     with pytest.raises(SettingsError, match=r"model must be a torch.nn.Module \(got int\)"):
-        DiLoCo(3, half, every=3, line=line)  # type: ignore[arg-type]
+        DiLoCo(3, half, every=3, connection=connection)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="no parameter of the model requires a gradient"):
-        DiLoCo(nn.Linear(2, 2).requires_grad_(False), half, every=3, line=line)
+        DiLoCo(nn.Linear(2, 2).requires_grad_(False), half, every=3, connection=connection)
 
 
 def test_an_optimizer_is_used_by_one_diloco_until_that_is_closed_or_gone() -> None:
@@ -782,7 +789,7 @@ def test_an_optimizer_is_used_by_one_diloco_until_that_is_closed_or_gone() -> No
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def make() -> DiLoCo:
-        return DiLoCo(model, optimizer, every=3, line=lockstep_lines(1)[0])
+        return DiLoCo(model, optimizer, every=3, connection=lockstep_connections(1)[0])
 
     first = make()
     with pytest.raises(SettingsError, match=r"this SGD is used by another DiLoCo; call its close\(\) first"):
@@ -801,12 +808,15 @@ def test_an_optimizer_is_used_by_one_diloco_until_that_is_closed_or_gone() -> No
 
 
 def test_workers_that_differ_do_not_begin() -> None:
-    lines = lockstep_lines(2)
-    one, other = Worker(0, every=3, line=lines[0]), Worker(1, every=4, line=lines[1])
+    connections = lockstep_connections(2)
+    one, other = Worker(0, every=3, connection=connections[0]), Worker(1, every=4, connection=connections[1])
     with pytest.raises(SettingsError, match="workers differ: .*every=4.* and .*every=3"):
         step_in_lockstep([one.diloco, other.diloco])
-    lines = lockstep_lines(2)
-    one, other = Worker(0, every=3, line=lines[0]), Worker(1, every=3, line=lines[1], model=network().requires_grad_())
+    connections = lockstep_connections(2)
+    one, other = (
+        Worker(0, every=3, connection=connections[0]),
+        Worker(1, every=3, connection=connections[1], model=network().requires_grad_()),
+    )
     with torch.no_grad():
         next(iter(other.diloco._fragments[0].outer.values())).add_(1)
     with pytest.raises(SettingsError, match="the workers' models must begin equal"):

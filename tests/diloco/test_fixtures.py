@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from commhooks import DiLoCo
-from commhooks.lockstep import lockstep_lines, step_in_lockstep
+from commhooks.lockstep import lockstep_connections, step_in_lockstep
 
 
 class TwoWeights(nn.Module):
@@ -45,9 +45,9 @@ def test_mocked_updates_give_the_published_values(
     team = [
         DiLoCo(
             model, optimizer, every=6, fragments=["first", "second"], delay=delay, mixing=mixing, outer=PLAIN_RATE_2,
-            line=line,
+            connection=connection,
         )
-        for model, optimizer, line in zip(models, optimizers, lockstep_lines(2), strict=True)
+        for model, optimizer, connection in zip(models, optimizers, lockstep_connections(2), strict=True)
     ]  # fmt: skip
     found: dict[str, list[float]] = {name: [] for name in ("first", "second", "outer first", "outer second")}
     for step in range(1, 16):
@@ -78,8 +78,8 @@ def test_nesterov_gives_the_values_that_were_computed_by_hand() -> None:
             model.bias.fill_(1.0)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     team = [
-        DiLoCo(model, optimizer, every=3, outer=functools.partial(sgd, 1.0, 0.9, True), line=line)
-        for model, optimizer, line in zip(models, optimizers, lockstep_lines(2), strict=True)
+        DiLoCo(model, optimizer, every=3, outer=functools.partial(sgd, 1.0, 0.9, True), connection=connection)
+        for model, optimizer, connection in zip(models, optimizers, lockstep_connections(2), strict=True)
     ]
     losses = []
     for _ in range(4):

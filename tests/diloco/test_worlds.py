@@ -20,7 +20,7 @@ from torch import nn
 import commhooks
 import ddp_core
 from commhooks import CheckpointError, DiLoCo, ModelAverager
-from commhooks.communicators import noticeboard
+from commhooks.communicators import failure_store
 from commhooks.compressors import AllReduceMean
 from tests.commhooks.ranks import of_every_rank
 from tests.commhooks.resuming import distance, roundtrip
@@ -371,7 +371,7 @@ def is_silent_for_longer_than_an_answer_takes(rank: int) -> dict[str, Any]:
     if rank == 1:  # a child wakes it up again
         pid = os.getpid()
         if os.fork() == 0:
-            time.sleep(1.2 * noticeboard.ANSWER_SECONDS)
+            time.sleep(1.2 * failure_store.ANSWER_SECONDS)
             os.kill(pid, signal.SIGCONT)
             os._exit(0)
         os.kill(pid, signal.SIGSTOP)

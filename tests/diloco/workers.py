@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from commhooks import DiLoCo
-from commhooks.lockstep import lockstep_lines, step_in_lockstep
+from commhooks.lockstep import lockstep_connections, step_in_lockstep
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -71,7 +71,10 @@ class Worker:
 
 def workers(count: int, make: Make = adamw, **settings: Any) -> list[Worker]:
     """Return workers of one process."""
-    return [Worker(rank, make, line=line, **settings) for rank, line in enumerate(lockstep_lines(count, "fused"))]
+    return [
+        Worker(rank, make, connection=connection, **settings)
+        for rank, connection in enumerate(lockstep_connections(count, "fused"))
+    ]
 
 
 def train_in_lockstep(team: Sequence[Worker], first: int, last: int) -> None:

@@ -18,7 +18,7 @@ from commhooks import AttachError, DiLoCo, Exchanger, PowerSGDState, SettingsErr
 from commhooks.compressors import PowerSGD, TopK
 from commhooks.errors import CommHooksError
 from commhooks.exchange.options import CANNOT_APPLY, DEFAULTS, Options
-from commhooks.lockstep import lockstep_lines
+from commhooks.lockstep import lockstep_connections
 from tests.commhooks.told import told_by
 from tests.ddp_core.facts import Facts
 
@@ -145,7 +145,7 @@ def test_a_state_without_a_process_group_counts_nothing_and_says_what_is_missing
 
 
 def test_a_member_for_one_channel_names_the_channels_of_several() -> None:
-    exchanger = Exchanger(GROUPS, "fp16", line=lockstep_lines(1)[0])
+    exchanger = Exchanger(GROUPS, "fp16", connection=lockstep_connections(1)[0])
     with pytest.raises(SettingsError, match="name one of a, b"):
         exchanger.average({})
     exchanger.close()
@@ -154,26 +154,26 @@ def test_a_member_for_one_channel_names_the_channels_of_several() -> None:
 
 
 def test_what_belongs_to_the_line_and_what_has_a_wrong_value_is_refused() -> None:
-    line, model = lockstep_lines(1)[0], nn.Linear(2, 2)
+    connection, model = lockstep_connections(1)[0], nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(SettingsError, match="DiLoCo: hook_timeout belong to the line"):
-        DiLoCo(model, optimizer, every=2, line=line, hook_timeout=1.0)
+    with pytest.raises(SettingsError, match="DiLoCo: hook_timeout belong to the connection"):
+        DiLoCo(model, optimizer, every=2, connection=connection, hook_timeout=1.0)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"residuals": "fp8"}, "residuals must be one of fp32, bf16, host"),
         ({"guard": "warn"}, "guard cannot apply: no optimizer steps"),
     ]
     for options, what in wrong:
         with pytest.raises(SettingsError, match=what):
-            Exchanger({"x": torch.zeros(2)}, "fp16", line=line, **options)
+            Exchanger({"x": torch.zeros(2)}, "fp16", connection=connection, **options)
     with pytest.raises(TypeError, match="unexpected keyword argument 'polcy'. Did you mean 'policy'"):
-        Exchanger({"x": torch.zeros(2)}, "fp16", line=line, polcy="fifo")  # type: ignore[call-arg]
+        Exchanger({"x": torch.zeros(2)}, "fp16", connection=connection, polcy="fifo")  # type: ignore[call-arg]
 
 
 def test_the_table_of_the_guide_has_every_option_and_says_what_cannot_apply() -> None:
     from tests.world.launcher import ROOT
 
     lines = (ROOT / "docs/guide/options.md").read_text(encoding="utf-8").splitlines()
-    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    rows = [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in lines if row.startswith("| ")]
     ways, *options = rows
     assert [row[0] for row in options if row[0] != "---"] == list(Options.__annotations__)
     for name, *cells in options[1:]:

@@ -11,7 +11,7 @@ import torch
 
 import commhooks
 from commhooks import make_compressor
-from commhooks.lockstep import average_in_lockstep, lockstep_lines
+from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from experiments.training.lockstep import train_in_lockstep, vnmse
 from tests.experiments.test_lockstep_training import digits
 from tests.flat_cost import two_hop_names
@@ -35,8 +35,10 @@ def printed() -> dict[str, float]:
 def test_a_round_of_normal_gradients_has_the_error_that_the_guide_says(name: str, figure: float) -> None:
     generator = torch.Generator().manual_seed(0)
     gradients = [{"w": torch.randn(ELEMENTS, generator=generator)} for _ in range(RANKS)]
-    lines = lockstep_lines(RANKS)
-    workers = [commhooks.Exchanger(gradients[0], make_compressor(name), line=line) for line in lines]
+    connections = lockstep_connections(RANKS)
+    workers = [
+        commhooks.Exchanger(gradients[0], make_compressor(name), connection=connection) for connection in connections
+    ]
     means = [{"w": own["w"].clone()} for own in gradients]
     average_in_lockstep(workers, means)
     assert vnmse(means[0], gradients) == pytest.approx(figure, rel=0.06)  # as printed, with two digits

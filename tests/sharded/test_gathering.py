@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 import commhooks
 from commhooks import attach_sharded, make_compressor
 from commhooks.codecs import QSGD, Codec, Half, Int4, Int8
-from commhooks.sharded.gathering import Cut, Run, code_of
+from commhooks.sharded.gathering import Cut, Span, code_of
 from tests.commhooks.ranks import of_every_rank, survived
 from tests.commhooks.told import Told, told_by
 from tests.ddp_core.facts import Facts
@@ -270,11 +270,11 @@ def test_a_rank_that_dies_or_gathers_something_else_is_named(how: str) -> None:
 
 def test_neighbouring_blocks_are_one_run_and_none_straddles_parameters() -> None:
     cut = Cut(4, ["a", "b", "c", "d"], [8, 4, 6, 3])
-    assert cut.coded == [Run(0, 16, 0)] and cut.plain == [Run(16, 5, 0)]
+    assert cut.coded == [Span(0, 16, 0)] and cut.plain == [Span(16, 5, 0)]
     assert (cut.blocks, cut.rest) == (4, 5)
     assert cut.of_blocks.sizes == (8, 4, 4, 0) and cut.of_rest.sizes == (0, 0, 2, 3)
     apart = Cut(4, ["a", "b"], [5, 9])
-    assert apart.coded == [Run(0, 4, 0), Run(5, 8, 4)] and apart.plain == [Run(4, 1, 0), Run(13, 1, 1)]
+    assert apart.coded == [Span(0, 4, 0), Span(5, 8, 4)] and apart.plain == [Span(4, 1, 0), Span(13, 1, 1)]
     found = [(own, places.flat.tolist()) for own, places in apart.pieces(1, 2, torch.device("cpu"))]
     assert found == [(slice(0, 4), [6]), (slice(5, 9), [7]), (slice(9, 13), [8])]
 

@@ -63,7 +63,7 @@ def _atomic_rounds() -> list[Tensor]:
     try:
         for given in _changed({(1, 1, 2): torch.inf}):
             world.memories = [[torch.empty_like(memory) for memory in own] for own in world.memories]
-            under_way.append(world.hand_in(given))
+            under_way.append(world.submit(given))
         return [mean for futures in under_way for own in world.means(futures) for mean in own] + world.state()
     finally:
         world.stop()
@@ -113,7 +113,7 @@ def _host_saved() -> list[Tensor]:
         for given in GRADIENTS:
             means = world.step(given)
             for engine in world.engines:
-                saved = snapshot_of(engine, {}).local[engine.line.rank].values()
+                saved = snapshot_of(engine, {}).local[engine.connection.rank].values()
                 found += [kept.clone() for entries in saved for kept in entries.values()]
             found += [mean for own in means for mean in own]
         return [*found, *world.state()]
@@ -126,7 +126,7 @@ def _saved_under_way() -> list[Tensor]:
     world, found = _world(world_size=1), []
     try:
         for given in GRADIENTS:
-            under_way = world.hand_in(given)
+            under_way = world.submit(given)
             (engine,) = world.engines
             saved = snapshot_of(engine, {})
             entries = [*saved.local[0].values(), *saved.replicated.values()]
@@ -162,7 +162,7 @@ def _host_metrics() -> list[Tensor]:
 
 
 def _two_lanes() -> list[Tensor]:
-    """Let the two models share a line, of one rank, which need not wait for the others' turns."""
+    """Let the two models share a connection, of one rank, which need not wait for the others' turns."""
     first = _world("top-k", world_size=1)
     return _beside_each_other([first, _world("top-k", world_size=1, beside=first)], [*GRADIENTS, *GRADIENTS])
 
@@ -172,7 +172,7 @@ def _beside_each_other(models: Sequence[DeviceWorld], gradients: Sequence[Any] =
     try:
         for given in gradients:
             other = [[-3 * gradient for gradient in own] for own in given]
-            under_way = [model.hand_in(own) for model, own in zip(models, (given, other), strict=True)]
+            under_way = [model.submit(own) for model, own in zip(models, (given, other), strict=True)]
             for model, futures in zip(models, under_way, strict=True):
                 found += [mean for own in model.means(futures) for mean in own]
         return [*found, *(kept for model in models for kept in model.state())]
@@ -246,8 +246,8 @@ HOST_METRICS = Scenario("residuals on the host, metrics", _host_metrics, (DEVICE
 TWO_MODELS = Scenario(
     "two models of one shape", lambda: _beside_each_other([_world("top-k", dtype=torch.bfloat16) for _ in range(2)])
 )
-TWO_LANES = Scenario("two lanes of a line", _two_lanes)
-_BEFORE_THE_FIRST_HOOK = ("ddp_core/replicas.py", "ddp_core/layout.py", "commhooks/communicators/connection.py")
+TWO_LANES = Scenario("two lanes of a connection", _two_lanes)
+_BEFORE_THE_FIRST_HOOK = ("ddp_core/replicas.py", "ddp_core/layout.py", "commhooks/communicators/private_group.py")
 DDP = Scenario("backward passes through ddp_core", lambda: _through_ddp(hook="powersgd"), _BEFORE_THE_FIRST_HOOK)
 DDP_ELSEWHERE = Scenario(
     "the same on a device that is not the current one",

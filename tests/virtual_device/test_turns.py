@@ -1,4 +1,4 @@
-"""Lanes of one line over NCCL: how often the host waits for whose turn it is, and what becomes of another order."""
+"""Lanes of one connection over NCCL: how often the host waits for whose turn it is, and what another order does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 import commhooks
 from commhooks import Exchanger
 from commhooks.errors import CheckpointError, CollectiveError
-from commhooks.scheduling.line import ProcessGroupLine
+from commhooks.scheduling.connection import ProcessGroupConnection
 from commhooks.scheduling.turns import Turns
 from tests.virtual_device import ranks, training
 from tests.virtual_device.device import extension
@@ -57,20 +57,20 @@ def replicas(rank: int) -> Iterator[None]:
 
 def exchangers(rank: int) -> Iterator[None]:
     """Yield after each round of several exchangers."""
-    made = on_one_line(4)
+    made = on_one_connection(4)
     for step in range(STEPS):
         for exchanger in made:
             average(exchanger, rank, step)
         yield
 
 
-def on_one_line(count: int, policy: Any = "fused") -> list[Exchanger]:
-    line = ProcessGroupLine(dist.distributed_c10d._get_default_group())
-    return [one_more(line, f"part {number}", policy) for number in range(count)]
+def on_one_connection(count: int, policy: Any = "fused") -> list[Exchanger]:
+    connection = ProcessGroupConnection(dist.distributed_c10d._get_default_group())
+    return [one_more(connection, f"part {number}", policy) for number in range(count)]
 
 
-def one_more(line: ProcessGroupLine, name: str, policy: Any = "fused") -> Exchanger:
-    return Exchanger(values(0), "all-reduce", line=line, name=name, policy=policy)
+def one_more(connection: ProcessGroupConnection, name: str, policy: Any = "fused") -> Exchanger:
+    return Exchanger(values(0), "all-reduce", connection=connection, name=name, policy=policy)
 
 
 def values(value: float) -> dict[str, Tensor]:
@@ -131,11 +131,11 @@ def test_means_are_right_when_a_lane_opens_later_or_is_left_out() -> None:
 
 def _changing(rank: int) -> list[int]:
     """Return the waits of each step; lane 3 opens in step 4, and lane 1 is left out in step 10."""
-    made, means, waits = on_one_line(3), list[tuple[int, Tensor]](), list[int]()
+    made, means, waits = on_one_connection(3), list[tuple[int, Tensor]](), list[int]()
     with waits_of_the_host() as since:
         for step in range(16):
             if step == 4:
-                made.append(one_more(made[0].engine.line, "part 3"))  # type: ignore[arg-type]  # a Line
+                made.append(one_more(made[0].engine.connection, "part 3"))  # type: ignore[arg-type]  # a Connection
             for number, exchanger in enumerate(made):
                 if (step, number) != (10, 1):
                     means.append((step, average(exchanger, rank, step)["w"]))
@@ -160,7 +160,7 @@ def test_another_order_is_an_error_on_every_rank_and_no_wrong_mean_is_used(polic
 
 
 def _departing(rank: int, policy: str, then: str) -> str:
-    made = on_one_line(3, policy)
+    made = on_one_connection(3, policy)
     for step in range(3):
         for exchanger in made:
             average(exchanger, rank, step)
@@ -178,7 +178,7 @@ def _departing(rank: int, policy: str, then: str) -> str:
         text = str(warned[0].message)
     elif then == "open":
         with pytest.raises(CollectiveError) as stopped:
-            one_more(made[0].engine.line, "part 3").open()  # type: ignore[arg-type]  # a Line
+            one_more(made[0].engine.connection, "part 3").open()  # type: ignore[arg-type]  # a Connection
         text = str(stopped.value)
     elif then == "state_dict":
         with pytest.raises(CheckpointError) as refused:

@@ -29,8 +29,8 @@ Futures = list[list[torch.futures.Future[Tensor]]]
 """Of each rank's means, by bucket."""
 
 
-class DeviceLine:
-    """One rank's line over a lockstep group, on a side stream of its own, as over NCCL; see `Line`."""
+class DeviceConnection:
+    """One rank's connection over a lockstep group, on a side stream of its own, as over NCCL; see `Connection`."""
 
     def __init__(self, group: LockstepGroup, policy: PolicyName, hook_timeout: float | None) -> None:
         self.rank, self.world_size, self.policy = group.rank(), group.size(), policy
@@ -75,7 +75,7 @@ class DeviceWorld:
 
     Settings are those of `Engine`. The host waits for nothing here: gradients are copied to the devices as they are
     needed, and means stay there. (With `may_join` engines look at each bucket, which is outside a backward pass.)
-    Engines of worlds `beside` each other have lanes on the same lines.
+    Engines of worlds `beside` each other have lanes on the same connections.
     """
 
     def __init__(
@@ -102,8 +102,10 @@ class DeviceWorld:
         for rank, group in enumerate(LockstepGroup.world(world_size)):
             device = torch.device("cuda", rank)
             own = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-            line = beside.engines[rank].line if beside is not None else DeviceLine(group, policy, hook_timeout)
-            engine = Engine(compressor, line, residuals=storage, may_join=may_join, **settings)
+            connection = (
+                beside.engines[rank].connection if beside is not None else DeviceConnection(group, policy, hook_timeout)
+            )
+            engine = Engine(compressor, connection, residuals=storage, may_join=may_join, **settings)
             engine.bind([(f"layer{i}", parameter) for i, parameter in enumerate(own)], may_be_unused=may_be_unused)
             self.engines.append(engine)
             self.parameters.append(own)
@@ -115,10 +117,10 @@ class DeviceWorld:
 
         The means are on the devices, queued behind the step.
         """
-        return self.means(self.hand_in(gradients))
+        return self.means(self.submit(gradients))
 
     @torch.no_grad()
-    def hand_in(self, gradients: Sequence[Sequence[Tensor]]) -> Futures:
+    def submit(self, gradients: Sequence[Sequence[Tensor]]) -> Futures:
         """Hand a step's buckets in, of all ranks in turn; return each rank's futures of means, by bucket."""
         futures: Futures = [[] for _ in self.engines]
         for number, members in enumerate(self.dealt):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from commhooks.engine.engine import Engine
-from commhooks.lockstep import lockstep_lines
+from commhooks.lockstep import lockstep_connections
 from commhooks.native.library import VARIABLE
 from commhooks.scheduling.lockstep import run_in_turns
 from experiments.hooks import make_hook
@@ -46,11 +46,11 @@ class Worked:
         spec = Spec.parse(text)
         compressor = make_hook(spec)
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-        self.lines = lockstep_lines(workers)
-        self.engines = [Engine(compressor, line) for line in self.lines]
+        self.connections = lockstep_connections(workers)
+        self.engines = [Engine(compressor, connection) for connection in self.connections]
         for engine in self.engines:
             engine.bind([(f"layer{number}", parameter) for number, parameter in enumerate(parameters)])
-        self.buckets = [GivenBucket(parameters) for _ in self.lines]
+        self.buckets = [GivenBucket(parameters) for _ in self.connections]
         elements = self.buckets[0].buffer().numel()
         drawn = torch.randn(elements + _APART * workers, generator=torch.Generator().manual_seed(0))
         self.gradients = [drawn[_APART * rank :][:elements] for rank in range(workers)]
@@ -66,7 +66,7 @@ class Worked:
             bucket.buffer().copy_(gradient)
         copy = statistics.median(_seconds(partial(self._room.copy_, self.gradients[0])) for _ in range(_COPIES))
         with environment({VARIABLE: level}):
-            return _seconds(self._average) / len(self.lines) / copy
+            return _seconds(self._average) / len(self.connections) / copy
 
     def floor(self) -> float:
         """Return the least memory traffic of a worker's last step, in copies of 8 bytes an element.
@@ -79,14 +79,14 @@ class Worked:
         report, sent = self.engines[0].memory(), self.engines[0].statistics()
         moved: float = 2 * report.gradients + 3 * (report.residuals + report.bases)
         for kind, traffic in sent.by_kind.items():
-            comes = len(self.lines) if kind == "all-gather" else 1
+            comes = len(self.connections) if kind == "all-gather" else 1
             moved += (1 + comes) * traffic.payload_bytes / sent.steps
         return (moved / len(self.gradients[0]) + self._besides) / (2 * _WORD)
 
     def _average(self) -> None:
         for engine, bucket in zip(self.engines, self.buckets, strict=True):
             engine.run(bucket)
-        run_in_turns(self.lines)
+        run_in_turns(self.connections)
 
 
 def in_copies(worked: Worked, levels: Sequence[str], rounds: int) -> dict[str, Spread]:

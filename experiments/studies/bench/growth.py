@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import commhooks
-from commhooks.lockstep import average_in_lockstep, lockstep_lines
+from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from experiments.hooks import make_hook
 from experiments.launch import Tell, on_ranks
 from experiments.report.words import seconds_in_words
@@ -113,8 +113,8 @@ def _powersgd(rank: int) -> Callable[[], object]:
 
 def _averaging(text: str, gradients: Mapping[str, Tensor]) -> Callable[[], object]:
     """Return a function that averages these gradients, in place, among one worker."""
-    (line,) = lockstep_lines(1)
-    exchanger = commhooks.Exchanger(gradients, make_hook(Spec.parse(text)), line=line)
+    (connection,) = lockstep_connections(1)
+    exchanger = commhooks.Exchanger(gradients, make_hook(Spec.parse(text)), connection=connection)
     return partial(average_in_lockstep, [exchanger], [dict(gradients)])
 
 
@@ -130,7 +130,10 @@ def _workers(text: str, count: int) -> Callable[[], float]:
     """Return a function that averages among `count` workers, and returns the mean seconds of a worker's compression."""
     gradients = [torch.randn(1000, 1000, generator=torch.Generator().manual_seed(worker)) for worker in range(count)]
     hook = make_hook(Spec.parse(text))
-    exchangers = [commhooks.Exchanger({"layer": gradients[0]}, hook, line=line) for line in lockstep_lines(count)]
+    exchangers = [
+        commhooks.Exchanger({"layer": gradients[0]}, hook, connection=connection)
+        for connection in lockstep_connections(count)
+    ]
     return partial(_compute_of, exchangers, gradients)
 
 

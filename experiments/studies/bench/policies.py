@@ -74,11 +74,11 @@ class _HandsIn(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(torch.zeros_like(gradient)) for gradient in given])
 
     def forward(self) -> Tensor:
-        zeros = [_hand_in(weight, gradient) for weight, gradient in zip(self.weights, self.given, strict=True)]
+        zeros = [_submit(weight, gradient) for weight, gradient in zip(self.weights, self.given, strict=True)]
         return torch.stack(zeros).sum()
 
 
-class _HandIn(torch.autograd.Function):
+class _Submit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)
@@ -89,4 +89,4 @@ class _HandIn(torch.autograd.Function):
         return ctx.saved_tensors[0], None
 
 
-_hand_in: Any = functools.partial(_HandIn.apply)
+_submit: Any = functools.partial(_Submit.apply)

@@ -77,8 +77,8 @@ class _HostsOrder(SideStream):
         return contextlib.nullcontext()
 
 
-class _Line:
-    """The line of a hook that runs in the caller's own thread, as it does on NCCL."""
+class _Connection:
+    """The connection of a hook that runs in the caller's own thread, as it does on NCCL."""
 
     policy: PolicyName = "fifo"
 
@@ -185,7 +185,7 @@ def _hook(hook: str, bucket: GivenBucket, group: dist.ProcessGroup) -> tuple[Hoo
     if hook == POWERSGD:
         state = powerSGD_hook.PowerSGDState(_PeersGroup(group), matrix_approximation_rank=4, start_powerSGD_iter=2)
         return functools.partial(powerSGD_hook.powerSGD_hook, state), lambda: _bytes_of(state.error_dict.values())
-    engine = Engine(make_hook(Spec.parse(hook)), _Line(group), may_join=False)
+    engine = Engine(make_hook(Spec.parse(hook)), _Connection(group), may_join=False)
     engine.bind([(f"layer{number}", parameter) for number, parameter in enumerate(bucket.parameters())])
     return engine.run, lambda: engine.memory().residuals
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from commhooks.communicators import Collective, Communicator, ProcessGroupCommunicator, connection, noticeboard
-from commhooks.communicators.connection import Address, Connection
-from commhooks.communicators.noticeboard import Noticeboard, SilentStoreError, StoreThread, address_of
+from commhooks.communicators import Collective, Communicator, ProcessGroupCommunicator, failure_store, private_group
+from commhooks.communicators.failure_store import FailureStore, SilentStoreError, StoreThread, address_of
+from commhooks.communicators.private_group import Address, PrivateGroup
 from commhooks.communicators.sections import Section
 from commhooks.compressors import AllReduceMean
 from commhooks.errors import CollectiveError
@@ -29,14 +29,14 @@ from tests.world import run_world
 
 pytestmark = pytest.mark.a_row  # they take seconds
 
-TRUE_ANSWER_SECONDS = noticeboard.ANSWER_SECONDS
+TRUE_ANSWER_SECONDS = failure_store.ANSWER_SECONDS
 ANSWER_SECONDS = 0.3
 
 
 @pytest.fixture(autouse=True)
 def _short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noticeboard, "ANSWER_SECONDS", ANSWER_SECONDS)
-    monkeypatch.setattr(connection, "OPENING_SECONDS", ANSWER_SECONDS)
+    monkeypatch.setattr(failure_store, "ANSWER_SECONDS", ANSWER_SECONDS)
+    monkeypatch.setattr(private_group, "OPENING_SECONDS", ANSWER_SECONDS)
 
 
 class Switched(HashStore):
@@ -69,17 +69,17 @@ def store() -> Iterator[Switched]:
     switched.answers.set()  # lets the thread end
 
 
-def board_of(store: Store, rank: int = 0, world_size: int = 2) -> Noticeboard:
-    return Noticeboard(lambda: store, StoreThread(store), rank, world_size)
+def failures_of(store: Store, rank: int = 0, world_size: int = 2) -> FailureStore:
+    return FailureStore(lambda: store, StoreThread(store), rank, world_size)
 
 
-def eventually(board: Noticeboard) -> str | None:
-    until(lambda: board.failure() is not None)
-    return board.failure()
+def eventually(failures: FailureStore) -> str | None:
+    until(lambda: failures.failure() is not None)
+    return failures.failure()
 
 
 def test_a_failure_that_one_rank_posts_is_found_by_the_others_and_the_first_one_counts(store: Switched) -> None:
-    one, other = board_of(store, 0), board_of(store, 1)
+    one, other = failures_of(store, 0), failures_of(store, 1)
     assert one.failure() is None and one.failure_now() is None
     other.post("rank 1: it broke")
     one.post("rank 0: another matter")
@@ -87,8 +87,8 @@ def test_a_failure_that_one_rank_posts_is_found_by_the_others_and_the_first_one_
 
 
 def test_ranks_that_look_answer_the_roll(store: Switched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noticeboard, "ANSWER_SECONDS", TRUE_ANSWER_SECONDS)
-    asking, looking = board_of(store, 0, 3), board_of(store, 1, 3)
+    monkeypatch.setattr(failure_store, "ANSWER_SECONDS", TRUE_ANSWER_SECONDS)
+    asking, looking = failures_of(store, 0, 3), failures_of(store, 1, 3)
     silent: list[int] = []
     asker = threading.Thread(target=lambda: silent.extend(asking.silent_ranks()))
     asker.start()
@@ -100,34 +100,34 @@ def test_ranks_that_look_answer_the_roll(store: Switched, monkeypatch: pytest.Mo
 def test_nobody_waits_for_a_store_that_is_silent_and_all_goes_on_when_it_answers_again(
     store: Switched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board = board_of(store)
+    failures = failures_of(store)
     store.answers.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(noticeboard, "ANSWER_SECONDS", 1000.0)  # if this waited, it would be for longer than a test may
+        patch.setattr(failure_store, "ANSWER_SECONDS", 1000.0)  # if this waited, it would be for longer than a test may
         for _ in range(3):
-            assert board.failure() is None
+            assert failures.failure() is None
     with pytest.raises(SilentStoreError, match="the store, a Switched, does not answer: its host has stopped"):
-        board.failure_now()
+        failures.failure_now()
     with pytest.raises(SilentStoreError, match="does not answer"):
-        board.silent_ranks()
-    board.post("rank 0: nobody will hear of it for now")
+        failures.silent_ranks()
+    failures.post("rank 0: nobody will hear of it for now")
     store.answers.set()
-    assert eventually(board) == "rank 0: nobody will hear of it for now"
+    assert eventually(failures) == "rank 0: nobody will hear of it for now"
 
 
 def test_a_store_that_is_gone_is_an_error_of_ours_that_names_it(store: Switched) -> None:
-    board = board_of(store)
+    failures = failures_of(store)
     store.is_gone = True
     with pytest.raises(CollectiveError, match=r"^the store, a Switched, does not answer: Connection reset by peer\.$"):
-        eventually(board)
-    board.post("rank 0: nobody hears of it")
+        eventually(failures)
+    failures.post("rank 0: nobody hears of it")
 
 
 def test_a_line_is_not_waited_for_longer_than_the_group_s_timeout_if_the_store_is_silent(store: Switched) -> None:
     store.answers.clear()
     address = Address(Section(store, 0), 0, 2, timedelta(seconds=0.3), StoreThread(store))
     with pytest.raises(SilentStoreError, match="does not answer"):
-        Connection(address)
+        PrivateGroup(address)
 
 
 def test_ranks_that_come_late_are_not_taken_for_a_store_that_is_silent() -> None:
@@ -139,10 +139,10 @@ def test_ranks_that_come_late_are_not_taken_for_a_store_that_is_silent() -> None
         time.sleep(rank * 0.5)
         timeout = timedelta(seconds=10 if rank else 1)  # rank 0 is the first to give up
         try:
-            Connection(address := Address(Section(store, rank), rank, 3, timeout, StoreThread(store)))
+            PrivateGroup(address := Address(Section(store, rank), rank, 3, timeout, StoreThread(store)))
         except CollectiveError as error:
             told[rank] = str(error)
-            address.noticeboard().post(f"rank {rank}: {error}")
+            address.failure_store().post(f"rank {rank}: {error}")
 
     ranks = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
     for one in ranks:
@@ -174,7 +174,7 @@ class NeverDone:
 def test_stopping_waits_until_it_is_known_whether_work_is_left_also_if_the_store_is_silent(
     store: Switched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(noticeboard, "ANSWER_SECONDS", TRUE_ANSWER_SECONDS)
+    monkeypatch.setattr(failure_store, "ANSWER_SECONDS", TRUE_ANSWER_SECONDS)
     for limit in ("PATIENCE_SECONDS", "JOIN_SECONDS"):  # less patience, and a join that expects as much less
         monkeypatch.setattr(scheduling_worker, limit, getattr(scheduling_worker, limit) - 2.5)
     monkeypatch.setattr(ProcessGroupCommunicator, "is_busy", lambda self: True)

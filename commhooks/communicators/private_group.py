@@ -23,8 +23,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator
 from commhooks.communicators.disagreement import describe
+from commhooks.communicators.failure_store import ANSWER_SECONDS, FailureStore, StoreThread
 from commhooks.communicators.kernels import KERNELS_BYTES, Kernels, warn_of_kernels
-from commhooks.communicators.noticeboard import ANSWER_SECONDS, Noticeboard, StoreThread
 from commhooks.communicators.parent_group import members_of, name_and_store
 from commhooks.communicators.sections import Section, Sections, sections_under
 from commhooks.communicators.unhurried import unhurried
@@ -94,9 +94,9 @@ class Address:
         assert self.section.store is not None, "the ranks have not met"
         return self.section.store
 
-    def noticeboard(self) -> Noticeboard:
-        """Return the noticeboard of this group's ranks, on which nothing is written before they have met."""
-        return Noticeboard(lambda: self.section.store, self.store_thread, self.rank, self.world_size)
+    def failure_store(self) -> FailureStore:
+        """Return the failure store of this group's ranks, in which nothing is written before they have met."""
+        return FailureStore(lambda: self.section.store, self.store_thread, self.rank, self.world_size)
 
     def meet(self) -> concurrent.futures.Future[Store]:
         """Let all ranks meet, without a group; the future is done when they have, within the parent's timeout."""
@@ -109,7 +109,7 @@ class Address:
             self.section.is_over = True  # a group may never follow: an attachment may be refused after this
 
 
-class Connection:
+class PrivateGroup:
     """A private Gloo group that carries requests, and groups of some of its ranks.
 
     Construction blocks until every rank has come to `address`, or its timeout has passed. The first sparse sum opens
@@ -144,7 +144,7 @@ class Connection:
 
     def agree(self, fingerprint: str, kernels: Kernels, wait: Callable[[Pending], None]) -> None:
         """Compare fingerprints with all ranks; see `Agreements.agree`."""
-        assert self._agreements is not None, "the connection was closed"
+        assert self._agreements is not None, "the private group was closed"
         self._agreements.agree(fingerprint, kernels, wait)
 
     @property
@@ -210,7 +210,7 @@ def _meet(address: Address, part: str, ranks: Sequence[int], patience: float) ->
     the store itself kept it waiting. The last to come says so under one key, for which the others look: to look for
     every rank, a thousand ranks would ask for a million keys, several times a second.
     """
-    board = address.noticeboard()
+    failures = address.failure_store()
     store: Store | None = None
     deadline = time.monotonic() + patience
     pause = _POLL_SECONDS
@@ -224,7 +224,7 @@ def _meet(address: Address, part: str, ranks: Sequence[int], patience: float) ->
         if store is not None and store.check(["all came"]):
             address.section.has_met = True
             return store
-        cause = board.look()
+        cause = failures.look()
         if cause is not None:
             raise CollectiveError(f"another rank failed: {cause}")
         late = time.monotonic() > deadline

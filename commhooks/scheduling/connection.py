@@ -1,4 +1,4 @@
-"""One rank's line to the others: its number, and the scheduler, chosen once the gradients' device is known."""
+"""One rank's connection to the others: its number, and the scheduler, chosen once the gradients' device is known."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from commhooks.communicators import ProcessGroupCommunicator
-from commhooks.communicators.connection import Address, Agreements, WrapCommunicator, timeout_of
 from commhooks.communicators.parent_group import backend_of, members_of, name_and_store, warn_of_bypass
+from commhooks.communicators.private_group import Address, Agreements, WrapCommunicator, timeout_of
 from commhooks.devices import SideStream, runs_on_streams
 from commhooks.errors import AttachError, CollectiveError
 from commhooks.scheduling.inline import InlineScheduler
@@ -25,11 +25,11 @@ from commhooks.scheduling.worker import Worker
 from ddp_core.guard import warn_of_one_rank
 
 
-class Line(Protocol):
-    """One rank's line to the others: its number, and the lanes through which engines reach them.
+class Connection(Protocol):
+    """One rank's connection to the others: its number, and the lanes through which engines reach them.
 
-    Engines that share a line share its thread and its group. Each opens its own lane with its first bucket, in the same
-    order on every rank.
+    Engines that share a connection share its thread and its group. Each opens its own lane with its first bucket, in
+    the same order on every rank.
     """
 
     rank: int
@@ -48,30 +48,30 @@ class Line(Protocol):
         ...
 
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> Scheduler:
-        """Open a reserved lane; every rank must pass the same fingerprint. The first lane connects the line."""
+        """Open a reserved lane; every rank must pass the same fingerprint. The first lane opens the connection."""
         ...
 
     def leave(self) -> None:
-        """Leave a lane, open or not; when all have left, the line stops."""
+        """Leave a lane, open or not; when all have left, the connection stops."""
         ...
 
     def check_ranks(self) -> None:
-        """Raise `AttachError` if the ranks are no longer those that the line was made for."""
+        """Raise `AttachError` if the ranks are no longer those that the connection was made for."""
         ...
 
 
-class ProcessGroupLine:
-    """A line beside a process group: a thread and a private group of the same ranks, for one engine or several.
+class ProcessGroupConnection:
+    """A connection beside a process group: a thread and a private group of the same ranks, for one engine or several.
 
     It does not keep the process group alive, so that a destroyed one is freed. `label` names it in the store, `policy`
     is the policy of engines that choose none, and `hook_timeout` is in seconds (None: the process group's timeout).
     `wrap_communicator` takes the private group's communicator, and returns the one to use in its place. It warns of a
     process group of one rank, once, unless that `may_be_alone`; None: if it is a dimension of a mesh.
 
-    Lines of one label are paired in the order in which ranks open their first lanes, so a line that one rank alone
-    makes has no effect on others; those of several labels may be opened in any order. A wrong pair raises `AttachError`
-    if what ranks compare differs. If nothing does, that happens once a line is opened after an equal one that was made
-    later, on some of the ranks.
+    Connections of one label are paired in the order in which ranks open their first lanes, so a connection that one
+    rank alone makes has no effect on others; those of several labels may be opened in any order. A wrong pair raises
+    `AttachError` if what ranks compare differs. If nothing does, that happens once a connection is opened after an
+    equal one that was made later, on some of the ranks.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class ProcessGroupLine:
     ) -> None:
         self.policy = policy
         self.label = label
-        """Its name in the store; it may change until the line has its place there."""
+        """Its name in the store; it may change until the connection has its place there."""
         self._made = next(_made)
         self._overtaken = Counter[int]()
-        """The lines made later that were opened while this one was not, by a hash of label and fingerprint."""
+        """The connections made later that were opened while this one was not, by a hash of label and fingerprint."""
         self._lanes = 0
         self._joined = Counter[str]()
         self._worker: Worker | None = None
@@ -99,9 +99,9 @@ class ProcessGroupLine:
         name_and_store(process_group)  # raises if it has none
         self._timeout = timeout_of(process_group).total_seconds()
         self._address: Address | None = None
-        """Where the ranks meet; None before the line has its place."""
+        """Where the ranks meet; None before the connection has its place."""
         self._used_before = 0
-        """How many equal lines had been made later and opened when it took its place."""
+        """How many equal connections had been made later and opened when it took its place."""
         self.rank, size = process_group.rank(), process_group.size()
         """The number of this rank in the process group."""
         self.world_size = size
@@ -172,10 +172,10 @@ class ProcessGroupLine:
                 raise CollectiveError(
                     f"rank {self.rank}: not started: the attachment was stopped before its first bucket."
                 )
-            # The line takes its place here, in the same order on every rank, and not on the thread.
+            # The connection takes its place here, in the same order on every rank, and not on the thread.
             self.take_place(fingerprint)
             fingerprint += f"\n{_USED_BEFORE}: {self._used_before}"
-        assert self._address is not None, "the line has its place"
+        assert self._address is not None, "the connection has its place"
         backend = self._backend(device)
         running: InlineScheduler | Worker
         if runs_on_streams(backend) or self._inline is not None:
@@ -186,7 +186,7 @@ class ProcessGroupLine:
         return running
 
     def take_place(self, fingerprint: str) -> None:
-        """Take the line's place, with what its first lane compares; nothing waits. A second call does nothing."""
+        """Take the connection's place, with what its first lane compares; nothing waits. A second call does nothing."""
         if self._address is None:
             self._address = self._place()
             self._used_before = self._overtake(fingerprint)
@@ -199,12 +199,12 @@ class ProcessGroupLine:
         return Address.under(process_group, self.label)
 
     def _overtake(self, fingerprint: str) -> int:
-        """Return how many equal lines were made later than this one and opened before it.
+        """Return how many equal connections were made later than this one and opened before it.
 
-        If ranks make equal lines in one order, these numbers differ as soon as their order of opening does: they are
-        the inversions of that order. Lines that are never opened do not count.
+        If ranks make equal connections in one order, these numbers differ as soon as their order of opening does: they
+        are the inversions of that order. Connections that are never opened do not count.
         """
-        what = hash((self.label, fingerprint))  # the texts are long, and some lines are kept and never opened
+        what = hash((self.label, fingerprint))  # the texts are long, and some connections are kept and never opened
         with _counting:
             _unopened.discard(self)
             for other in _unopened:
@@ -224,9 +224,9 @@ class ProcessGroupLine:
         carrier: Any = ProcessGroupCommunicator(weakref.proxy(process_group), has_tensor_forms=True)
         agreements = Agreements(carrier, address, device)
         communicator = self._wrap(carrier) if self._wrap else carrier
-        board = address.noticeboard()
+        failures = address.failure_store()
         return InlineScheduler(
-            communicator, agreements.agree, (SideStream(device), SideStream(device)), self.hook_timeout, board
+            communicator, agreements.agree, (SideStream(device), SideStream(device)), self.hook_timeout, failures
         )
 
     def _on_a_thread(self, address: Address, backend: str) -> Worker:
@@ -237,11 +237,11 @@ class ProcessGroupLine:
 
 
 _made = itertools.count()
-"""The number of lines that this process has made."""
-_unopened: weakref.WeakSet[ProcessGroupLine] = weakref.WeakSet()
-"""The lines that are not open yet."""
+"""The number of connections that this process has made."""
+_unopened: weakref.WeakSet[ProcessGroupConnection] = weakref.WeakSet()
+"""The connections that are not open yet."""
 _counting = threading.Lock()
-"""Held while these lines change or are counted: threads may make and open some at once."""
+"""Held while these connections change or are counted: threads may make and open some at once."""
 _USED_BEFORE = "equal ones made later and used earlier (make and use all in one order, or name each Exchanger)"
 
 

@@ -115,7 +115,7 @@ class StoreThread:
             del call  # its future may hold the last reference to a process group, until the next call
 
 
-class Noticeboard:
+class FailureStore:
     """An attachment's section of the store, in which a failing rank reports the cause to the others.
 
     `section` returns None until the ranks have met in it; until then, nothing is written and nothing is known.
