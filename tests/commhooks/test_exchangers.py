@@ -310,7 +310,7 @@ def test_no_group_switches_if_one_cannot() -> None:
     exchangers = Exchanger(GROUPS, "top-k", connection=lockstep_connections(1)[0])
     with pytest.raises(SettingsError, match="'c' must match a parameter"):
         exchangers.replace(commhooks.PerParameter(rules=(("c", commhooks.make_compressor("fp16")),)))
-    with pytest.raises(SettingsError, match="replace: there is no channel other; there are fragment 0"):
+    with pytest.raises(SettingsError, match="replace: there is no channel other that could switch; fragment 0"):
         exchangers.replace({"other": "fp16"})
     assert {str(exchanger.compressor) for exchanger in exchangers.values()} == {"top-k"}
     exchangers.replace({"fragment 1 of 3": "fp16"})
