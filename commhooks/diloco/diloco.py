@@ -31,7 +31,7 @@ from commhooks.diloco.starting import Beginning, average_over, group_of_ranks, m
 from commhooks.errors import CheckpointError, CommHooksError, CompressorError, SettingsError
 from commhooks.exchange.exchanger import WEIGHTS, TensorChannel, is_weight
 from commhooks.exchange.handle import Handle
-from commhooks.exchange.options import Options, Settings, check_belongs_to_line, check_flags, settings_of
+from commhooks.exchange.options import Options, Settings, check_belongs_to_connection, check_flags, settings_of
 from commhooks.language.compressor import Compressor
 from commhooks.saving.rules import LoadOptions, LoadRules
 from commhooks.saving.saved import Differences, Saved, read
@@ -115,7 +115,7 @@ class DiLoCo:
         try:
             settings = settings_of("DiLoCo", options)
             if connection is not None:
-                check_belongs_to_line("DiLoCo", options)
+                check_belongs_to_connection("DiLoCo", options)
             check_flags("DiLoCo", on_host=on_host, weighted=weighted)
             beginning = Beginning.checked(
                 model,

@@ -8,7 +8,7 @@ import numbers
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Unpack
+from typing import NoReturn, Unpack
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from commhooks.exchange.buckets import FlatBucket, InTurns, allocated, places_of
 from commhooks.exchange.checks import checked_compressor
 from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.handle import Handle
-from commhooks.exchange.options import Options, check_belongs_to_line, check_flags, settings_of
+from commhooks.exchange.options import Options, check_belongs_to_connection, check_flags, settings_of
 from commhooks.language.compressor import Compressor, inner_of
 from commhooks.saving.saved import ONLY
 from commhooks.scheduling.connection import Connection
@@ -271,7 +271,6 @@ class TensorFeed(Feed):
             if (memory := self.memory_of(channel)) is not None:
                 memory.reserve(named.values())
         self._group = group
-        self._is_closed = False
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -307,18 +306,6 @@ class TensorFeed(Feed):
         except SettingsError as error:
             return error
         return None
-
-    def plug(self, channels: Mapping[str, Any]) -> None:
-        """Do nothing: rounds begin when the user says so."""
-
-    def unplug(self) -> None:
-        """Take no more rounds."""
-        self._is_closed = True
-
-    @property
-    def is_plugged(self) -> bool:
-        """True until `unplug`."""
-        return not self._is_closed
 
     def memory(self, channels: Iterable[Channel]) -> MemoryReport:
         """Return the bytes that channels use, by purpose; memory that several share counts once."""
@@ -380,7 +367,7 @@ class Exchanger(Handle[TensorChannel]):
                 f"for {', '.join(channels)})."
             )
         if connection is not None:
-            check_belongs_to_line("Exchanger", options)
+            check_belongs_to_connection("Exchanger", options)
         settings = settings_of("Exchanger", options if connection is None else {"policy": connection.policy, **options})
         compressors = {label: checked_compressor("Exchanger", one) for label, one in given.items()}
         feed = TensorFeed(channels, name=name, weighted=weighted, in_turns=in_turns, group=settings.process_group)

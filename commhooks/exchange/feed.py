@@ -158,6 +158,7 @@ class Feed(ABC):
     """True if a step may leave parameters unused on all ranks."""
     sparse: Set[Tensor] = frozenset()
     """The parameters whose gradients are sparse; they have no state."""
+    _is_closed = False
     uncut_steps: int = 0
     """The number of steps before buckets have their final layout."""
 
@@ -189,18 +190,17 @@ class Feed(ABC):
         """Return why a compressor cannot average these buckets, beyond its own reasons; None if it can."""
         return None
 
-    @abstractmethod
-    def plug(self, channels: Mapping[str, Any]) -> None:
+    def plug(self, channels: Mapping[str, Any]) -> None:  # noqa: B027  # some are called without
         """Have buckets run through the channels' engines from now on; all ranks have agreed."""
 
-    @abstractmethod
     def unplug(self) -> None:
         """Undo `plug`; a second call does nothing."""
+        self._is_closed = True
 
     @property
-    @abstractmethod
     def is_plugged(self) -> bool:
-        """True while buckets run through the channels."""
+        """True while buckets run through the channels; of a feed with nothing to plug in, until `unplug`."""
+        return not self._is_closed
 
     def averaged_by(self, channel: Channel) -> Mapping[Tensor, str]:
         """Return the parameters whose gradients a channel averages, with their names, for `Handle.watch`."""

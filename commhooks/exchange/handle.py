@@ -304,7 +304,7 @@ class Handle(Mapping[str, One]):
         self._check_open("replace")
         channels = self._replaceable()
         given = dict(compressor) if isinstance(compressor, Mapping) else dict.fromkeys(channels, compressor)
-        if len(self) > 1:  # a channel alone compares what it switches to by itself
+        if len(self) > 1 or isinstance(compressor, Mapping):  # a channel alone compares what it switches to by itself
             self._agree_on(given, channels)
         for name, one in given.items():
             channels[name].replace(one)

@@ -130,7 +130,7 @@ def settings_of(way: str, options: Options, caller: str = "") -> Settings:
     return settings
 
 
-def check_belongs_to_line(caller: str, options: Options) -> None:
+def check_belongs_to_connection(caller: str, options: Options) -> None:
     """Raise `SettingsError` for an option that belongs to the connection that an exchange is given."""
     names = ("process_group", "hook_timeout", "wrap_communicator")
     if given := [name for name in names if options.get(name) is not None]:

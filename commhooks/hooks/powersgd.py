@@ -55,7 +55,6 @@ class StateFeed(Feed):
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.label = "PowerSGDState"
-        self._is_closed = False
         self.model: Callable[[], Module | None] = lambda: None
         """A weak reference to the DDP that was bound."""
         self._group = process_group
@@ -68,18 +67,6 @@ class StateFeed(Feed):
     def like(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return no tensors: a hook learns of its parameters from buckets, and of their names from `bind`."""
         return {ONLY: {}}
-
-    def plug(self, channels: Mapping[str, Any]) -> None:
-        """Do nothing: the DDP calls the hook."""
-
-    def unplug(self) -> None:
-        """Take no more buckets: PyTorch's DDP keeps its hook."""
-        self._is_closed = True
-
-    @property
-    def is_plugged(self) -> bool:
-        """True until `unplug`: buckets come when the DDP calls the hook."""
-        return not self._is_closed
 
     def bind(self, model: Module) -> None:
         """Learn how a DDP treats unused parameters and sparse gradients, and whose buckets to save."""

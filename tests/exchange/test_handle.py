@@ -149,6 +149,9 @@ def test_a_member_for_one_channel_names_the_channels_of_several() -> None:
     with pytest.raises(SettingsError, match="name one of a, b"):
         exchanger.average({})
     exchanger.close()
+    alone = Exchanger(GROUPS["a"], "fp16", connection=lockstep_connections(1)[0])
+    with pytest.raises(SettingsError, match="there is no channel b that could switch; gradients can"):
+        alone.replace({"b": "int8"})
     with pytest.raises(AttachError, match="open: this Exchanger was closed"):
         exchanger.open()
 
