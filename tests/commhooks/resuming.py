@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def distance(ours: Any, theirs: Any) -> float:
-    """Return the largest difference of any two tensors or numbers; infinity where the structure differs."""
+    """Return the largest difference of any two tensors or numbers; infinity if the structure differs, or at a NaN."""
     if isinstance(ours, dict):
         if ours.keys() != theirs.keys():
             return float("inf")
@@ -65,7 +66,10 @@ def distance(ours: Any, theirs: Any) -> float:
     if isinstance(ours, Tensor):
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             return float("inf")
-        return 0.0 if torch.equal(ours, theirs) else float((ours.double() - theirs.double()).abs().max())
+        if torch.equal(ours, theirs):
+            return 0.0
+        wide = torch.promote_types(ours.dtype, torch.float64)  # complex numbers stay complex
+        return float((ours.to(wide) - theirs.to(wide)).abs().nan_to_num(math.inf, math.inf).max())
     return 0.0 if ours == theirs else float("inf")
 
 
