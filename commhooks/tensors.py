@@ -9,6 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PRIVATE_NAMES = (
+    "torch:Tensor._indices",
+    "torch:Tensor._values",
+    "torch:Tensor._version",
+    "torch:_foreach_add_",
+    "torch:_foreach_copy_",
+    "torch:_foreach_mul_",
+    "torch:_foreach_norm",
+    "torch:_foreach_zero_",
+    "torch._C:Future",
+    "torch._C:_current_graph_task_id",
+    "torch._C._distributed_c10d:GradBucket",
+    "torch._compile:_disable_dynamo",
+    "torch.autograd:Variable._execution_engine.queue_callback",
+    "torch.nn:Module._modules",
+)
+"""Those that all of commhooks uses, and that belong to no seam."""
+
 
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill a contiguous range of memory without gaps or overlaps."""

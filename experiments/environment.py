@@ -95,9 +95,9 @@ def _of_torch() -> dict[str, Any]:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
         return {"error": f"import torch: {_without_folders(str(error))}"}
-    from commhooks import versions
     from commhooks.native import compiled
 
+    from . import versions
     from .predicting.place import processor_name, usable_processors
 
     dist = torch.distributed

@@ -1,7 +1,7 @@
 """Try another PyTorch in an environment of its own: `make test-torch TORCH=2.15.0 PYTHON=python3.12`.
 
 `python -m tests.versions TORCH` builds the environment, runs the tests that depend on PyTorch inside it, prints what
-passed by part, and removes the environment. With `--page` the row is added to commhooks/versions.json, and
+passed by part, and removes the environment. With `--page` the row is added to experiments/versions.json, and
 docs/versions.md is written from it; without a version, the page alone. Outside the environment Python is enough.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import pytest
 
 ROOT = Path(__file__).parents[1]
-ROWS = ROOT / "commhooks" / "versions.json"
+ROWS = ROOT / "experiments" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
 NEEDED = (
     "typer rich matplotlib scikit-learn tensorboard jinja2 pandas pyyaml pytest pytest-timeout pytest-xdist hypothesis "
@@ -85,7 +85,7 @@ SHORT = {
 """What most often fails with a new version: names that it no longer has, registration, and FSDP2."""
 MATHEMATICS = ("loss", "unbiased", "convergence")
 """Laws that repeat a compressor many times, and ask little of PyTorch."""
-PROMISE = runpy.run_path(str(ROOT / "commhooks" / "versions.py"))
+PROMISE = runpy.run_path(str(ROOT / "experiments" / "versions.py"))
 """The module, run by its path: to import commhooks takes torch."""
 
 
@@ -122,7 +122,9 @@ def main() -> int:
     """Try one version, or write the page; return 0 if all tests passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("torch", nargs="?", help="the version to install, such as 2.15.0")
-    parser.add_argument("--page", action="store_true", help="add the row to commhooks/versions.json and write the page")
+    parser.add_argument(
+        "--page", action="store_true", help="add the row to the record, and write the page"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the environment")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
     parser.add_argument("--short", action="store_true", help="only what most often fails")

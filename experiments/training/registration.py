@@ -17,7 +17,6 @@ import commhooks
 import ddp_core
 from commhooks.communicators import Communicator
 from commhooks.tensors import tensor_bytes
-from commhooks.versions import numbers_of
 
 from ..cluster import gloo_interface, interface_bytes
 from ..hooks import make_hook, policy_of
@@ -26,6 +25,7 @@ from ..links.linked_group import LinkedGroup
 from ..links.waits import WaitClock
 from ..runs import RunSettings
 from ..tasks import LoadedTask
+from ..versions import numbers_of
 from .measure import Clock, StepClock
 from .seldom import settings_of
 from .stock import register_stock

@@ -16,8 +16,8 @@ import torch
 from typer.testing import CliRunner
 
 import commhooks
-from commhooks import versions
 from commhooks.native import compiled, library
+from experiments import versions
 from experiments.commands.cli import app
 from experiments.commit import commit_of_code
 from experiments.environment import BACKENDS, environment, in_words

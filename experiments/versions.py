@@ -2,7 +2,8 @@
 
 Every file that answers for one seam with PyTorch lists its private names in `PRIVATE_NAMES`: "module:attribute.path",
 with alternatives joined by " | ". The lists are read from the sources and nothing of commhooks is imported, because a
-name that is missing may be what keeps it from being imported. `python -m commhooks.versions` prints what is missing.
+name that is missing may be what keeps it from being imported. `python -m commhooks.experiments.versions` prints what is
+missing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import importlib.util
 import json
 import platform
 import re
@@ -43,24 +45,6 @@ TORCH = Promise((2, 6), (2, 15))
 FSDP2 = Promise((2, 13), (2, 15))
 """For attach_sharded."""
 
-PRIVATE_NAMES = (
-    "torch:Tensor._indices",
-    "torch:Tensor._values",
-    "torch:Tensor._version",
-    "torch:_foreach_add_",
-    "torch:_foreach_copy_",
-    "torch:_foreach_mul_",
-    "torch:_foreach_norm",
-    "torch:_foreach_zero_",
-    "torch._C:Future",
-    "torch._C:_current_graph_task_id",
-    "torch._C._distributed_c10d:GradBucket",
-    "torch._compile:_disable_dynamo",
-    "torch.autograd:Variable._execution_engine.queue_callback",
-    "torch.nn:Module._modules",
-)
-"""Those that all of commhooks uses, and that belong to no seam."""
-
 
 def numbers_of(version: str) -> Version:
     """Return the numbers of a version without what follows them: (2, 13, 0) of "2.13.0+cpu"."""
@@ -83,7 +67,9 @@ def tried(torch: str, python: str) -> dict[str, Any] | None:
 
 def private_names() -> dict[str, tuple[str, ...]]:
     """Return the private names of PyTorch that commhooks and ddp_core list, by the file that lists them."""
-    root = Path(__file__).parents[1]
+    spec = importlib.util.find_spec("commhooks.version")  # which imports nothing that could fail
+    assert spec is not None and spec.origin is not None, "it is installed"
+    root = Path(spec.origin).parents[1]
     found = {}
     for path in sorted(path for package in ("commhooks", "ddp_core") for path in (root / package).rglob("*.py")):
         if "\nPRIVATE_NAMES = " in (text := path.read_text(encoding="utf-8")):
