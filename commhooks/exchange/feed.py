@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, ClassVar
 
 import torch
@@ -213,14 +213,6 @@ class Feed(ABC):
     def is_own(self, channel: str) -> bool:
         """Return whether this rank loads a channel of a checkpoint; it skips those of ranks with another shard."""
         return True
-
-    def summary(self) -> Sequence[str]:
-        """Return lines about what the feed itself sends besides."""
-        return []
-
-    def statistics(self) -> Sequence[Statistics]:
-        """Return the counts of what the feed itself sends besides."""
-        return []
 
     def memory(self, channels: Iterable[Channel]) -> MemoryReport:
         """Return the bytes that the channels and the feed use, by purpose."""
