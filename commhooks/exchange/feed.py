@@ -81,6 +81,11 @@ class Channel:
         """Connect to the other ranks now; raise `AttachError` if they disagree."""
         self.engine.open(self.device, self.refusal_of(self.compressor))
 
+    def check_open(self, caller: str) -> None:
+        """Raise `AttachError`, with the failure because of which it was closed, if it was."""
+        if self.engine.lane.is_closed:
+            raise AttachError(f"{caller}: {self._feed.ended}. {self.engine.why_stopped}".rstrip())
+
     @property
     def device(self) -> torch.device:
         """The device of its first tensor."""
@@ -100,8 +105,7 @@ class Channel:
 
     def candidate(self, compressor: Compressor | str) -> tuple[Compressor, SettingsError | None]:
         """Return the compressor, and the error if this rank cannot switch to it, for all ranks to learn of."""
-        if self.engine.lane.is_closed:
-            raise AttachError(f"replace: {self._feed.ended}.")
+        self.check_open("replace")
         if not self.engine.state.named():
             raise AttachError("replace: the parameters' names are not known yet; see PowerSGDState.bind.")
         try:

@@ -101,8 +101,8 @@ class Handle(Mapping[str, One]):
 
         A second call does nothing; one after `close` raises `AttachError`.
         """
-        if any(one.engine.lane.is_closed for one in self._channels().values()):
-            raise AttachError(f"open: {self._feed.ended}.")
+        for channel in self._channels().values():
+            channel.check_open("open")
         if self._is_open:
             return self
         try:
@@ -369,8 +369,10 @@ class Handle(Mapping[str, One]):
 
     def _check_open(self, caller: str) -> None:
         """Raise `AttachError` if buckets no longer go through this handle."""
-        if not self._feed.is_plugged or any(one.engine.lane.is_closed for one in self.values()):
+        if not self._feed.is_plugged:
             raise AttachError(f"{caller}: {self._feed.ended}.")
+        for one in self.values():
+            one.check_open(caller)
 
     # --- saving and loading -------------------------------------------------------------------------------------------
 
