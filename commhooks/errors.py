@@ -15,7 +15,7 @@ class SettingsError(CommHooksError, ValueError):
 
 
 class HookTypeError(SettingsError, TypeError):
-    """An object of the wrong type given as a hook, a hook's type, a model or a process group."""
+    """An object of the wrong type given as a hook, a hook's type, a model or a process group; or an unknown option."""
 
 
 class AttachError(CommHooksError, RuntimeError):

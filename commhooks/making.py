@@ -18,7 +18,7 @@ from commhooks.compressors import COMPRESSORS, Codec, Registered
 from commhooks.errors import SettingsError
 from commhooks.language.compressor import Compressor, takes_feedback
 from commhooks.language.settings import kinds_in
-from commhooks.language.text import DTYPES, Spelling, lower_name, parse, value_in
+from commhooks.language.text import DTYPES, Spelling, is_ours, lower_name, parse, value_in
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype, WithoutFeedback
 from commhooks.wrappers.error_feedback import brought_feedback
 
@@ -104,7 +104,7 @@ class _Maker:
     imports: bool
     """False: a class of another package must be imported already."""
     is_fed: bool = False
-    """True inside `ErrorFeedback` and `WithoutFeedback`, which decide for all that they hold."""
+    """True inside what decides for all that it holds: `ErrorFeedback`, `WithoutFeedback`, classes of other packages."""
 
     def compressor(self, spelling: Spelling) -> Compressor:
         made = self.made(spelling)
@@ -118,7 +118,7 @@ class _Maker:
         own = registered.types()
         is_setting = isinstance(registered.make, type) and not issubclass(registered.make, Compressor)
         decides = registered.make in (ErrorFeedback, WithoutFeedback)
-        inside = dataclasses.replace(self, is_fed=self.is_fed or decides)
+        inside = dataclasses.replace(self, is_fed=self.is_fed or decides or not is_ours(registered.make))
         values = inside.values(name, spelling.settings, own if is_setting else COMMON | own)
         around = {setting: values.pop(setting) for setting in COMMON if setting in values and setting not in own}
         if around.get("error_feedback") is False and "server_feedback" in own:

@@ -50,6 +50,8 @@ class Buckets:
         """The compressor's phase in the current step."""
         self.pool = Pool()
         """The pool of memory from which all buckets' exchanges borrow."""
+        self.layouts: dict[int, Layout] = {}
+        """The layouts of buckets whose parameters are not asked for, by size."""
         self._in_use: Compressor | None = None
         self._phases: tuple[Phase, ...] = ()
         self._table = table
@@ -57,7 +59,6 @@ class Buckets:
         self._views: dict[Key, BucketView] = {}
         self._parameters: dict[Key, list[Tensor]] = {}  # kept alive, so that identities stay unique
         self._laid_out: weakref.WeakKeyDictionary[BucketView, Compressor] = weakref.WeakKeyDictionary()
-        self._layouts: dict[int, Layout] = {}
         self._now: dict[Key, None] = {}
         self._before: dict[Key, None] = {}
         self._last_index = -1
@@ -65,10 +66,11 @@ class Buckets:
     def view(self, bucket: Bucket, memory: Tensor) -> BucketView:
         """Return a bucket's view; reuse the last step's if parameters and memory are the same."""
         if not self._by_parameter:
-            view = BucketView(bucket.index(), memory)
+            # Of any shape: an all-gather's is larger than the memory.
+            view = BucketView(bucket.index(), memory, output=getattr(bucket, "output", lambda: None)())
             view.scratch.loans.pool = self.pool
             if not memory.is_sparse:  # counters identify layouts by identity: one for each size, whoever's bucket it is
-                view.layout = self._layouts.setdefault(memory.numel(), view.layout)
+                view.layout = self.layouts.setdefault(memory.numel(), view.layout)
             return view
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -312,6 +313,12 @@ class Engine:
                 with contextlib.suppress(AttachError):  # no such ranks are left; the caller raises why it stopped
                     self.connection.take_place(self._fingerprint_with(self.compressor))
         self._leave()
+
+    def fail(self, what: str) -> NoReturn:
+        """Raise `AttachError`, and close the lane, so that the other ranks learn of it."""
+        why = f"rank {self.connection.rank}, {self.lane.title}: {what}."
+        self.stop(why)
+        raise AttachError(why)
 
     def _post(self, why: str) -> None:
         if self.scheduler is not None and self.scheduler.failures is not None:

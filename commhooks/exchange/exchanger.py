@@ -127,8 +127,8 @@ class TensorChannel(Channel):
         """Replace each tensor with its mean over the ranks; every rank must call this equally often.
 
         Raises `CompressorError` if the tensors are not the ones named at construction, which closes this exchanger and
-        so fails the other ranks' calls, and `CollectiveError` if another rank fails. In both cases the tensors are
-        unchanged.
+        so fails the other ranks' calls, `CollectiveError` if another rank fails, and `AttachError` after `close`. In
+        all cases the tensors are unchanged.
         """
         if isinstance(self.engine.connection, LockstepConnection):
             if self.engine.connection.world_size > 1:
@@ -162,6 +162,7 @@ class TensorChannel(Channel):
         Several rounds may be begun before the first one's means are written. Residuals of one round are part of the
         next, so this waits until the previous round is over. Raises as `average`.
         """
+        self.check_open("begin")
         if not (is_weight(weight) if self._is_weighted else weight is None):
             wanted = WEIGHTS if self._is_weighted else "None unless the Exchanger is weighted"
             self.fail(f"begin(weight={weight!r}): weight must be {wanted}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, ClassVar
 
 import torch
@@ -81,6 +81,11 @@ class Channel:
         """Connect to the other ranks now; raise `AttachError` if they disagree."""
         self.engine.open(self.device, self.refusal_of(self.compressor))
 
+    def check_open(self, caller: str) -> None:
+        """Raise `AttachError`, with the failure because of which it was closed, if it was."""
+        if self.engine.lane.is_closed:
+            raise AttachError(f"{caller}: {self._feed.ended}. {self.engine.why_stopped}".rstrip())
+
     @property
     def device(self) -> torch.device:
         """The device of its first tensor."""
@@ -100,8 +105,7 @@ class Channel:
 
     def candidate(self, compressor: Compressor | str) -> tuple[Compressor, SettingsError | None]:
         """Return the compressor, and the error if this rank cannot switch to it, for all ranks to learn of."""
-        if self.engine.lane.is_closed:
-            raise AttachError(f"replace: {self._feed.ended}.")
+        self.check_open("replace")
         if not self.engine.state.named():
             raise AttachError("replace: the parameters' names are not known yet; see PowerSGDState.bind.")
         try:
@@ -213,14 +217,6 @@ class Feed(ABC):
     def is_own(self, channel: str) -> bool:
         """Return whether this rank loads a channel of a checkpoint; it skips those of ranks with another shard."""
         return True
-
-    def summary(self) -> Sequence[str]:
-        """Return lines about what the feed itself sends besides."""
-        return []
-
-    def statistics(self) -> Sequence[Statistics]:
-        """Return the counts of what the feed itself sends besides."""
-        return []
 
     def memory(self, channels: Iterable[Channel]) -> MemoryReport:
         """Return the bytes that the channels and the feed use, by purpose."""

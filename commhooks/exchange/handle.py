@@ -101,8 +101,8 @@ class Handle(Mapping[str, One]):
 
         A second call does nothing; one after `close` raises `AttachError`.
         """
-        if any(one.engine.lane.is_closed for one in self._channels().values()):
-            raise AttachError(f"open: {self._feed.ended}.")
+        for channel in self._channels().values():
+            channel.check_open("open")
         if self._is_open:
             return self
         try:
@@ -180,7 +180,8 @@ class Handle(Mapping[str, One]):
             return f"{title}: there is no process group yet"
         if self._is_plain:
             return f"{title}: {self._only()}"
-        return "\n".join([*(f"{name}: {one}" for name, one in self.items()), *self._feed.summary()])
+        summaries = [f"{name}: {one}" for name, one in self.items()]
+        return "\n".join(summaries + [str(self.gathers)] * bool(self.gathers))
 
     # --- what users ask -----------------------------------------------------------------------------------------------
 
@@ -227,9 +228,7 @@ class Handle(Mapping[str, One]):
 
     def statistics(self) -> Statistics:
         """Return this rank's totals so far; steps are the most of any channel."""
-        own = _together(one.statistics() for one in self._existing().values())
-        others = self._feed.statistics()
-        return dataclasses.replace(total([own, *others]), steps=own.steps) if others else own
+        return _together((one.statistics() for one in self._existing().values()), self.gathers.values())
 
     def last_step(self) -> Statistics:
         """Return this rank's counts for the last complete step of each channel."""
@@ -369,8 +368,10 @@ class Handle(Mapping[str, One]):
 
     def _check_open(self, caller: str) -> None:
         """Raise `AttachError` if buckets no longer go through this handle."""
-        if not self._feed.is_plugged or any(one.engine.lane.is_closed for one in self.values()):
+        if not self._feed.is_plugged:
             raise AttachError(f"{caller}: {self._feed.ended}.")
+        for one in self.values():
+            one.check_open(caller)
 
     # --- saving and loading -------------------------------------------------------------------------------------------
 
@@ -466,8 +467,8 @@ def open_exchange(feed: Feed, compressor: Compressor | str, **options: Unpack[Op
     return Handle(feed, checked_compressor(feed.caller, compressor), settings).open()
 
 
-def _together(counts: Iterable[Statistics]) -> Statistics:
-    every = [*counts]
-    if len(every) == 1:
+def _together(counts: Iterable[Statistics], gathers: Iterable[Any] = ()) -> Statistics:
+    every, others = [*counts], [one.statistics() for one in gathers]
+    if len(every) == 1 and not others:
         return every[0]
-    return dataclasses.replace(total(every), steps=max((one.steps for one in every), default=0))
+    return dataclasses.replace(total([*every, *others]), steps=max((one.steps for one in every), default=0))

@@ -12,7 +12,7 @@ import numpy
 import torch.distributed as dist
 
 from commhooks.communicators.private_group import WrapCommunicator
-from commhooks.errors import SettingsError
+from commhooks.errors import HookTypeError, SettingsError
 from commhooks.scheduling.policy import POLICIES, PolicyName
 from commhooks.state.loss_scale import LossScale, Scaler
 from commhooks.state.table import ResidualStorage
@@ -96,15 +96,15 @@ CANNOT_APPLY: Mapping[str, Mapping[str, str]] = {
 def settings_of(way: str, options: Options, caller: str = "") -> Settings:
     """Return the options of a way in, with its defaults; errors name the caller, if it is another.
 
-    Raises `SettingsError` for a value that cannot work, or for an option that cannot apply, and `TypeError` for a name
-    that is no option.
+    Raises `SettingsError` for a value that cannot work, or for an option that cannot apply, and `HookTypeError` for a
+    name that is no option.
     """
     caller = caller or way
     for name in options:
         if name not in Options.__annotations__:
             near = difflib.get_close_matches(name, Options.__annotations__, 1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}.{hint}")
+            raise HookTypeError(f"{caller}() got an unexpected keyword argument {name!r}.{hint}")
     given: dict[str, Any] = {"policy": DEFAULTS[way], **options}
     settings = Settings(**given)
     for name, why in CANNOT_APPLY.get(way, {}).items():

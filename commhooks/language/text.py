@@ -48,6 +48,8 @@ class Spelling:
     name: str
     settings: tuple[tuple[str, Any], ...] = ()
     """Each a number, a bool, None, a text, a `Spelling`, or a tuple of such."""
+    unsaid: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), compare=False)
+    """Settings that the name implies, except inside a class of another package."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", tuple(sorted((key, _whole(value)) for key, value in self.settings)))
@@ -145,7 +147,8 @@ def spelled(value: Any) -> Spelling:
     # A subclass of a wrapper does not take over its spelling, which would make the wrapper itself of the text.
     definers = [one for one in type(value).__mro__ if "by_name" in vars(one)]
     own = value.by_name() if definers and (definers[0] is type(value) or len(definers) == 1) else None
-    return own or Spelling(_class_name(type(value)), tuple(changed(value).items()))
+    settings = tuple(changed(value).items())
+    return own or Spelling(_class_name(type(value)), settings if is_ours(type(value)) else _said(settings))
 
 
 def changed(value: Any, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -294,9 +297,20 @@ def _as_setting(value: object) -> Any:
     return spelled(value) if dataclasses.is_dataclass(value) else value
 
 
+def _said(value: Any) -> Any:
+    """Return a setting in which each spelling says what its name implies elsewhere."""
+    if isinstance(value, Spelling):
+        return Spelling(value.name, _said(value.settings + value.unsaid))
+    return tuple(map(_said, value)) if isinstance(value, tuple) else value
+
+
+def is_ours(make: Callable[..., Any]) -> bool:
+    """Return whether a class or function is of this package; a class of another one is taken as it is."""
+    return make.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
 def _class_name(kind: type) -> str:
-    is_ours = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
-    return lower_name(kind) if is_ours else f"{kind.__module__}:{kind.__qualname__}"
+    return lower_name(kind) if is_ours(kind) else f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _whole(value: Any) -> Any:

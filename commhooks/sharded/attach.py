@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
 import torch
@@ -21,8 +21,6 @@ from commhooks.exchange.options import Options, settings_of
 from commhooks.exchange.watching import ReductionsGuard
 from commhooks.language.compressor import Compressor
 from commhooks.language.lending import Pool
-from commhooks.scheduling.connection import ProcessGroupConnection
-from commhooks.scheduling.ledger import Statistics
 from commhooks.sharded.fsdp import Unit, check_nothing_is_left, group_of, is_default, units_of
 from commhooks.sharded.gathering import Code, Gather, Gathers, code_of
 from commhooks.sharded.reducing import CompressedReduceScatter, Memory
@@ -106,7 +104,7 @@ class ModulesFeed(Feed):
         }
         self._memory = Memory()
         self._runs: dict[str, CompressedReduceScatter] = {}
-        self.gathers = Gathers({})
+        self.gathers = Gathers()
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -132,22 +130,19 @@ class ModulesFeed(Feed):
 
     def plug(self, channels: Mapping[str, Any]) -> None:
         """Register the modules' reduce-scatters and all-gathers."""
-        connection: ProcessGroupConnection = next(iter(channels.values())).engine.connection
-        pool, gathers = Pool(), dict[str, Gather]()
-        self.gathers = Gathers(gathers)
+        pool, (first, *_) = Pool(), channels.values()
         for unit in self._gathered:
             assert self._code is not None, "nothing is gathered without"
-            gathers[unit.name] = Gather(unit, self._code, connection, pool)
-            gathers[unit.name].open(self.names + unit.fingerprint(frozen=True))
+            facts = self.names + unit.fingerprint(frozen=True)
+            self.gathers[unit.name] = gather = Gather(unit, self._code, first.engine.connection, facts, pool)
+            gather.engine.open(first.device)
         # From here on nothing waits for other ranks.
         for name, unit in self._units.items():
-            self._runs[name] = runs = CompressedReduceScatter(
-                unit, channels[name].engine, self._memory, [*self._like[name].values()]
-            )
+            self._runs[name] = runs = CompressedReduceScatter(unit, channels[name].engine, self._memory)
             unit.module.set_custom_reduce_scatter(runs)  # type: ignore[arg-type]  # it has the methods of FSDP2's class
             unit.send_unused()  # a step's size must not differ
-        for gather in gathers.values():
-            gather.plug_in()
+        for unit in self._gathered:
+            unit.module.set_custom_all_gather(self.gathers[unit.name])  # type: ignore[arg-type]  # as above
 
     def unplug(self) -> None:
         """Restore FSDP2's own reduce-scatters and all-gathers."""
@@ -175,14 +170,6 @@ class ModulesFeed(Feed):
     def guard_of(self, channel: Channel) -> Guard | None:
         """Return a guard that counts a module's reduce-scatters."""
         return guard_of_reductions(channel, self.averaged_by(channel), "custom reduce-scatter")
-
-    def summary(self) -> Sequence[str]:
-        """Return a summary of the gathers."""
-        return [str(self.gathers)] if self.gathers else []
-
-    def statistics(self) -> Sequence[Statistics]:
-        """Return the counts of the gathers."""
-        return [gather.statistics() for gather in self.gathers.values()]
 
     def memory(self, channels: Iterable[Channel]) -> MemoryReport:
         """Return the bytes in use, by purpose; `gradients` are the largest module's input and output."""

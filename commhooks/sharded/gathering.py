@@ -9,9 +9,8 @@ Legend: W ranks; a row of n elements, this rank's chunk of every parameter; B bl
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,19 +21,17 @@ from commhooks.compressors.cast import Cast
 from commhooks.compressors.codecs.codec import Codec
 from commhooks.compressors.kernels.codes import CodePlaces, passes_for, payloads_of
 from commhooks.compressors.two_hop import TwoHop
-from commhooks.devices import future_on, mark_of
-from commhooks.errors import AttachError, SettingsError
+from commhooks.engine.engine import Engine
+from commhooks.engine.rows import RowsBucket
+from commhooks.errors import SettingsError
 from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Exchange
+from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.lending import Pool
 from commhooks.language.requests import AllGather, Layout, MessageBuffer, Part
 from commhooks.language.text import DTYPES, parse
 from commhooks.making import make_compressor
-from commhooks.scheduling.connection import ProcessGroupConnection
-from commhooks.scheduling.lanes import Lane
+from commhooks.scheduling.connection import Connection
 from commhooks.scheduling.ledger import ParameterTraffic, Statistics, total
-from commhooks.scheduling.scheduler import Scheduler
-from commhooks.scheduling.task import BucketTask
 from commhooks.sharded.fsdp import Unit
 from commhooks.tensors import computing_dtype
 from commhooks.wrappers.error_feedback import ErrorFeedback, WithoutFeedback
@@ -145,87 +142,86 @@ def _append(runs: list[Span], run: Span) -> None:
         runs.append(run)
 
 
-def gather_cast(dtype: torch.dtype, bucket: BucketView, ranks: int) -> Exchange:
-    """Gather a row [n], the bucket's memory, in a dtype if that is narrower, into the bucket's output [W·n]."""
-    row = bucket.memory
-    narrows = dtype.itemsize < row.element_size()
-    message = MessageBuffer([(row.shape, dtype if narrows else row.dtype)], ranks, bucket.borrow, to_all=True)
-    message.places[0].copy_(row)
-    (rows,) = yield AllGather(*message.parts(bucket.layout), last=True)
-    bucket.mean.view(ranks, -1).copy_(rows)
+@dataclasses.dataclass(frozen=True)
+class GatherCast(Compressor):
+    """Gathers the ranks' rows, the memory [n], into the output [W·n], in a dtype if that is narrower; no average."""
+
+    code: torch.dtype
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Request all rows, cast."""
+        row, ranks = bucket.memory, context.world_size
+        dtype = min(row.dtype, self.code, key=lambda dtype: dtype.itemsize)
+        message = MessageBuffer([(row.shape, dtype)], ranks, bucket.borrow, to_all=True)
+        message.places[0].copy_(row)
+        (rows,) = yield AllGather(*message.parts(bucket.layout), last=True)
+        bucket.mean.view(ranks, -1).copy_(rows)
 
 
-def gather_codes(codec: Codec, cut: Cut, bucket: BucketView, ranks: int) -> Exchange:
-    """Gather the codes of a row [n], the bucket's memory, and decode all ranks' into the bucket's output [W·n]."""
-    row, rows = bucket.memory, bucket.mean.view(ranks, -1)
-    kind, device = computing_dtype(row.dtype), row.device
-    passes = passes_for(codec, None, kind, device)
-    at_once = passes.blocks_at_once(device)
-    kinds = [((cut.blocks, *shape), dtype) for shape, dtype in payloads_of(codec, kind)]
-    message = MessageBuffer([*kinds, ((cut.rest,), row.dtype)], ranks, bucket.borrow, to_all=True)
-    *codes, rest = message.places
-    of_one_rank = [code.unsqueeze(0) for code in codes]
-    for own, places in cut.pieces(at_once, 0, device):
-        passes.send(row[own].to(kind).view(-1, cut.block), None, of_one_rank, places, keeps=False)
-    for run in cut.plain:
-        rest[run.sent : run.sent + run.elements] = row[run.first : run.first + run.elements]
-    parts = [Part(code, cut.of_blocks, rows=message) for code in codes]
-    *gathered, rests = yield AllGather(*parts, Part(rest, cut.of_rest, rows=message), last=True)  # each [W, ...]
+@dataclasses.dataclass(frozen=True)
+class GatherCodes(Compressor):
+    """Gathers the codes of the ranks' rows, the memory [n], and decodes them into the output [W·n]; no average."""
 
-    for rank, of_rank in enumerate(rows):
-        for own, places in cut.pieces(at_once, rank, device):
-            blocks = of_rank[own].view(-1, cut.block)
-            room = blocks if blocks.dtype == kind else torch.empty_like(blocks, dtype=kind)
-            decoded = passes.write(gathered, places, room)
-            if decoded is not blocks:
-                blocks.copy_(decoded)
-    for run in cut.plain:
-        rows[:, run.first : run.first + run.elements] = rests[:, run.sent : run.sent + run.elements]
+    code: Codec
+    cut: Cut = dataclasses.field(repr=False)
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        """Request the codes of all rows, and what is in no block."""
+        cut, row, rows = self.cut, bucket.memory, bucket.mean.view(context.world_size, -1)
+        kind, device = computing_dtype(row.dtype), row.device
+        passes = passes_for(self.code, None, kind, device)
+        at_once = passes.blocks_at_once(device)
+        kinds = [((cut.blocks, *shape), dtype) for shape, dtype in payloads_of(self.code, kind)]
+        message = MessageBuffer([*kinds, ((cut.rest,), row.dtype)], len(rows), bucket.borrow, to_all=True)
+        *codes, rest = message.places
+        of_one_rank = [code.unsqueeze(0) for code in codes]
+        for own, places in cut.pieces(at_once, 0, device):
+            passes.send(row[own].to(kind).view(-1, cut.block), None, of_one_rank, places, keeps=False)
+        for run in cut.plain:
+            rest[run.sent : run.sent + run.elements] = row[run.first : run.first + run.elements]
+        parts = [Part(code, cut.of_blocks, rows=message) for code in codes]
+        *gathered, rests = yield AllGather(*parts, Part(rest, cut.of_rest, rows=message), last=True)  # each [W, ...]
+
+        for rank, of_rank in enumerate(rows):
+            for own, places in cut.pieces(at_once, rank, device):
+                blocks = of_rank[own].view(-1, cut.block)
+                room = blocks if blocks.dtype == kind else torch.empty_like(blocks, dtype=kind)
+                decoded = passes.write(gathered, places, room)
+                if decoded is not blocks:
+                    blocks.copy_(decoded)
+        for run in cut.plain:
+            rows[:, run.first : run.first + run.elements] = rests[:, run.sent : run.sent + run.elements]
 
 
 class Gather:
     """The all-gather that FSDP2 calls for one module in place of its own, with its statistics."""
 
-    def __init__(self, unit: Unit, code: Code, connection: ProcessGroupConnection, pool: Pool) -> None:
+    def __init__(self, unit: Unit, code: Code, connection: Connection, facts: str, pool: Pool) -> None:
+        held = unit.parameters(frozen=True)
+        names, self._chunks = tuple(one.name for one in held), tuple(one.chunk for one in held)
         self.code = code
         """The codec or dtype of the module's weights."""
-        self._unit, self._connection, self._pool = unit, connection, pool
+        self._unit = unit
         self._before = unit.all_gather()
-        held = unit.parameters(frozen=True)
-        names, chunks = [one.name for one in held], [one.chunk for one in held]
-        self._device = held[0].device
-        self._layout = Layout(tuple(names), tuple(chunks))
-        self._cut = Cut(code.block, names, chunks) if isinstance(code, Codec) else None
-        self._plans: dict[Any, Any] = {}
-        """Those of the bucket, which is made anew for each gather."""
-        self._round = 0
-        name = f"gather of {unit.name}"
-        self._lane = Lane(connection.join(name), name)
-        self._leave = weakref.finalize(self, connection.leave)
-        self._leave.atexit = False
-        self._scheduler: Scheduler | None = None
-
-    def open(self, fingerprint: str) -> None:
-        """Connect to the other ranks, which must pass the same fingerprint."""
-        self._scheduler = self._connection.open(self._lane, self._device, f"{self._lane.name}\n{fingerprint}")
-        self._lane.opened.result()
-
-    def plug_in(self) -> None:
-        """Register this as the module's all-gather."""
-        self._unit.module.set_custom_all_gather(self)  # type: ignore[arg-type]  # it has the methods of FSDP2's class
+        self._like = [one.like() for one in held]
+        self.engine = Engine(
+            GatherCodes(code, Cut(code.block, names, self._chunks)) if isinstance(code, Codec) else GatherCast(code),
+            connection,
+            fingerprint=facts,
+            by_parameter=False,
+            policy="fifo",
+            name=f"gather of {unit.name}",
+        )
+        """What runs it."""
+        self.engine.bind([*zip(names, self._like, strict=True)])
+        self.engine.buckets.layouts[sum(self._chunks)] = Layout(names, self._chunks)
+        self.engine.buckets.pool = pool
 
     def detach(self) -> None:
         """Restore the module's previous all-gather, and close the lane."""
         if self.is_attached:
             self._unit.module.set_custom_all_gather(self._before)
-        self.stop()
-
-    def stop(self, why: str = "") -> None:
-        """Close the lane; the connection stops with its last one, or on every rank if this one tells them `why`."""
-        self._lane.is_closed = True
-        if why and self._scheduler is not None and self._scheduler.failures is not None:
-            self._scheduler.failures.post(why)
-        self._leave()
+        self.engine.stop()
 
     @property
     def is_attached(self) -> bool:
@@ -234,15 +230,11 @@ class Gather:
 
     def statistics(self) -> Statistics:
         """Return this rank's totals: a step is a gather, and its gradients are the weights of this rank's shards."""
-        return self._lane.ledger.totals(self._lane.traffic)
+        return self.engine.statistics()
 
     def by_parameter(self) -> dict[str, ParameterTraffic]:
         """Return each parameter's share of the totals, by name."""
-        return self._lane.ledger.by_parameter()
-
-    def messages(self) -> list[Tensor]:
-        """Return the memory of messages, which is kept between gathers and shared with the other modules'."""
-        return [*self._lane.working_memory(), *self._pool.blocks()]
+        return self.engine.lane.ledger.by_parameter()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return new memory for the weights of all ranks."""
@@ -261,59 +253,19 @@ class Gather:
         """
         if group is not self._unit.process_group:  # reshard_after_forward=number
             return self._before(output_tensor, input_tensor, group, async_op)
-        width = sum(self._layout.sizes)
+        width = sum(self._chunks)
         if input_tensor.numel() != width or not input_tensor.is_floating_point():
-            self._fail(
+            self.engine.fail(
                 f"FSDP2 gathers {input_tensor.numel():,} elements of {input_tensor.dtype} in place of {width:,} "
                 "floating-point ones; parameters of several dtypes, or of a class that gathers something else, cannot "
                 "be gathered as codes: leave out gather="
             )
-        assert self._scheduler is not None, "opened before the module knows of it"
-        bucket = BucketView(0, input_tensor, plans=self._plans, output=output_tensor)
-        bucket.layout = self._layout  # the ledger tells layouts apart by identity
-        bucket.scratch.loans.pool = self._pool
-        if isinstance(self.code, Codec):
-            assert self._cut is not None, "made for a codec"
-            exchange = gather_codes(self.code, self._cut, bucket, self._connection.world_size)
-        else:
-            exchange = gather_cast(self.code, bucket, self._connection.world_size)
-        task = BucketTask(
-            exchange=exchange,
-            bucket=bucket,
-            future=future_on(input_tensor.device),
-            step=self._round,
-            is_last=True,
-            parameters=lambda: ", ".join(self._layout.keys),
-            world_size=self._connection.world_size,
-            ready=mark_of(input_tensor.device),
-        )
-        self._round += 1
-        self._scheduler.submit(self._lane, task)
-        task.future.wait()
+        self.engine.run(RowsBucket(input_tensor, output_tensor, self._like, self._chunks)).wait()
         return None
 
-    def _fail(self, what: str) -> NoReturn:
-        why = f"rank {self._connection.rank}, {self._unit.name}: {what}."
-        self.stop(why)
-        raise AttachError(why)
 
-
-class Gathers(Mapping[str, Gather]):
-    """The gathers of a model's FSDP modules, by module name; empty if FSDP2's own all-gather is used."""
-
-    def __init__(self, gathers: Mapping[str, Gather]) -> None:
-        self._of_modules = gathers
-
-    def __getitem__(self, name: str) -> Gather:
-        """Return a module's gather."""
-        return self._of_modules[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the modules' names, in the order of `model.named_modules()`."""
-        return iter(self._of_modules)
-
-    def __len__(self) -> int:
-        return len(self._of_modules)
+class Gathers(dict[str, Gather]):
+    """The gathers of a model's FSDP modules, by name, as in `named_modules`; empty if FSDP2's own are used."""
 
     def __str__(self) -> str:
         """Return a summary: the codes of the weights, and the statistics."""
@@ -326,7 +278,7 @@ class Gathers(Mapping[str, Gather]):
 
     def working_bytes(self) -> int:
         """Return the bytes of memory for messages, which is kept between gathers."""
-        memories = [memory.untyped_storage() for gather in self.values() for memory in gather.messages()]
+        memories = [memory.untyped_storage() for gather in self.values() for memory in gather.engine.working_memory()]
         return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
 
     def by_parameter(self) -> dict[str, ParameterTraffic]:

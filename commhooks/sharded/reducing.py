@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch._compile import _disable_dynamo
 from commhooks.devices import Mark, mark_of
 from commhooks.engine.engine import Engine
 from commhooks.engine.rows import RowsBucket
-from commhooks.errors import AttachError
 from commhooks.sharded.fsdp import Unit
 
 _CHANGED = "parameters were frozen or unfrozen since attach_sharded, or grad_dtype was set; close, and attach again"
@@ -51,9 +50,9 @@ class Memory:
 class CompressedReduceScatter:
     """The reduce-scatter that FSDP2 calls for one module, in each backward pass that synchronises."""
 
-    def __init__(self, unit: Unit, engine: Engine, memory: Memory, like: Sequence[Tensor]) -> None:
+    def __init__(self, unit: Unit, engine: Engine, memory: Memory) -> None:
         self._unit, self._engine, self._memory = unit, engine, memory
-        self._like = like
+        self._like = [*engine.state.named().values()]
         self._chunks = [parameter.chunk for parameter in unit.parameters()]
         self._trained = unit.trained()
 
@@ -72,19 +71,14 @@ class CompressedReduceScatter:
         """Write the mean of this rank's row, or the sum that `op` asks for, in the order of the current stream."""
         ranks, width = self._engine.connection.world_size, sum(self._chunks)
         if input_tensor.numel() != ranks * width:
-            self._fail(
+            self._engine.fail(
                 f"the gradients have {input_tensor.numel():,} elements in place of {ranks * width:,}: {_CHANGED}"
             )
         if self._unit.trained() != self._trained:  # others of as many elements
-            self._fail(_CHANGED)
+            self._engine.fail(_CHANGED)
         mean = self._memory.take("output", width, input_tensor.dtype, input_tensor.device)
         self._engine.run(RowsBucket(input_tensor.view(ranks, width), mean, self._like, self._chunks)).wait()
         output_tensor.copy_(mean)
         self._memory.read(input_tensor.device)
         if op != dist.ReduceOp.AVG:
             output_tensor.mul_(ranks if op == dist.ReduceOp.SUM else ranks / (self._unit.divide_factor or ranks))
-
-    def _fail(self, what: str) -> NoReturn:
-        why = f"rank {self._engine.connection.rank}, {self._unit.name}: {what}."
-        self._engine.stop(why)
-        raise AttachError(why)

@@ -24,7 +24,7 @@ from commhooks.language.entries import RESIDUAL, Declared, Entry
 from commhooks.language.loss import Loss
 from commhooks.language.place import Place
 from commhooks.language.settings import refusal, setting
-from commhooks.language.text import COMPRESSORS, Spelling, name_of
+from commhooks.language.text import COMPRESSORS, Spelling, is_ours, name_of
 from commhooks.wrappers.hierarchical import is_hierarchical
 from commhooks.wrappers.wrapper import Wrapper
 
@@ -61,7 +61,9 @@ class ErrorFeedback(Wrapper):
         if spelling is None:
             return None
         decay = None if self.decay == (1.0 if brought is None else brought) else self.decay
-        return spelling.having(error_feedback=True if brought is None else None, decay=decay)
+        if brought is None:
+            return spelling.having(error_feedback=True, decay=decay)
+        return dataclasses.replace(spelling.having(decay=decay), unsaid=(("error_feedback", True),))
 
     def takes(self, gradient: Tensor) -> bool:
         """Return whether `inner` takes the gradient and it is dense and real."""
@@ -136,7 +138,7 @@ def with_feedback(compressor: Compressor) -> Compressor:
     decay = brought_feedback(compressor)
     if decay is not None:
         return ErrorFeedback(inner=compressor, decay=decay)
-    if type(compressor).__module__.partition(".")[0] != __name__.partition(".")[0]:
+    if not is_ours(type(compressor)):
         return compressor
     completed = {name: _completed(value) for name, value in vars(compressor).items()}
     changes = {name: value for name, value in completed.items() if value is not getattr(compressor, name)}

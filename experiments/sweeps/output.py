@@ -86,27 +86,13 @@ def _refuse_to_replace(out: Path, contents: Contents) -> None:
     taken += [
         path for path in files if path not in taken and path.exists() and not begins(path, contents.files[path.name])
     ]
-    if not any(_is_result(path) for path in (out / RESULTS).glob("*.json")) and not _is_report(out, contents):
-        taken += (out / PLOTS).glob("*.png")
+    has_results = any(_is_result(path) for path in (out / RESULTS).glob("*.json"))
+    if not taken and not has_results and any((out / PLOTS).glob("*.png")):
+        taken = _strangers(out, contents)
     if taken:
         raise ValueError(
             f"out: {out} holds files of another kind ({_some(taken, out)}), which are not replaced; name another folder"
         )
-
-
-def _is_report(out: Path, contents: Contents) -> bool:
-    """Return whether the folder holds a page and its pictures, without results, and nothing else."""
-    paths = [path for path in out.iterdir() if path.name != LOCK] if out.is_dir() else []
-    if {path.name for path in paths} != {REPORT, PLOTS} or any(path.is_symlink() for path in paths):
-        return False
-    return begins(out / REPORT, contents.files[REPORT]) and all(
-        path.is_file() and not path.is_symlink() and _is_picture(path.name, contents)
-        for path in (out / PLOTS).iterdir()
-    )
-
-
-def _is_picture(name: str, contents: Contents) -> bool:
-    return any(name.endswith(f".{picture}.png") for picture in contents.pictures)
 
 
 def _remove_earlier(out: Path, contents: Contents, overwrite: bool) -> None:
@@ -131,18 +117,23 @@ def _written(out: Path, contents: Contents) -> list[Path]:
 
     Results come last: they identify the other files of a comparison, even after an interrupted removal.
     """
-    known = (*contents.folders, *contents.files)
-    strangers = [path for path in out.iterdir() if path.name not in known or path.is_symlink()]
-    if not strangers:  # another folder, such as somebody's home, is not searched completely
-        paths = sorted(out.rglob("*"), key=lambda path: (path.parent == out / RESULTS, path))
-        runs = {path.stem for path in paths if _is_result(path)}
-        strangers = [path for path in paths if not _is_own(path, path.relative_to(out).parts, contents, runs)]
-    if strangers:
+    if strangers := _strangers(out, contents):
         raise ValueError(
             f"out: {out} holds files of another kind ({_some(strangers, out)}), so that nothing is removed there; name "
             "a new or empty folder"
         )
+    paths = sorted(out.rglob("*"), key=lambda path: (path.parent == out / RESULTS, path))
     return [path for path in paths if path.is_file()]
+
+
+def _strangers(out: Path, contents: Contents) -> list[Path]:
+    """Return what is in `out` and not the command's."""
+    known = (*contents.folders, *contents.files)
+    if strangers := [path for path in out.iterdir() if path.name not in known or path.is_symlink()]:
+        return strangers  # another folder, such as somebody's home, is not searched completely
+    paths = [*out.rglob("*")]
+    runs = {path.stem for path in paths if _is_result(path)}
+    return [path for path in paths if not _is_own(path, path.relative_to(out).parts, contents, runs)]
 
 
 def _is_own(path: Path, parts: tuple[str, ...], contents: Contents, runs: set[str]) -> bool:
@@ -160,7 +151,8 @@ def _is_own(path: Path, parts: tuple[str, ...], contents: Contents, runs: set[st
             return name.endswith(".txt") and begins(path, FAILURE)
         case ("plots", name):
             if contents.grows:
-                return bool(runs) and _is_picture(name, contents)
+                is_reported = _is_own(path.parents[1] / REPORT, (REPORT,), contents, runs)
+                return bool(runs or is_reported) and any(name.endswith(f".{one}.png") for one in contents.pictures)
             return name in {f"{task}.{picture}.png" for task in contents.tasks for picture in contents.pictures}
         case (
             "tensorboard",

@@ -152,8 +152,8 @@ def test_a_round_of_workers_that_take_turns_is_not_waited_for_and_none_begins_af
     exchangers[0].close()
     with pytest.raises(commhooks.AttachError, match="average_in_lockstep: this Exchanger was closed"):
         average_in_lockstep(exchangers, [drawn(0), drawn(1)])
-    with pytest.raises(commhooks.CollectiveError, match="rank 0, step 1, .*: not started"):
-        exchangers[0].begin(drawn(0)).wait()
+    with pytest.raises(commhooks.AttachError, match="begin: this Exchanger was closed"):
+        exchangers[0].begin(drawn(0))
 
 
 @facts
@@ -255,7 +255,7 @@ def means_are_not_written_before_they_are_there_and_every_later_call_tells_the_c
         second = told_by(lambda: exchanger.average(drawn(rank))).text  # noqa: B023 called now
         assert "rank 1: Exchanger was made for other tensors: 'a' is" in first.text and first.seconds < 20.0
         if rank:
-            assert second.startswith("rank 1") and "step 1" in second and "the attachment was stopped" in second
+            assert second.startswith("begin: this Exchanger was closed. rank 1: Exchanger was made for other tensors")
         else:
             assert all("rank 0" in text and "has not ended" not in text for text in (first.text, second)), (
                 first,

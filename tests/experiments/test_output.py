@@ -152,8 +152,9 @@ def test_a_folder_with_other_files_is_left_alone(there: str, foreign: str, out: 
     ours = next((out / "results").glob("digits.fp16.*")).read_text()
     (folder / foreign).write_text(ours if "put-by" in foreign else '["years of work"]')
     before = files(folder)
-    named = "" if there == "a report" else re.escape(f"({foreign})")
-    with pytest.raises(ValueError, match=f"{folder} holds files of another kind {named}"):
+    with pytest.raises(
+        ValueError, match=rf"{folder} holds files of another kind \(({re.escape(foreign)}|plots/more and 1 more)\)"
+    ):
         prepare_folder(folder, overwrite=there != "a report")
     assert files(folder) == before
 
@@ -166,6 +167,14 @@ def test_the_command_says_so_before_it_trains(out: Path, monkeypatch: pytest.Mon
 
 def test_a_folder_with_nothing_but_a_report_can_have_another_one(tmp_path: Path) -> None:
     prepare_folder(holding_a_report(tmp_path))
+
+
+def test_pictures_are_their_reports_also_once_the_results_are_gone(out: Path) -> None:
+    for path in (out / "results").iterdir():
+        path.unlink()
+    prepare_folder(out)
+    prepare_folder(out, overwrite=True)
+    assert not files(out)
 
 
 @pytest.mark.parametrize("foreign", ["report.html", "plots/a.png", LOCK, "results"])

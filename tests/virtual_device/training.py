@@ -336,9 +336,6 @@ def train_sharded(rank: int, compressor: str | None, gather: str | None, *, apar
 UNORDERED: dict[str, Callable[[int], list[Tensor]]] = {
     "commhooks.engine.engine:mark_of": functools.partial(train_sharded, compressor="all-reduce", gather=None),
     "commhooks.sharded.reducing:mark_of": functools.partial(train_sharded, compressor="all-reduce", gather=None),
-    "commhooks.sharded.gathering:mark_of": functools.partial(
-        train_sharded, compressor="all-reduce", gather="int8:block=32"
-    ),
     "commhooks.exchange.buckets:mark_of": functools.partial(train_replicas, policy="fifo"),
     "commhooks.sharded.replicas:keep_until_read": functools.partial(train_replicas, policy="fused"),
 }
