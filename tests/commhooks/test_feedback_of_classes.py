@@ -116,3 +116,11 @@ class Around(Wrapper):
 def test_the_text_of_a_users_own_class_has_the_feedback_that_the_class_has(inner: Compressor) -> None:
     for own in (Around(inner=inner), StartAfter(inner=Around(inner=inner), steps=2), Around(inner=Around(inner=inner))):
         assert with_feedback(own) == own == make_compressor(str(own))
+
+
+def test_of_what_was_not_sent_the_decay_says_how_much_comes_back() -> None:
+    compressor = ErrorFeedback(inner=TopK(ratio=0.5), decay=0.5)
+    exchanger = Exchanger({"w": torch.zeros(10, 10)}, compressor, connection=lockstep_connections(1)[0])
+    exchanger.average({"w": (given := torch.arange(100.0).view(10, 10)).clone()})
+    exchanger.average({"w": (mean := torch.zeros(10, 10))})
+    assert torch.equal(mean, torch.where(given < 50, given / 2, 0.0))
