@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_core.features.buffers import Buffers
 from ddp_core.features.static_graph import StaticGraph
 from ddp_core.features.unused import UnusedParameters
 from ddp_core.hooks import CommHook
@@ -41,6 +42,11 @@ class PyTorchNames:
     def bucket_bytes_cap(self: Any) -> int:
         """The largest limit of a bucket."""
         return max(cast(Settings, self.settings).limits.rebuilt)
+
+    @property
+    def forward_sync_buffers(self: Any) -> bool:
+        """True if buffers are synchronised in each forward pass."""
+        return cast(Buffers, self.module_buffers).every_forward
 
     def __getattr__(self: Any, name: str) -> Any:
         """Return an argument of the constructor that PyTorch's class keeps, under its name."""
