@@ -49,8 +49,8 @@ def assign_buckets(specs: Sequence[ParameterSpec], limits: Sequence[int], order:
     they closed, followed by those that never filled; without an ``order``, sorted by their first parameter.
     """
     plan: Plan = []
-    filling: dict[Hashable, list[int]] = {}
-    closed: dict[Hashable, int] = {}
+    filling: dict[Hashable, list[int]] = {}  # the bucket of each kind that is not full
+    closed: dict[Hashable, int] = {}  # how many buckets of each kind are
     nbytes: dict[Hashable, int] = {}
     for index in range(len(specs)) if order is None else order:
         spec = specs[index]
@@ -63,7 +63,7 @@ def assign_buckets(specs: Sequence[ParameterSpec], limits: Sequence[int], order:
         if nbytes[spec.kind] >= limits[min(count, len(limits) - 1)]:
             plan.append(tuple(filling.pop(spec.kind)))
             closed[spec.kind], nbytes[spec.kind] = count + 1, 0
-    plan += [tuple(bucket) for bucket in filling.values()]
+    plan += [tuple(bucket) for bucket in filling.values()]  # by their first parameter
     return plan if order is not None else sorted(plan)
 
 
@@ -99,7 +99,7 @@ class Bucket:
         self.allocate()
 
     def allocate(self) -> None:
-        """Set memory aside for the gradients."""
+        """Set memory aside for the gradients; no page of it is in use before the first of them are."""
         self.flat = self.members[0].new_empty(sum(member.numel() for member in self.members))
         self.views = views_of(self.flat, self.members)
 
@@ -169,8 +169,7 @@ class Layout:
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
         self.specs = [ParameterSpec(p.nbytes, (p.dtype, p.device), id(p) in alone) for p in self.parameters]
-        self.limits = limits
-        self._make = make
+        self.limits, self._make = limits, make
         self.learns_order = True  # until it is known; never if a feature says so
         self.order: list[int] = []  # the order in which gradients came, which the rebuilt buckets will follow
         self.rebuilt = False
@@ -195,5 +194,5 @@ class Layout:
 
     def rebuild(self, plan: Plan) -> None:
         """Lay out according to ``plan``, permanently: the order is no longer learned."""
-        self._build(plan)
+        self._build(plan)  # nothing is under way: a forward pass begins
         self.learns_order, self.rebuilt = False, True

@@ -29,15 +29,14 @@ from ddp_core.construction import (
 )
 from ddp_core.feature import Feature
 from ddp_core.features.bucket_memory import LazyBucket, LazyMemory, LazyViewBucket, ViewBucket
-from ddp_core.features.bucket_plan import bucket_plan, load_bucket_plan
+from ddp_core.features.bucket_plan import SavesBuckets
 from ddp_core.features.buffers import Buffers
 from ddp_core.features.delayed import DelayedGradients, choose_delay
 from ddp_core.features.guarded import Guarded
 from ddp_core.features.joining import MayRunOut, elect
 from ddp_core.features.late import LateGradients
-from ddp_core.features.manual_end import ManualEnd, end_by_hand, set_manual_end
+from ddp_core.features.manual_end import EndsByHand
 from ddp_core.features.sparse import making_sparse, sparse_parameters
-from ddp_core.features.static_graph import StaticGraph
 from ddp_core.features.stepping import StepsInBackward, take_over
 from ddp_core.features.strides import Strides
 from ddp_core.features.unused import UnusedParameters
@@ -58,7 +57,7 @@ BUCKETS: dict[tuple[bool, bool], type[Bucket]] = {
 """Buckets by gradient_as_bucket_view and lazy_bucket_allocation."""
 
 
-class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
+class DistributedDataParallel(PyTorchNames, SavesBuckets, EndsByHand, nn.Module, MayRunOut):
     """Data-parallel training of ``module``: gradients are averaged while the backward pass computes them.
 
     A drop-in replacement for ``torch.nn.parallel.DistributedDataParallel``, with its arguments; nothing else in a
@@ -236,11 +235,8 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
 
     @_disable_dynamo
     def _after_forward(self, outputs: Any, synchronises: bool) -> Any:
-        reducer, delayed, unused = (
-            self.reducer,
-            self.reducer.find(DelayedGradients),
-            self.reducer.find(UnusedParameters),
-        )
+        reducer = self.reducer
+        delayed, unused = reducer.find(DelayedGradients), reducer.find(UnusedParameters)
         if not self.module_buffers.before_module and self.will_sync_module_buffers():
             self.module_buffers.synchronise(self._copy_buffers)
         self.require_forward_param_sync = synchronises
@@ -294,40 +290,6 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         finally:
             self.require_backward_grad_sync = before
 
-    # ---------------------------------------------------------------- the end of a reduction
-
-    @property
-    def require_manual_backward_finalization(self) -> bool:
-        """True if ``finalize_backward`` ends reductions, and not the end of a backward pass.
-
-        Set it between a backward pass's end and the next forward pass. ``Optimizer.step`` raises before the reduction
-        has ended.
-        """
-        return self.reducer.find(ManualEnd) is not None
-
-    @require_manual_backward_finalization.setter
-    def require_manual_backward_finalization(self, required: bool) -> None:
-        set_manual_end(self.reducer, required)
-
-    @property
-    def should_finalize_after_backward(self) -> bool:
-        """True if ``finalize_backward`` cannot be called during the coming backward pass.
-
-        In the first iteration of a static graph, whose used parameters are known only afterwards.
-        """
-        static = self.reducer.find(StaticGraph)
-        return self.require_manual_backward_finalization and static is not None and not static.firings
-
-    def finalize_backward(self) -> None:
-        """Wait for all buckets, and give every parameter its mean; see ``require_manual_backward_finalization``.
-
-        Call it once for each backward pass that synchronises: after it, or in one of its hooks once all gradients are
-        there. The ``register_post_accumulate_grad_hook`` of the last parameter is too early: its gradient is noted
-        right after that. Raises RuntimeError if gradients are missing, after the pass with their names, or if there is
-        nothing to end.
-        """
-        end_by_hand(self.reducer)
-
     # ---------------------------------------------------------------- communication hooks
 
     def register_comm_hook(self, state: object, hook: Hook, *, hook_timeout: float | None = None) -> HookHandle:
@@ -355,33 +317,6 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
     def remove_comm_hook(self) -> None:
         """Restore the averaging all-reduce."""
         self.reducer.set_hook(None)
-
-    # ---------------------------------------------------------------- buckets in a checkpoint
-
-    def bucket_plan(self) -> dict[str, Any]:
-        """Return the plan with which ``load_bucket_plan`` gives a resumed run these buckets.
-
-        ``limits``: the rebuilt buckets' limits, in bytes. ``buckets``: the parameters' names, in the order in which
-        they are sent. ``rebuilt``: False until the second iteration begins (static graph: the third), and always with
-        ``find_unused_parameters``, whose buckets are the same from the first iteration on.
-        """
-        return bucket_plan(self.reducer)
-
-    def load_bucket_plan(self, plan: dict[str, Any]) -> bool:
-        """Use the buckets of ``bucket_plan()`` from the next iteration on, without rebuilding them.
-
-        A sum's last bits depend on the gradient's place in its bucket (on Gloo, from three ranks on), and a resumed run
-        begins with different buckets than the run that it continues. Call it between iterations, on all ranks, with the
-        same plan, and inside ``join`` only while no rank has joined. A copy or a pickle of this module does not contain
-        the buckets: load the plan into it too. If gradients stay bucket views between steps
-        (``gradient_as_bucket_view``, ``zero_grad(set_to_none=False)``), bit equality requires that every ``p.grad`` is
-        a tensor of zeros before the plan is loaded.
-
-        Returns False, and changes nothing, if the plan's buckets were not rebuilt yet, this module never rebuilds them
-        (``find_unused_parameters``), limits differ, or the plan does not match the trained parameters: their
-        names, dtypes, devices, and which gradients are sparse. Raises RuntimeError during a backward pass.
-        """
-        return load_bucket_plan(self.reducer, plan)
 
     # ---------------------------------------------------------------- conversions, copies, pickles
 

@@ -36,7 +36,7 @@ class Reducer(Lifecycle):
     def __init__(self, layout: Layout, process_group: dist.ProcessGroup):
         super().__init__(layout, process_group)
         self.paused = False  # no_sync: gradients accumulate and nothing is counted
-        self.queue: Callable[[Callable[[], None]], None] = at_end_of_backward
+        self.queue: Callable[[Callable[[], None]], None] = at_end_of_backward  # takes what ends the reduction
         self.listener = Listener(self)
         self.listener.listen(Reducer.gradient_ready, layout.parameters)
 
@@ -69,13 +69,13 @@ class Reducer(Lifecycle):
 
     def gradient_ready(self, index: int) -> None:
         """Count one firing of the AccumulateGrad node of parameter ``index``."""
-        for feature in self.observers:
+        for feature in self.observers:  # none, as a rule
             feature.on_gradient(self, index)
         step = self.iteration
         if (self.paused or step.phase is not REDUCING) and not self.takes_part(self.layout.parameters[index]):
             return
         left = step.remaining[index] = step.remaining[index] - 1
-        if left == 0:
+        if left == 0:  # after its only gradient; in a static graph a parameter may have several
             step.order.append(index)
             self.arrive(index)
         elif left < 0:
@@ -90,6 +90,7 @@ class Reducer(Lifecycle):
                 feature.on_local(self, parameter)
             return False
         if step.phase is Phase.EXPECTING:
+            # Only now: a forward pass may be followed by no backward pass, and nothing must then have been launched.
             step.phase, step.divisor = REDUCING, self.process_group.size()
             for feature in self.features:
                 feature.on_begin(self)
@@ -99,7 +100,7 @@ class Reducer(Lifecycle):
         """Move a gradient that is ready into its bucket, and launch what is complete."""
         bucket, place = self.layout.places[index]
         divisor = None if self.hook else self.iteration.divisor  # a hook divides by itself
-        if bucket.eager[place]:
+        if bucket.eager[place]:  # long, and in cache
             bucket.gather((place,), divisor)
         bucket.pending -= 1
         if bucket.pending == 0:
@@ -116,7 +117,7 @@ class Reducer(Lifecycle):
             in_flight.append(None if is_left_out else self.launch(bucket, bucket.flat))
         for feature in self.features:
             feature.on_all_launched(self)
-        self.queue(self.finish)
+        self.queue(self.finish)  # autograd may still compute: gradients of inputs, or of another module
 
     def launch(self, bucket: Bucket, memory: Tensor) -> Pending:
         """Start to reduce ``memory``, which represents ``bucket``, with the hook or an all-reduce."""
@@ -132,14 +133,14 @@ class Reducer(Lifecycle):
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for every bucket in order, at the end of the backward pass, and give parameters their means."""
-        for feature in self.features:
+        for feature in self.features:  # first: their collectives follow the buckets' on every rank
             feature.at_end(self)
         step = self.iteration
         # Cleared before waiting: if a wait raised, the reducer would keep what hooks returned forever.
         in_flight, step.in_flight = step.in_flight, []
         if self.layout.learns_order:
             self.layout.order = step.order
-        step.phase = Phase.REDUCED
+        step.phase = Phase.REDUCED  # before waiting, too: a hook of the user's may run while this thread waits
         with self.failing(in_flight):
             for bucket, pending in zip(self.layout.buckets, in_flight, strict=True):
                 if pending is not None:
