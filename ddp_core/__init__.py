@@ -12,7 +12,7 @@ Reading order:
 One iteration; on the right, the methods of `Feature` that are called in it::
 
     forward     Reducer.before_forward            the previous reduction is over
-                Reducer.leave_last                once: rebuild the buckets
+                Reducer.leave_iteration                once: rebuild the buckets
                 the wrapped module runs
                 Reducer.after_forward             expect every gradient           after_forward
 

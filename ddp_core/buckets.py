@@ -175,7 +175,7 @@ class Layout:
         self.rebuilt = False
         self.buckets: list[Bucket] = []
         self.places: dict[int, tuple[Bucket, int]] = {}
-        # gradients become ready roughly from the last parameter to the first, so the last buckets go first
+        # Gradients become ready roughly from the last parameter to the first, so the last buckets go first.
         self._build(assign_buckets(self.specs, limits.first)[::-1])
 
     def _build(self, plan: Plan) -> None:

@@ -222,7 +222,7 @@ class DistributedDataParallel(PyTorchNames, SavesBuckets, EndsByHand, nn.Module,
         self.notify_joined_ranks()
         if torch.is_grad_enabled():
             with outside_transforms():
-                self.reducer.leave_last()
+                self.reducer.leave_iteration()
         if self.module_buffers.before_module and self.will_sync_module_buffers():
             self.module_buffers.synchronise(self._copy_buffers)
         self.promise_joined_ranks()

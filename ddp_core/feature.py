@@ -15,8 +15,8 @@ from ddp_core.hooks import Pending
 class Feature:
     """Something that some programs need of a reducer; each method is a moment, at which this one does nothing.
 
-    A reducer calls its features in the order in which they were added, and has none that nobody asked for. All ranks
-    have the same, so a feature may issue collectives where all ranks do: in ``on_all_launched`` and ``at_end``.
+    A reducer calls its features in the order in which they were added, and works without any. All ranks have the same,
+    so a feature may issue collectives where all ranks do: in ``on_all_launched`` and ``at_end``.
     """
 
     def added(self, reducer: Any) -> None:

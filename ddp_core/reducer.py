@@ -6,8 +6,8 @@ all-reduced. Ranks compute gradients at different times and in different orders,
 that their collectives pair up. With the last bucket, ``finish`` is queued for the end of the backward pass: it waits
 for all buckets, and gives every parameter its mean.
 
-An iteration is ``before_forward``, ``leave_last``, the module's forward pass, ``after_forward``, the backward pass with
-``gradient_ready`` once for each parameter, and ``finish``. Everything else is a `Feature`, called at named moments.
+An iteration is ``before_forward``, ``leave_iteration``, the module's forward pass, ``after_forward``, the backward pass
+with ``gradient_ready`` for each parameter, and ``finish``. Everything else is a `Feature`, called at named moments.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Reducer(Lifecycle):
         self.require_finished()
         self.iteration.number += 1
 
-    def leave_last(self) -> None:
-        """End the latest iteration; after the first one, lay buckets out in its order of readiness."""
+    def leave_iteration(self) -> None:
+        """End the latest iteration; the first one that has an order of readiness then decides the buckets."""
         self.require_finished()
         if self.iteration.phase is Phase.REDUCED:
             self.iteration.phase = Phase.IDLE
@@ -72,7 +72,7 @@ class Reducer(Lifecycle):
         for feature in self.observers:  # none, as a rule
             feature.on_gradient(self, index)
         step = self.iteration
-        if (self.paused or step.phase is not REDUCING) and not self.takes_part(self.layout.parameters[index]):
+        if (self.paused or step.phase is not REDUCING) and not self.admit(self.layout.parameters[index]):
             return
         left = step.remaining[index] = step.remaining[index] - 1
         if left == 0:  # after its only gradient; in a static graph a parameter may have several
@@ -81,8 +81,8 @@ class Reducer(Lifecycle):
         elif left < 0:
             raise self.noted(errors.marked_twice(index, self.layout.names[index]))
 
-    def takes_part(self, parameter: Parameter) -> bool:
-        """Return True if this gradient is to be reduced; if it is the iteration's first one, begin."""
+    def admit(self, parameter: Parameter) -> bool:
+        """Begin the iteration with its first gradient; return False for one that is not to be reduced."""
         step = self.iteration
         if self.paused or step.phase not in (Phase.EXPECTING, REDUCING):
             # FAILED, too: even if the module has been wrapped again, its gradients are still reported here.

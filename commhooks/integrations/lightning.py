@@ -202,7 +202,7 @@ class DDPCoreStrategy(DDPStrategy):
         ddp = self.model
         if not self.lightning_module.automatic_optimization and ddp.require_backward_grad_sync:
             ddp.reducer.before_forward()
-            ddp.reducer.leave_last()
+            ddp.reducer.leave_iteration()
             closure_loss = ddp._after_forward(closure_loss, True)
         result: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
         return result

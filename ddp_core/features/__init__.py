@@ -1,1 +1,1 @@
-"""What a reducer does only if a program asks for it: one file for each of these features."""
+"""What the kernel does not do itself: one file for each feature, with what the wrapper needs for it."""

@@ -1,7 +1,7 @@
 """``gradient_as_bucket_view`` and ``lazy_bucket_allocation``: other memory for buckets than a copy that is kept.
 
-PyTorch's reducer takes an existing gradient over when it lays out buckets; a gradient that is in place already is
-divided, where one from elsewhere is multiplied by the reciprocal. Both are done here, for the same bits.
+For the bits of PyTorch's reducer, a gradient that exists when buckets are laid out is moved into them then, and one
+that is in place already is divided, where one from elsewhere is multiplied by the reciprocal.
 """
 
 from __future__ import annotations

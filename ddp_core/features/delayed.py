@@ -106,7 +106,7 @@ class DelayedGradients(Feature):
     def ready(self, reducer: Reducer, index: int) -> None:
         """Record the gradient of a delayed parameter."""
         name, parameter = self.named[index]
-        if not reducer.takes_part(parameter):
+        if not reducer.admit(parameter):
             return
         if self.in_flight:
             raise reducer.noted(errors.marked_twice(index, name))

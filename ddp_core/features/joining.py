@@ -139,7 +139,7 @@ class ShadowHook(JoinHook):
     def main_hook(self) -> None:
         """Mirror one iteration."""
         ddp = self.ddp
-        ddp.reducer.leave_last()
+        ddp.reducer.leave_iteration()
         if ddp.will_sync_module_buffers():
             ddp.broadcast_module_buffers(elect(ddp, candidate=False))
         ddp.require_forward_param_sync = exchange_sync_flag(ddp, joined=True)

@@ -57,7 +57,7 @@ class StaticGraph(UsedParameters):
         step = reducer.iteration
         expects = not reducer.paused and step.phase in (Phase.EXPECTING, Phase.REDUCING)
         if expects and step.remaining[index] == 0:
-            reducer.takes_part(reducer.layout.parameters[index])  # the reduction has begun, and must not be forgotten
+            reducer.admit(reducer.layout.parameters[index])  # the reduction has begun, and must not be forgotten
             raise reducer.noted(errors.static_graph_changed(index, reducer.layout.names[index]))
 
     @torch.no_grad()

@@ -34,7 +34,7 @@ class Bare(nn.Module):
         """Run the module within an iteration of the reducer."""
         if not self.reducer.paused:
             self.reducer.before_forward()
-        self.reducer.leave_last()
+        self.reducer.leave_iteration()
         outputs = self.module(*inputs)
         if not self.reducer.paused:
             self.reducer.after_forward()
