@@ -4,21 +4,55 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_core.features.buffers import Buffers
+from ddp_core.features.static_graph import StaticGraph
+from ddp_core.features.unused import UnusedParameters
 from ddp_core.hooks import CommHook
 from ddp_core.logging_data import describe
 from ddp_core.replicas import MESSAGE_BYTES
+from ddp_core.settings import Settings
+
+_ARGUMENTS = {
+    "bucket_bytes_cap_list",
+    "device_ids",
+    "dim",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "output_device",
+}
 
 
 class PyTorchNames:
     """Names that ``DistributedDataParallel`` provides for compatibility; ``self`` is always a wrapped module."""
 
     broadcast_bucket_size = MESSAGE_BYTES
-    buffer_hook: tuple[object, Callable[..., Any]] | None
+
+    @property
+    def buffer_hook(self: Any) -> tuple[object, Callable[..., Any]] | None:
+        """The buffer hook and its state."""
+        hook: tuple[object, Callable[..., Any]] | None = self.module_buffers.hook
+        return hook
+
+    @property
+    def bucket_bytes_cap(self: Any) -> int:
+        """The largest limit of a bucket."""
+        return max(cast(Settings, self.settings).limits.rebuilt)
+
+    @property
+    def forward_sync_buffers(self: Any) -> bool:
+        """True if buffers are synchronised in each forward pass."""
+        return cast(Buffers, self.module_buffers).every_forward
+
+    def __getattr__(self: Any, name: str) -> Any:
+        """Return an argument of the constructor that PyTorch's class keeps, under its name."""
+        if name in _ARGUMENTS:
+            return getattr(self.settings, name)
+        return nn.Module.__getattr__(self, name)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -46,14 +80,16 @@ class PyTorchNames:
         if self.static_graph:
             warnings.warn("static_graph is set already", stacklevel=2)
             return
-        if self.reducer.iteration > 0:
-            raise self.reducer.progress.noted(
-                RuntimeError("_set_static_graph should be called before training loop starts")
-            )
+        if self.reducer.iteration.number > 0:
+            raise self.reducer.noted(RuntimeError("_set_static_graph should be called before training loop starts"))
         if self.find_unused_parameters:
             warnings.warn("static_graph learns unused parameters by itself: drop find_unused_parameters", stacklevel=2)
         self.static_graph = True
-        self.reducer.unused.become_static()
+        searching = self.reducer.find(UnusedParameters)
+        if searching is not None:
+            self.reducer.remove(searching)
+            self.reducer.layout.learns_order = True
+        self.reducer.add(StaticGraph())
 
     def _set_ddp_sink_clone(self: Any, val: bool) -> None:
         """Set whether outputs are copied at the sink: False saves memory, but forbids modifying them in place."""
@@ -81,8 +117,8 @@ class PyTorchNames:
         """
         if not callable(hook):
             raise TypeError(f"a buffer hook must be callable (got {type(hook).__name__})")
-        self.buffer_hook = (state, hook)
-        self._buffers_sync_before_forward = getattr(comm_hook_location, "name", "") == "PRE_FORWARD"
+        self.module_buffers.hook = (state, hook)
+        self.module_buffers.before_module = getattr(comm_hook_location, "name", "") == "PRE_FORWARD"
 
     def _default_broadcast_coalesced(
         self: Any,
@@ -95,7 +131,7 @@ class PyTorchNames:
 
     def _get_ddp_logging_data(self: Any) -> dict[str, Any]:
         """Return settings, buckets and the latest error as a dictionary of strings and integers."""
-        return describe(self.module, self.reducer, self._join_config.enable)
+        return describe(self.module, self.reducer, self.settings, self._join_config.enable, self.static_graph)
 
     def _check_reducer_finalized(self: Any) -> None:
         """Raise RuntimeError if the latest backward pass left a reduction unfinished."""
@@ -107,6 +143,5 @@ class PyTorchNames:
 
     def _update_process_group(self: Any, new_process_group: Any) -> None:
         """Switch to other ranks: discard unfinished reductions, and rebuild buckets after the next backward pass."""
-        self.reducer.reset()
-        if isinstance(new_process_group, dist.ProcessGroup):  # else this rank is outside it
-            self.reducer.process_group = new_process_group
+        within = isinstance(new_process_group, dist.ProcessGroup)
+        self.reducer.reset(new_process_group if within else self.reducer.process_group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+
+from ddp_core.buckets import MIB, Limits
 
 
 def choose_process_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
@@ -109,10 +112,27 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
     return (True, True) if broadcast_buffers is None else (broadcast_buffers, broadcast_buffers)
 
 
-def sparse_parameters(module: nn.Module) -> set[int]:
-    """Return the ids of parameters that will get sparse gradients: weights of embeddings with ``sparse=True``."""
-    embeddings = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    return {id(m.weight) for m in embeddings if m.sparse}
+def choose_limits(
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, one_bucket_at_first: bool
+) -> Limits:
+    """Turn the constructor's sizes (MiB) into limits (bytes) for the first buckets and for the rebuilt ones.
+
+    Lower: communication starts earlier, in more and smaller messages. ``one_bucket_at_first``: the order in which
+    gradients become ready is not known yet, so limits apply only once it is. Raises ValueError for a size that is not
+    positive.
+    """
+    for cap in [*([] if bucket_cap_mb is None else [bucket_cap_mb]), *(bucket_cap_mb_list or [])]:
+        if not cap > 0:
+            raise ValueError(f"bucket_cap_mb must be a positive number of MiB (got {cap!r})")
+    if bucket_cap_mb_list:
+        limits = tuple(_bytes(cap) for cap in bucket_cap_mb_list)
+        return Limits(limits, limits)
+    limits = Limits().rebuilt if bucket_cap_mb is None else (_bytes(bucket_cap_mb),)
+    return Limits(Limits().first if one_bucket_at_first else limits, limits)
+
+
+def _bytes(mib: float) -> int:
+    return int(min(mib * MIB, sys.maxsize))
 
 
 def refuse_distributed_autograd() -> None:

@@ -11,34 +11,53 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree  # see ddp_core/graph.py
 
 from ddp_core.alone import warn_of_one_rank
-from ddp_core.bucketing import MIB, choose_limits, plan_from_names
+from ddp_core.buckets import MIB, Bucket, Layout
 from ddp_core.compatibility import PyTorchNames
 from ddp_core.construction import (
     check_arguments_without_effect,
     check_module,
     choose_buffer_sync,
     choose_devices,
+    choose_limits,
     choose_process_group,
     refuse_distributed_autograd,
-    sparse_parameters,
 )
-from ddp_core.delayed import DelayedGradients, choose_delay
-from ddp_core.errors import amid_reduction
-from ddp_core.graph import tensors_in, through_sink
+from ddp_core.feature import Feature
+from ddp_core.features.bucket_memory import LazyBucket, LazyMemory, LazyViewBucket, ViewBucket
+from ddp_core.features.bucket_plan import SavesBuckets
+from ddp_core.features.buffers import Buffers
+from ddp_core.features.delayed import DelayedGradients, choose_delay
+from ddp_core.features.guarded import Guarded
+from ddp_core.features.joining import MayRunOut, elect
+from ddp_core.features.late import LateGradients
+from ddp_core.features.manual_end import EndsByHand
+from ddp_core.features.sparse import making_sparse, sparse_parameters
+from ddp_core.features.stepping import StepsInBackward, take_over
+from ddp_core.features.strides import Strides
+from ddp_core.features.unused import UnusedParameters
+from ddp_core.features.watch import Watch, all_parameters
+from ddp_core.graph import outside_transforms, tensors_in, through_sink
 from ddp_core.guard import guard_wrapper
 from ddp_core.hooks import CommHook, Hook, check_hook, check_timeout
-from ddp_core.joining import MayRunOut, elect, exchange_sync_flag
 from ddp_core.reducer import Reducer
 from ddp_core.replicas import broadcast_coalesced, verify_same_model
-from ddp_core.settings import ReducerSettings
+from ddp_core.settings import Settings
+
+BUCKETS: dict[tuple[bool, bool], type[Bucket]] = {
+    (False, False): Bucket,
+    (False, True): LazyBucket,
+    (True, False): ViewBucket,
+    (True, True): LazyViewBucket,
+}
+"""Buckets by gradient_as_bucket_view and lazy_bucket_allocation."""
 
 
-class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
+class DistributedDataParallel(PyTorchNames, SavesBuckets, EndsByHand, nn.Module, MayRunOut):
     """Data-parallel training of ``module``: gradients are averaged while the backward pass computes them.
 
     A drop-in replacement for ``torch.nn.parallel.DistributedDataParallel``, with its arguments; nothing else in a
@@ -115,44 +134,53 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         self.parameters_to_ignore |= {name for name, _ in self._delay.named}
         managed = [parameter for _, parameter in self.replicated_parameters()]
         check_module(module, managed)
-        self.device_ids, self.output_device = choose_devices(device_ids, output_device, managed)
+        devices, output_device = choose_devices(device_ids, output_device, managed)
         self.device: torch.device = managed[0].device
-        self.dim = dim
-        sync_buffers_now, self.forward_sync_buffers = choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        one_bucket = static_graph or not find_unused_parameters
-        limits, rebuilt_limits = choose_limits(bucket_cap_mb, bucket_cap_mb_list, one_bucket)
-        self.bucket_bytes_cap = max(rebuilt_limits)
-        self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or []]
-        self.static_graph = False
-        self.require_forward_param_sync = True
-        self.buffer_hook = None
-        self._buffers_sync_before_forward = True
-        self._has_buffers = bool(self.module_buffers())  # a module may replace buffers later, but not gain its first
-        self._sink_clones = True
-        if init_sync:
-            named = self.replicated_parameters() + list(self.module_buffers().items() if sync_buffers_now else [])
-            verify_same_model(named, group, self.device)
-            broadcast_coalesced([tensor for _, tensor in named], group, source=0)
-        settings = ReducerSettings(
-            limits=limits,
-            rebuilt_limits=rebuilt_limits,
+        self.settings = Settings(
+            limits=choose_limits(bucket_cap_mb, bucket_cap_mb_list, static_graph or not find_unused_parameters),
+            bucket_bytes_cap_list=tuple(int(cap * MIB) for cap in bucket_cap_mb_list or []),
+            device_ids=devices,
+            output_device=output_device,
+            dim=dim,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=gradient_as_bucket_view,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             lazy_bucket_allocation=lazy_bucket_allocation,
         )
-        self._build_reducer(group, settings, static_graph)
+        self.static_graph = False
+        self.require_forward_param_sync = True
+        self._sink_clones = True
+        sync_buffers_now, every_forward = choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self.module_buffers = Buffers(module, self.parameters_to_ignore, every_forward=every_forward)
+        if init_sync:
+            named = self.replicated_parameters() + list(self.module_buffers.named().items() if sync_buffers_now else [])
+            verify_same_model(named, group, self.device)
+            broadcast_coalesced([tensor for _, tensor in named], group, source=0)
+        self._build_reducer(group, static_graph)
 
-    def _build_reducer(
-        self, group: dist.ProcessGroup, settings: ReducerSettings, static_graph: bool, *, is_copy: bool = False
-    ) -> None:
+    def _build_reducer(self, group: dist.ProcessGroup, static_graph: bool, *, is_copy: bool = False) -> None:
+        """Make a reducer, with the features that this wrapper needs."""
+        settings, delayed = self.settings, DelayedGradients(self._delay)
         trained = [(name, p) for name, p in self.managed_parameters() if p.requires_grad]
-        sparse = sparse_parameters(self.module)
-        self.reducer = Reducer(trained, sparse, group, settings, DelayedGradients(self._delay))
-        named = zip(self.reducer.layout.names, self.reducer.layout.parameters, strict=True)
-        self.reducer.guard = guard_wrapper(self, [*named, *self.reducer.delayed.named], is_copy=is_copy)
+        sparse = set[int]()
+        make: Callable[..., Bucket] = BUCKETS[settings.gradient_as_bucket_view, settings.lazy_bucket_allocation]
+        if trained and (sparse := sparse_parameters(self.module)):
+            make = making_sparse(make, sparse, group, trained[0][1].device)
+        self.reducer = Reducer(Layout(trained, settings.limits, sparse, make), group)
+        named = [*trained, *delayed.named]
+        features: list[Feature] = [Strides(), LateGradients(named), self.module_buffers, Watch()]
+        if settings.find_unused_parameters and trained:  # without buckets, all gradients are delayed
+            features.insert(0, UnusedParameters(settings.skip_all_reduce_unused_params))
+        if delayed.named:
+            features.append(delayed)
+        if settings.lazy_bucket_allocation:
+            features.append(LazyMemory())
+        guard = guard_wrapper(self, named, is_copy=is_copy)
+        if guard is not None:
+            features.append(Guarded(guard))
+        for feature in features:
+            self.reducer.add(feature)
+        delayed.listen(self.reducer)
         self.reducer.paused = not self.require_backward_grad_sync
         if static_graph and trained:  # delayed gradients are reduced once, however often they come
             self._set_static_graph()
@@ -170,10 +198,6 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         """Return (name, parameter) for all that are the same on every rank: the managed and the delayed ones."""
         return [*self.managed_parameters(), *self._delay.named]
 
-    def module_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that are not ignored, by name, as they are now: a module may replace them."""
-        return {n: b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore}
-
     # ---------------------------------------------------------------- forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -181,7 +205,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
             self._before_forward(synchronises)
-            if self.device_ids:
+            if self.settings.device_ids:
                 inputs, kwargs = pytree.tree_map_only(Tensor, self._to_device, (inputs, kwargs))
             return self._after_forward(self.module(*inputs, **kwargs), synchronises)
 
@@ -191,49 +215,55 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
             self._require_mirrorable()
         if synchronises:
             refuse_distributed_autograd()
+            if self.reducer.iteration.number == 0:
+                self._before_first_forward()
             self.reducer.before_forward()
-        # From here on, collectives in the order of Join and ShadowHook.main_hook, which issue those of joined ranks.
-        active = Join.notify_join_context(self)
-        self.reducer.join_work = None if self._divides_by_initial_world_size else active
+        # From here on, collectives in the order of ShadowHook.main_hook, which issues those of joined ranks.
+        self.notify_joined_ranks()
         if torch.is_grad_enabled():
-            self.reducer.leave_iteration()
-        if self._buffers_sync_before_forward and self.will_sync_module_buffers():
-            self._sync_buffers()
-        self.reducer.promised = self._join_config.enable and exchange_sync_flag(self, joined=False)
+            with outside_transforms():
+                self.reducer.leave_iteration()
+        if self.module_buffers.before_module and self.will_sync_module_buffers():
+            self.module_buffers.synchronise(self._copy_buffers)
+        self.promise_joined_ranks()
+
+    def _before_first_forward(self) -> None:
+        with outside_transforms():
+            self._require_same_parameters()
+        if take_over(all_parameters(self.reducer)) and self.reducer.find(StepsInBackward) is None:
+            self.reducer.add(StepsInBackward())
 
     @_disable_dynamo
     def _after_forward(self, outputs: Any, synchronises: bool) -> Any:
         reducer = self.reducer
-        if not self._buffers_sync_before_forward and self.will_sync_module_buffers():
-            self._sync_buffers()
+        delayed, unused = reducer.find(DelayedGradients), reducer.find(UnusedParameters)
+        if not self.module_buffers.before_module and self.will_sync_module_buffers():
+            self.module_buffers.synchronise(self._copy_buffers)
         self.require_forward_param_sync = synchronises
-        if torch.is_grad_enabled():
-            reducer.delayed.lend_memory()
+        if delayed is not None and torch.is_grad_enabled():
+            delayed.lend_memory()
         if synchronises:
             reducer.after_forward(tensors_in(outputs))
-        if reducer.unused.searches:
-            return through_sink(outputs, self._sink_clones, reducer.entered_through_outputs)
+        if unused is not None:
+            return through_sink(outputs, self._sink_clones, unused.enter)
         return outputs
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        assert self.device_ids, "inputs are moved only if there is a device to move them to"
-        return tensor.to(self.device_ids[0], non_blocking=True)
+        assert self.settings.device_ids, "inputs are moved only if there is a device to move them to"
+        return tensor.to(self.settings.device_ids[0], non_blocking=True)
 
     def will_sync_module_buffers(self) -> bool:
-        """Return True if the next forward pass copies rank 0's buffers to all ranks."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and self._has_buffers
+        """Return True if the next forward pass gives all ranks the same buffers."""
+        return self.require_forward_param_sync and self.module_buffers.every_forward and self.module_buffers.any
 
-    def _sync_buffers(self) -> None:
-        if self.buffer_hook is not None:
-            state, hook = self.buffer_hook
-            self.reducer.buffer_futures += hook(state, self.module_buffers()) or []
-        else:  # in join(), rank 0 may have run out of inputs, and its buffers are then out of date
-            self.broadcast_module_buffers(elect(self, candidate=True) if self._join_config.enable else 0)
+    def _copy_buffers(self) -> None:
+        # in join(), rank 0 may have run out of inputs, and its buffers are then out of date
+        self.broadcast_module_buffers(elect(self, candidate=True) if self._join_config.enable else 0)
 
     @_disable_dynamo  # as in Layout.rebuild_in_order
     def broadcast_module_buffers(self, source: int, buffers: Sequence[Tensor] | None = None) -> None:
         """Overwrite every rank's buffers (None: all that are not ignored) with group rank ``source``'s."""
-        broadcast_coalesced(buffers or list(self.module_buffers().values()), self.process_group, source)
+        broadcast_coalesced(buffers or list(self.module_buffers.named().values()), self.process_group, source)
 
     # ---------------------------------------------------------------- accumulation
 
@@ -260,39 +290,6 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         finally:
             self.require_backward_grad_sync = before
 
-    # ---------------------------------------------------------------- the end of a reduction
-
-    @property
-    def require_manual_backward_finalization(self) -> bool:
-        """True if ``finalize_backward`` ends reductions, and not the end of a backward pass.
-
-        Set it between a backward pass's end and the next forward pass. ``Optimizer.step`` raises before the reduction
-        has ended.
-        """
-        return self.reducer.ends_by_hand
-
-    @require_manual_backward_finalization.setter
-    def require_manual_backward_finalization(self, required: bool) -> None:
-        self.reducer.set_ends_by_hand(required)
-
-    @property
-    def should_finalize_after_backward(self) -> bool:
-        """True if ``finalize_backward`` cannot be called during the coming backward pass.
-
-        In the first iteration of a static graph, whose used parameters are known only afterwards.
-        """
-        return self.reducer.ends_by_hand and self.reducer.unused.learning
-
-    def finalize_backward(self) -> None:
-        """Wait for all buckets, and give every parameter its mean; see ``require_manual_backward_finalization``.
-
-        Call it once for each backward pass that synchronises: after it, or in one of its hooks once all gradients are
-        there. The ``register_post_accumulate_grad_hook`` of the last parameter is too early: its gradient is noted
-        right after that. Raises RuntimeError if gradients are missing, after the pass with their names, or if there is
-        nothing to end.
-        """
-        self.reducer.end_reduction()
-
     # ---------------------------------------------------------------- communication hooks
 
     def register_comm_hook(self, state: object, hook: Hook, *, hook_timeout: float | None = None) -> HookHandle:
@@ -311,7 +308,7 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
             check_hook(hook)
             check_timeout(hook_timeout)
         except (TypeError, ValueError) as error:
-            self.reducer.progress.last_error = str(error)
+            self.reducer.last_error = str(error)
             raise
         name = getattr(hook, "__qualname__", type(hook).__name__)
         self.reducer.set_hook(CommHook(state, hook, name, hook_timeout))
@@ -321,53 +318,19 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
         """Restore the averaging all-reduce."""
         self.reducer.set_hook(None)
 
-    # ---------------------------------------------------------------- buckets in a checkpoint
-
-    def bucket_plan(self) -> dict[str, Any]:
-        """Return the plan with which ``load_bucket_plan`` gives a resumed run these buckets.
-
-        ``limits``: the rebuilt buckets' limits, in bytes. ``buckets``: the parameters' names, in the order in which
-        they are sent. ``rebuilt``: False until the second iteration begins (static graph: the third), and always with
-        ``find_unused_parameters``, whose buckets are the same from the first iteration on.
-        """
-        reducer = self.reducer
-        return {
-            "limits": list(reducer.settings.rebuilt_limits),
-            "buckets": [list(bucket.names) for bucket in reducer.layout.buckets],
-            "rebuilt": reducer.layout.rebuilt,
-        }
-
-    def load_bucket_plan(self, plan: dict[str, Any]) -> bool:
-        """Use the buckets of ``bucket_plan()`` from the next iteration on, without rebuilding them.
-
-        A sum's last bits depend on the gradient's place in its bucket (on Gloo, from three ranks on), and a resumed run
-        begins with different buckets than the run that it continues. Call it between iterations, on all ranks, with the
-        same plan, and inside ``join`` only while no rank has joined. A copy or a pickle of this module does not contain
-        the buckets: load the plan into it too. If gradients stay bucket views between steps
-        (``gradient_as_bucket_view``, ``zero_grad(set_to_none=False)``), bit equality requires that every ``p.grad`` is
-        a tensor of zeros before the plan is loaded.
-
-        Returns False, and changes nothing, if the plan's buckets were not rebuilt yet, this module never rebuilds them
-        (``find_unused_parameters``), limits differ, or the plan does not match the trained parameters: their
-        names, dtypes, devices, and which gradients are sparse. Raises RuntimeError during a backward pass.
-        """
-        reducer = self.reducer
-        if reducer.unfinished or torch._C._current_graph_task_id() != -1:
-            raise amid_reduction("a bucket plan cannot be loaded")
-        if not plan["rebuilt"] or reducer.unused.searches or plan["limits"] != list(reducer.settings.rebuilt_limits):
-            return False
-        fitting = plan_from_names(plan["buckets"], reducer.layout.names, reducer.layout.specs)
-        if fitting is not None:
-            reducer.layout.rebuild(fitting)
-        return fitting is not None
-
     # ---------------------------------------------------------------- conversions, copies, pickles
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DistributedDataParallel:
         """Apply ``.to()``, ``.half()`` and the like; raise if gradients would stay local afterwards."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # 'Call to untyped function "_apply"'
-        self.reducer.require_same_parameters()
+        self._require_same_parameters()
         return self
+
+    def _require_same_parameters(self) -> None:
+        """Raise RuntimeError if a parameter no longer reports here because a conversion gave it another graph node."""
+        layout, delayed = self.reducer.layout, self.reducer.find(DelayedGradients)
+        self.reducer.listener.require_nodes(zip(layout.names, layout.parameters, strict=True))
+        self.reducer.listener.require_nodes(delayed.named if delayed else ())
 
     def __getstate__(self) -> dict[str, Any]:
         if not dist.is_initialized() or self.process_group != dist.group.WORLD:
@@ -375,12 +338,12 @@ class DistributedDataParallel(PyTorchNames, nn.Module, MayRunOut):
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group: another "
                 "group cannot be found again. Copy or pickle ddp.module instead, and wrap it again."
             )
-        return self.__dict__ | {"reducer": self.reducer.settings}
+        return {name: value for name, value in self.__dict__.items() if name != "reducer"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # 'Call to untyped function "__setstate__"'
-        settings, static_graph, self.static_graph = self.__dict__.pop("reducer"), self.static_graph, False
-        self._build_reducer(choose_process_group(None, None), settings, static_graph, is_copy=True)
+        static_graph, self.static_graph = self.static_graph, False
+        self._build_reducer(choose_process_group(None, None), static_graph, is_copy=True)
 
 
 class HookHandle:

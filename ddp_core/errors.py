@@ -23,31 +23,38 @@ class NotAveragedWarning(UserWarning):
 ON_PURPOSE = "If it is intended (local SGD), say so: ddp_core.steps_locally(optimizer)."
 
 
-def unfinished(
-    missing: Sequence[int], names: Sequence[str], rank: int, searching: bool, static_graph: bool
-) -> RuntimeError:
+_USE_ALL = (
+    "sure that all `forward` function outputs participate in calculating loss. For PyTorch's trace of every "
+    "collective, set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
+)
+_NOT_USED = (
+    "Some parameters of the module were not used in producing the loss, or an exception cut the backward pass short. "
+)
+MAYBE_UNUSED = f"{_NOT_USED}Try passing the keyword argument `find_unused_parameters=True`, or make {_USE_ALL}"
+NOT_FOUND = (
+    f"{_NOT_USED}Since `find_unused_parameters=True` is enabled, return all outputs in lists, tuples, dicts or "
+    f"dataclasses, where they are looked for, and make {_USE_ALL}"
+)
+CHANGED = (
+    "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
+    "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to True."
+)
+
+
+def unfinished(advice: str, missing: Sequence[int], names: Sequence[str], rank: int, waits: str) -> RuntimeError:
     """Return the error for a backward pass that left parameters without a gradient, so its reduction never ended."""
-    text = "Expected to have finished reduction in the prior iteration before starting a new one. "
-    if static_graph:
-        text += (
-            "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
-            "in first iteration, but then got unused in the second iteration. this is not compatible with "
-            "static_graph set to True.\n"
-        )
-    else:
-        remedy = "Since `find_unused_parameters=True` is enabled, return all outputs in lists, tuples, dicts or "
-        remedy += "dataclasses, where they are looked for, and make"
-        text += (
-            "Some parameters of the module were not used in producing the loss, or an exception cut the backward pass "
-            "short. "
-            f"{remedy if searching else 'Try passing the keyword argument `find_unused_parameters=True`, or make'} "
-            "sure that all `forward` function outputs participate in calculating loss. For PyTorch's trace of every "
-            "collective, set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL.\n"
-        )
     return RuntimeError(
-        f"{text}Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}\n"
-        f"Parameters which did not receive grad for rank {rank}: {', '.join(names[i] for i in missing)}"
+        f"Expected to have finished reduction in the prior iteration before starting a new one. {advice}\n"
+        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}\n"
+        f"Parameters which did not receive grad for rank {rank}: {', '.join(names[i] for i in missing)}\n"
+        f"The reduction is in {waits}."
     )
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """Return some names in words."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def interrupted(failure: str) -> RuntimeError:

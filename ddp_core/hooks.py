@@ -10,19 +10,64 @@ import inspect
 import math
 import threading
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.nn import Parameter
 
-from ddp_core.bucket import GradBucket
+from ddp_core.buckets import views_of
 from ddp_core.collectives import finish, future_of, result_of
-from ddp_core.errors import HookTimeoutError
+from ddp_core.errors import HookTimeoutError, listed
 
 Hook = Callable[[Any, Any], Any]
+
+
+class GradBucket:
+    """A bucket as a hook sees it: PyTorch's ``dist.GradBucket``, plus the parameters' names.
+
+    The buffer holds this rank's gradients, not divided by the world size. A hook may write into it.
+    """
+
+    def __init__(self, index: int, is_last: bool, buffer: Tensor, members: Sequence[Parameter], names: Sequence[str]):
+        self._index = index
+        self._is_last = is_last
+        self._buffer = buffer
+        self._members = members
+        self._names = names
+
+    def index(self) -> int:
+        """Return the bucket's position in the order of launch, from 0."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Return True for the last bucket launched in an iteration."""
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        """Return the bucket's memory: 1-D, with gradients one after another (or the one sparse gradient)."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace the tensor that ``buffer`` and ``gradients`` return."""
+        self._buffer = buffer
+
+    def parameters(self) -> list[Parameter]:
+        """Return the model's own parameter objects, in the order of the bucket's memory."""
+        return list(self._members)
+
+    def names(self) -> list[str]:
+        """Return the parameters' names in the wrapped module, in the same order; PyTorch's bucket has no names."""
+        return list(self._names)
+
+    def gradients(self) -> list[Tensor]:
+        """Return one view of the buffer per parameter, with the parameter's own shape and strides."""
+        return [self._buffer] if self._buffer.is_sparse else views_of(self._buffer, self._members)
+
+
 BUCKETS = (GradBucket, torch._C._distributed_c10d.GradBucket)
 RESULTS = (Future, torch._C.Future, dist.Work, Tensor)
 
@@ -137,9 +182,7 @@ def _words(tensor: Tensor) -> str:
 
 
 def _where(hook: str, bucket: GradBucket) -> str:
-    names = bucket.names()
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return f"communication hook {hook!r}, bucket {bucket.index()} ({', '.join(names[:6])}{more})"
+    return f"communication hook {hook!r}, bucket {bucket.index()} ({listed(bucket.names())})"
 
 
 def check_timeout(seconds: object) -> None:

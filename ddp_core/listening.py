@@ -29,21 +29,20 @@ class Listener(Generic[Owner]):
         self._nodes: set[Node] = set()
         self._handles: list[RemovableHandle] = []
 
-    def listen(self, report: Callable[[Owner, int], None], parameters: Sequence[Parameter]) -> dict[Node, int]:
-        """Report the gradients of ``parameters`` to ``report(owner, index)``; return their nodes, with the index."""
-        nodes = {_node_of(parameter): index for index, parameter in enumerate(parameters)}
+    def listen(self, report: Callable[[Owner, int], None], parameters: Sequence[Parameter]) -> None:
+        """Report the gradients of ``parameters`` to ``report(owner, index)``."""
+        nodes = {node_of(parameter): index for index, parameter in enumerate(parameters)}
         # A node's own hook also fires when its gradient is undefined; a tensor's post-accumulate hook does not
         # (tests/ddp_core: an output left out of the loss).
         for node, index in nodes.items():
             hook = functools.partial(_on_node, self._owner, self._lock, report, index)
             self._handles.append(node.register_hook(hook))
         self._nodes |= nodes.keys()
-        return nodes
 
     def require_nodes(self, named: Iterable[tuple[str, Parameter]]) -> None:
         """Raise RuntimeError if a parameter is no longer observed because a conversion gave it another graph node."""
         for name, parameter in named:
-            if parameter.requires_grad and _node_of(parameter) not in self._nodes:
+            if parameter.requires_grad and node_of(parameter) not in self._nodes:
                 raise converted(name)
 
     def detach(self) -> None:
@@ -53,7 +52,8 @@ class Listener(Generic[Owner]):
 
 
 @torch.enable_grad()
-def _node_of(parameter: Parameter) -> Node:
+def node_of(parameter: Parameter) -> Node:
+    """Return the node of the autograd graph that accumulates a parameter's gradient."""
     return get_gradient_edge(parameter).node
 
 

@@ -1,17 +1,24 @@
-"""A reducer's settings: the user's choices at construction, in the reducer's own units."""
+"""The choices that a user makes at construction."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from ddp_core.buckets import Limits
+
 
 @dataclass(frozen=True, kw_only=True)
-class ReducerSettings:
-    """A reducer's settings; see the arguments of ``DistributedDataParallel``. Limits are in bytes."""
+class Settings:
+    """Arguments of ``DistributedDataParallel`` that are read later."""
 
-    limits: tuple[int, ...]
-    rebuilt_limits: tuple[int, ...]
+    limits: Limits
+    bucket_bytes_cap_list: tuple[int, ...]
+    device_ids: list[torch.device] | None
+    output_device: torch.device | None
+    dim: int
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
     skip_all_reduce_unused_params: bool
-    lazy_bucket_allocation: bool = False
+    lazy_bucket_allocation: bool

@@ -7,6 +7,7 @@ exist is a whole script, and runs under torchrun.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.structure import sources_of, words_of
 from tests.tiers import thorough
 from tests.world import run_world
 
@@ -90,6 +92,61 @@ def test_an_excerpt_stands_in_the_file_that_it_names(block: Block) -> None:
 def without_indent(text: str) -> str:
     """Return the text with white space at line starts and empty lines gone: an excerpt may be indented otherwise."""
     return "\n".join(["", *(line.strip() for line in text.splitlines() if line.strip()), ""])
+
+
+def defined_in(path: Path) -> set[str]:
+    """Return the functions and classes that a file defines, and ``Class.member``, which may be an attribute of self."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            fields = {part.target for part in node.body if isinstance(part, ast.AnnAssign)}
+            members = {field.id for field in fields if isinstance(field, ast.Name)}
+            members |= {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+            stored = [part for part in ast.walk(node) if isinstance(part, ast.Attribute)]
+            members |= {part.attr for part in stored if ast.unparse(part).startswith("self.")}
+            names |= {node.name, *(f"{node.name}.{member}" for member in members)}
+    return names
+
+
+def code_spans(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S))
+
+
+def test_the_names_in_the_tour_exist() -> None:
+    text = (ROOT / "docs/tour.md").read_text(encoding="utf-8")
+    sources = [*sources_of("ddp_core"), *sources_of("commhooks")]
+    defined = {name for source in sources for name in defined_in(ROOT / source.path)}
+    words = {word for source in sources for word in words_of(source)}
+    spans = code_spans(text) + re.findall(r"class=\"title\"[^>]*>([^<]+)<", text)
+    unknown = []
+    for span in spans:
+        name = re.split(r"[^\w./]", span)[0]  # without arguments
+        if "/" in name:
+            known = (ROOT / name).exists()
+        elif name[:1].isupper():
+            known = name in defined
+        else:  # of others' attributes, as in p.grad, we know nothing
+            known = "." in name or "_" not in name or name in words
+        unknown += [] if known else [span]
+    assert not unknown
+
+
+def test_the_table_from_pytorchs_names_leads_to_names_that_exist() -> None:
+    text = (ROOT / "docs/guide/ddp_core.md").read_text(encoding="utf-8")
+    table = text.partition("| PyTorch | ddp_core |")[2].partition("\n\n")[0]
+    unknown, found = [], 0
+    for row in table.splitlines():
+        defined: set[str] = set()
+        for span in code_spans(row.rpartition(" | ")[2]):
+            if span.endswith(".py"):
+                defined = defined_in(ROOT / span)
+            else:
+                found += 1
+                unknown += [] if span in defined else [row]
+    assert found, "the table is looked for in the wrong place"
+    assert not unknown
 
 
 def test_every_file_that_the_readme_links_to_exists() -> None:

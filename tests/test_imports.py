@@ -101,7 +101,6 @@ def test_compiled_passes_need_torch_and_the_errors_alone() -> None:
     [
         ("commhooks.compressors", OUT_OF_REACH_OF_A_COMPRESSOR),
         ("commhooks.wrappers", OUT_OF_REACH_OF_A_COMPRESSOR),
-        ("ddp_core.bucketing", ("torch.distributed", "dist")),
     ],
 )
 def test_what_only_computes_reaches_no_process_group_clock_or_log(folder: str, out_of_reach: tuple[str, ...]) -> None:

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ddp_core.bucket import EAGER_ELEMENTS, Bucket, GradBucket, is_dense, views_of
+from ddp_core import GradBucket
+from ddp_core.buckets import EAGER_ELEMENTS, Bucket, strides_for, views_of
+from ddp_core.features.bucket_memory import ViewBucket
 from tests import bounds
 
 
@@ -48,7 +50,8 @@ def indices(tensor: Tensor) -> itertools.product[tuple[int, ...]]:
 @given(layouts())
 def test_dense_means_a_gapless_range_of_memory_with_each_element_once(layout: tuple[list[int], list[int]]) -> None:
     tensor = strided(layout)
-    assert is_dense(tensor) == covers_a_range_once(tensor)
+    contiguous = torch.empty(tensor.shape).stride()
+    assert strides_for(tensor) == (tensor.stride() if covers_a_range_once(tensor) else contiguous)
 
 
 @given(st.lists(layouts(), max_size=4), st.integers(0, 3))
@@ -63,7 +66,7 @@ def test_views_share_out_the_memory_among_the_parameters(
     for view, member in zip(views, members, strict=True):
         assert view.shape == member.shape
         assert sorted(view.flatten().tolist()) == [position + i for i in range(member.numel())]
-        assert view.stride() == member.stride() or not is_dense(member)
+        assert view.stride() == strides_for(member)
         position += member.numel()
 
 
@@ -81,9 +84,9 @@ def parameters() -> dict[str, nn.Parameter]:
     }
 
 
-def bucket_of(members: dict[str, nn.Parameter]) -> Bucket:
+def bucket_of(members: dict[str, nn.Parameter], kind: type[Bucket] = Bucket) -> Bucket:
     """Return a bucket of these parameters, as the first of its model."""
-    return Bucket(0, range(len(members)), list(members.values()), list(members))
+    return kind(0, range(len(members)), list(members.values()), list(members))
 
 
 def put_gradients(members: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -93,17 +96,17 @@ def put_gradients(members: Sequence[nn.Parameter]) -> list[Tensor]:
     return [member.grad.clone() for member in members if member.grad is not None]
 
 
-@pytest.mark.parametrize("as_views", [False, True])
+@pytest.mark.parametrize("kind", [Bucket, ViewBucket])
 @pytest.mark.parametrize("divisor", [None, 1, 3])
-def test_every_layout_goes_into_the_bucket_and_comes_back(as_views: bool, divisor: int | None) -> None:
-    members = parameters()
-    bucket = bucket_of(members)
+def test_every_layout_goes_into_the_bucket_and_comes_back(kind: type[Bucket], divisor: int | None) -> None:
+    members, as_views = parameters(), kind is ViewBucket
+    bucket = bucket_of(members, kind)
     for _ in range(2):  # in view mode the second round finds its gradients in the bucket
         given_grads = put_gradients(bucket.members) if not as_views or bucket.members[0].grad is None else []
         before = given_grads or [member.grad.clone() for member in bucket.members if member.grad is not None]
-        bucket.gather(range(len(members)), divisor, as_views)
+        bucket.gather(range(len(members)), divisor)
         mean = bucket.flat if as_views else bucket.flat.clone()
-        bucket.scatter(mean, set(), as_views)
+        bucket.scatter(mean)
         for member, old, view in zip(bucket.members, before, bucket.views, strict=True):
             assert member.grad is not None
             # Divided, or multiplied by the rounded reciprocal: one rounding against two.
@@ -113,14 +116,14 @@ def test_every_layout_goes_into_the_bucket_and_comes_back(as_views: bool, diviso
         bucket.reset()
 
 
-@pytest.mark.parametrize("as_views", [False, True])
-def test_what_a_hook_hands_back_elsewhere_arrives(as_views: bool) -> None:
+@pytest.mark.parametrize("kind", [Bucket, ViewBucket])
+def test_what_a_hook_hands_back_elsewhere_arrives(kind: type[Bucket]) -> None:
     members = parameters()
-    bucket = bucket_of(members)
+    bucket = bucket_of(members, kind)
     put_gradients(bucket.members)
-    bucket.gather(range(len(members)), None, as_views)
+    bucket.gather(range(len(members)), None)
     mean = torch.randn_like(bucket.flat)
-    bucket.scatter(mean.clone(), set(), as_views)
+    bucket.scatter(mean.clone())
     for member, expected in zip(bucket.members, views_of(mean, bucket.members), strict=True):
         assert member.grad is not None
         assert torch.equal(member.grad, expected)
@@ -131,9 +134,9 @@ def test_zeros_travel_for_an_absent_gradient_and_the_untouched_keep_theirs() -> 
     bucket = bucket_of(members)
     bucket.flat.fill_(7.0)  # left from an earlier iteration
     members["a"].grad = torch.ones(2)
-    bucket.gather([0, 1, 2], 2, False)
+    bucket.gather([0, 1, 2], 2)
     assert bucket.flat.tolist() == [0.5, 0.5, 0, 0, 0, 0]
-    bucket.scatter(torch.arange(6.0), {2}, False)
+    bucket.scatter(torch.arange(6.0), {2})
     assert members["a"].grad.tolist() == [0, 1]
     assert members["b"].grad is not None
     assert members["b"].grad.tolist() == [2, 3, 4]
@@ -149,7 +152,7 @@ def test_a_hook_sees_the_parameters_their_names_and_views_with_their_strides() -
     assert all(mine is theirs for mine, theirs in zip(window.parameters(), members.values(), strict=True))
     for view, member in zip(window.gradients(), members.values(), strict=True):
         assert view.shape == member.shape
-        assert view.stride() == member.stride() or not is_dense(member)
+        assert view.stride() == strides_for(member)
     window.gradients()[0].fill_(3.0)
     assert window.buffer()[:12].tolist() == [3.0] * 12
 
@@ -178,6 +181,6 @@ def test_a_gradient_is_scaled_the_same_alone_and_with_its_bucket(dtype: torch.dt
     given_grads = put_gradients(bucket.members)
     members["b"].grad = None
     for places in ([0, 1, 2], [0, 2]):
-        bucket.gather(places, 3, False)
+        bucket.gather(places, 3)
         assert torch.equal(bucket.views[0], given_grads[0] * (1 / 3))
         assert torch.equal(bucket.views[2], given_grads[2] * (1 / 3))

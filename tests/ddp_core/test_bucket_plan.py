@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_core.bucketing import ParameterSpec, plan_from_names
+from ddp_core.buckets import ParameterSpec
+from ddp_core.features.bucket_plan import plan_from_names
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import MEAN, Branches, Words, grads, ones, scale, wrap
 from tests.world import run_world
@@ -183,7 +184,7 @@ def test_a_plan_that_does_not_fit_changes_nothing(why: str) -> None:
 
 
 def test_a_bucket_holds_one_kind_and_a_sparse_gradient_travels_alone() -> None:
-    specs = [ParameterSpec(4, "float"), ParameterSpec(4, "double"), *[ParameterSpec(4, "float", sparse=True)] * 2]
+    specs = [ParameterSpec(4, "float"), ParameterSpec(4, "double"), *[ParameterSpec(4, "float", alone=True)] * 2]
     names = ["a", "b", "c", "d"]
     assert plan_from_names([["d"], ["b"], ["c"], ["a"]], names, specs) == [(3,), (1,), (2,), (0,)]
     for unfit in ([["a", "b"], ["c"], ["d"]], [["a", "c"], ["b"], ["d"]], [["a"], ["b"], ["c", "d"]]):

@@ -10,15 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
-from ddp_core.bucketing import (
-    MIB,
-    ParameterSpec,
-    Plan,
-    assign_buckets,
-    choose_limits,
-    plan_from_numbers,
-    plan_to_numbers,
-)
+from ddp_core.buckets import MIB, ParameterSpec, Plan, assign_buckets
+from ddp_core.construction import choose_limits
 
 DTYPES = {"half": torch.float16, "single": torch.float32, "double": torch.float64}
 
@@ -46,7 +39,7 @@ def by_kind(drawn: list[ParameterSpec], plan: Plan) -> dict[object, list[tuple[i
     """Return the buckets of dense parameters, apart for every kind."""
     buckets = defaultdict(list)
     for bucket in plan:
-        if not drawn[bucket[0]].sparse:
+        if not drawn[bucket[0]].alone:
             buckets[drawn[bucket[0]].kind].append(bucket)
     return buckets
 
@@ -63,7 +56,7 @@ def test_a_bucket_is_of_one_kind_and_a_sparse_gradient_alone(case: Case) -> None
     drawn = case[0]
     for bucket in assign_buckets(*case):
         assert len({drawn[index].kind for index in bucket}) == 1
-        assert len(bucket) == 1 or not any(drawn[index].sparse for index in bucket)
+        assert len(bucket) == 1 or not any(drawn[index].alone for index in bucket)
 
 
 @given(ordered())
@@ -86,20 +79,12 @@ def test_parameters_of_a_bucket_keep_their_order(case: Case) -> None:
 
 
 @given(ordered())
-def test_a_plan_comes_back_from_its_numbers(case: Case) -> None:
-    plan = assign_buckets(*case)
-    numbers = plan_to_numbers(plan)
-    assert len(numbers) == 2 * len(case[0])
-    assert plan_from_numbers(numbers) == plan
-
-
-@given(ordered())
 def test_plans_are_those_of_pytorch(case: Case) -> None:
     drawn, limits, order = case
     taken = list(order or range(len(drawn)))
     dtypes = [DTYPES[str(spec.kind)] for spec in drawn]
     tensors = [torch.empty(drawn[i].nbytes // dtypes[i].itemsize, dtype=dtypes[i]) for i in taken]
-    sparse = [spec.sparse for spec in drawn]
+    sparse = [spec.alone for spec in drawn]
     theirs, _ = _compute_bucket_assignment_by_size(tensors, limits, sparse, [] if order is None else taken)
     ours = assign_buckets(drawn, limits, order)
     # buckets that never filled come from a hash map there: their order among themselves says nothing

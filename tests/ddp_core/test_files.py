@@ -12,12 +12,16 @@ PACKAGE = Path(__file__).parents[2] / "ddp_core"
 def imported_files(path: Path) -> set[str]:
     """Return the files of the package that this one imports from, wherever in the file it says so."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    modules = {node.module for node in imports if node.module} | {
+        f"ddp_core.{name.name}" for node in imports if node.module == "ddp_core" for name in node.names
+    }
     return {module.removeprefix("ddp_core.") for module in modules if module.startswith("ddp_core.")}
 
 
 def test_imports_form_no_circle() -> None:
-    graph = {path.stem: imported_files(path) for path in sorted(PACKAGE.glob("*.py"))}
+    files = {path: ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in sorted(PACKAGE.rglob("*.py"))}
+    graph = {name: imported_files(path) for path, name in files.items()}
     assert graph["reducer"], "imports are looked for in the wrong place"
     order = tuple(graphlib.TopologicalSorter(graph).static_order())  # CycleError names a circle
     assert set(order) == set(graph)

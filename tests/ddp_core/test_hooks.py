@@ -16,7 +16,7 @@ from torch.futures import Future
 
 import ddp_core
 from ddp_core import GradBucket
-from ddp_core.sparse import group_for_sparse_sums
+from ddp_core.features.sparse import group_for_sparse_sums
 from tests import bounds
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import MEAN, Words, grads, ones, scale, wrap

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_core.collectives import all_reduce
-from ddp_core.sparse import group_for_sparse_sums
+from ddp_core.features.sparse import group_for_sparse_sums
 from tests import bounds
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import wrap

@@ -11,7 +11,7 @@ import torch
 
 import commhooks
 from commhooks.wrappers.hierarchical import is_hierarchical
-from ddp_core.reducer import Usage
+from ddp_core.features.unused import Usage
 from tests import bounds
 from tests.cases import CASES, Case
 from tests.commhooks.mirrored import largest_error

@@ -17,8 +17,10 @@ State = dict[str, Tensor]
 Hook = Callable[[Any, Any], Any]
 
 
-def ddp_class(which: str) -> Callable[..., nn.Module]:
-    """Return the class called "ours" or "torch"."""
+def ddp_class(which: str | type[nn.Module]) -> Callable[..., nn.Module]:
+    """Return the class called "ours" or "torch", or a class itself."""
+    if not isinstance(which, str):
+        return which
     if which == "torch":
         return nn.parallel.DistributedDataParallel
     import ddp_core
@@ -60,7 +62,11 @@ def new_model(case: Case, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def train(
-    rank: int, variant: Variant, which: str, steps: int, hook: Callable[[], tuple[object, Hook]] | None = None
+    rank: int,
+    variant: Variant,
+    which: str | type[nn.Module],
+    steps: int,
+    hook: Callable[[], tuple[object, Hook]] | None = None,
 ) -> list[State]:
     """Return the parameters and buffers after every step, and once more at the end."""
     case = CASES[variant.case]

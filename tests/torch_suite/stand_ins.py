@@ -18,13 +18,14 @@ def provide(ddp: type[nn.Module]) -> AbstractContextManager[Any]:
     stack = ExitStack()
     if ddp.__module__.startswith("torch."):
         return stack
+    from ddp_core.features.unused import UnusedParameters, UsedParameters
     from ddp_core.reducer import Reducer
 
-    count_usage = Reducer.count_usage
+    count = UsedParameters.count
 
-    def remember_usage(self: Any, used: Any) -> Any:
-        self.usage_of_the_suite = count_usage(self, used)
-        return self.usage_of_the_suite
+    def remember_usage(self: Any, reducer: Any, used: Any) -> Any:
+        reducer.usage_of_the_suite = count(self, reducer, used)
+        return reducer.usage_of_the_suite
 
     def local_used_map(self: Any) -> torch.Tensor:
         """For test_ddp_control_flow_*: how many ranks used each parameter in the latest backward pass."""
@@ -33,12 +34,13 @@ def provide(ddp: type[nn.Module]) -> AbstractContextManager[Any]:
 
     def graph_is_static(self: Any) -> bool:
         """For test_detect_ddp_is_actually_static: whether the same parameters were used every time."""
-        return bool(self.graph_is_static)
+        searching = self.find(UnusedParameters)
+        return searching is None or bool(searching.is_constant)
 
     def no_active_module(cls: type) -> None:
         """For test_ddp_compile_static_graph: dynamo asks whatever stands in for PyTorch's class; None is no DDP."""
 
-    stack.enter_context(mock.patch.object(Reducer, "count_usage", remember_usage))
+    stack.enter_context(mock.patch.object(UsedParameters, "count", remember_usage))
     for owner, name, answer in (
         (Reducer, "_get_local_used_map", local_used_map),
         (Reducer, "_ddp_graph_static", graph_is_static),

@@ -236,7 +236,7 @@ MUTANTS: Sequence[Mutant] = (
     Mutant("ddp_core takes a sum without waiting for its collective",
            "ddp_core.hooks:result_of", _nothing, scenarios.DDP_ALONE, (RACE,)),
     Mutant("ddp_core reads which parameters are unused before they are counted",
-           "ddp_core.unused:finish", _nothing, scenarios.DDP_ALONE, (RACE,)),
+           "ddp_core.features.unused:finish", _nothing, scenarios.DDP_ALONE, (RACE,)),
     Mutant("a residual is written on the caller's stream, and read on the side stream",
            "commhooks.engine.engine:Engine.end_step", _written_on_the_callers_stream, scenarios.PLAIN, (RACE,)),
     Mutant("memory of the caller's stream is freed while the side stream reads it",

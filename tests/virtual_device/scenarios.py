@@ -247,7 +247,7 @@ TWO_MODELS = Scenario(
     "two models of one shape", lambda: _beside_each_other([_world("top-k", dtype=torch.bfloat16) for _ in range(2)])
 )
 TWO_LANES = Scenario("two lanes of a connection", _two_lanes)
-_BEFORE_THE_FIRST_HOOK = ("ddp_core/replicas.py", "ddp_core/layout.py", "commhooks/communicators/private_group.py")
+_BEFORE_THE_FIRST_HOOK = ("ddp_core/replicas.py", "ddp_core/buckets.py", "commhooks/communicators/private_group.py")
 DDP = Scenario("backward passes through ddp_core", lambda: _through_ddp(hook="powersgd"), _BEFORE_THE_FIRST_HOOK)
 DDP_ELSEWHERE = Scenario(
     "the same on a device that is not the current one",
@@ -257,7 +257,7 @@ DDP_ELSEWHERE = Scenario(
 DDP_ALONE = Scenario(
     "backward passes through ddp_core, no hook, unused parameters",
     lambda: _through_ddp(used=(5, 3, 5), find_unused_parameters=True),
-    ("ddp_core/replicas.py", "ddp_core/unused.py"),
+    ("ddp_core/replicas.py", "ddp_core/features/unused.py"),
 )
 
 SCENARIOS: Sequence[Scenario] = [value for value in list(globals().values()) if isinstance(value, Scenario)]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from ddp_core.bucketing import MIB
+from ddp_core.buckets import MIB
 from experiments.machine import dilation
 from experiments.report.blocks import Block, Picture, Table
 from experiments.report.plots import Theme, canvas

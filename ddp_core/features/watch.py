@@ -1,4 +1,4 @@
-"""Process-wide checks of all reducers: before an optimiser steps, and when the process ends."""
+"""What concerns the whole process: a check before any optimiser steps, and how Gloo's threads end with it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,31 +20,32 @@ from torch.futures import Future
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ddp_core.feature import Feature
+from ddp_core.features.delayed import DelayedGradients
+from ddp_core.hooks import Pending
+from ddp_core.reducer import Reducer
+
 REST_SECONDS = 2.0  # how long the end of the process may wait for Gloo's threads
 
 
-class Watched(Protocol):
-    """The part of a reducer that is used here; its own file describes it."""
-
-    @property
-    def unfinished(self) -> bool: ...  # noqa: D102
-    def all_parameters(self) -> list[Parameter]: ...  # noqa: D102
-    def require_finished(self) -> None: ...  # noqa: D102
-    def release_group(self) -> None: ...  # noqa: D102
-
-
-_watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+_watched: weakref.WeakSet[Reducer] = weakref.WeakSet()
 _given_up: list[torch._C.Future[Any]] = []  # collectives of hooks, still under way when their reduction failed
 
 
-def watch(reducer: Watched) -> None:
-    """Check ``reducer`` before every optimiser step, and release its process group at exit."""
-    _install()
-    _watched.add(reducer)
+class Watch(Feature):
+    """Check a reducer before every optimiser step, and release its process group at exit."""
+
+    def added(self, reducer: Reducer) -> None:
+        """Begin."""
+        _install()
+        _watched.add(reducer)
+
+    def on_failure(self, in_flight: Sequence[Pending | None]) -> None:
+        """Record, until the end of the process, the futures that a hook's collectives have yet to complete."""
+        _give_up(pending.future() for pending in in_flight if pending is not None and pending.group is not None)
 
 
-def give_up(futures: Iterable[torch._C.Future[Any] | None]) -> None:
-    """Record, until the end of the process, the futures that a collective has yet to complete."""
+def _give_up(futures: Iterable[torch._C.Future[Any] | None]) -> None:
     # not those made in Python: whatever completes them, no Gloo thread waits for it
     _given_up.extend(future for future in futures if future is not None and not isinstance(future, Future))
     _given_up[:] = [future for future in _given_up if not future.done()]
@@ -68,11 +69,11 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
 
     PyTorch notices at the *next* forward pass; by then the optimiser has used gradients that differ between ranks.
     """
-    busy = [reducer for reducer in _watched if reducer.unfinished]
+    busy = [reducer for reducer in _watched if reducer.is_unfinished]
     if busy and torch._C._current_graph_task_id() == -1:  # a step inside a backward pass is intended
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for reducer in busy:
-            if not stepped.isdisjoint(map(id, reducer.all_parameters())):
+            if not stepped.isdisjoint(map(id, all_parameters(reducer))):
                 reducer.require_finished()
 
 
@@ -87,22 +88,35 @@ def _before_exit(process: int) -> None:
     if os.getpid() != process:
         return
     reducers = list(_watched)
-    if not any(reducer.unfinished for reducer in reducers):  # otherwise a group would wait for what may never end
+    if not any(reducer.is_unfinished for reducer in reducers):  # otherwise a group would wait for what may never end
         for reducer in reducers:
-            reducer.release_group()
+            _release_group(reducer)
         if reducers and dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
     # The group itself may live on: functions of torch.distributed.nn, imported after it was made, have it as a default.
     deadline, quiet = time.monotonic() + REST_SECONDS, 0
     while quiet < 3 and time.monotonic() < deadline:
         time.sleep(0.005)  # whoever waits for the interpreter gets it now
-        give_up([])
+        _give_up([])
         quiet = quiet + 1 if _gloo_threads_sleep() and not _given_up else 0
     if _given_up:
         print("ddp_core: what a communication hook began is still under way at exit; exiting.", file=sys.stderr)
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(1)
+
+
+def all_parameters(reducer: Reducer) -> list[Parameter]:
+    """Return the parameters whose gradients are averaged, in buckets or delayed."""
+    delayed = reducer.find(DelayedGradients)
+    return reducer.layout.parameters + [parameter for _, parameter in (delayed.named if delayed else ())]
+
+
+def _release_group(reducer: Reducer) -> None:
+    """Drop the process group and everything that may hold it."""
+    reducer.hook = None
+    reducer.features.clear()
+    vars(reducer).pop("process_group", None)
 
 
 def _gloo_threads_sleep() -> bool:

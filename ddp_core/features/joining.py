@@ -7,36 +7,59 @@ trains; the hook issues the collectives of that rank's forward and backward pass
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn import Parameter
 
-from ddp_core.collectives import all_reduce, finish
+from ddp_core import errors
+from ddp_core.buckets import Bucket
+from ddp_core.collectives import all_reduce, finish, number_of_ranks
+from ddp_core.feature import Feature
+from ddp_core.features.buffers import Buffers
+from ddp_core.features.delayed import DelayedGradients
+from ddp_core.features.sparse import SparseBucket
+from ddp_core.features.static_graph import StaticGraph
+from ddp_core.features.unused import UnusedParameters
+from ddp_core.lifecycle import Phase
 from ddp_core.reducer import Reducer
 from ddp_core.replicas import broadcast_coalesced
+
+
+class UnevenInputs(Feature):
+    """What a rank that still trains has told, and been told."""
+
+    def __init__(self) -> None:
+        self.divides_by_initial_world_size = True
+        self.active: dist.Work | None = None  # counts the ranks that still train, if those are to divide
+        self.has_promised = False  # joined ranks were told that the coming backward pass synchronises
+
+    def on_begin(self, reducer: Reducer) -> None:
+        """Divide by the number of ranks that still train, if so wanted."""
+        reducer.iteration.divisor = number_of_ranks(reducer.process_group, self.active)
+
+    def on_local(self, reducer: Reducer, parameter: Parameter) -> None:
+        """Raise RuntimeError for a gradient that joined ranks wait for, within no_sync."""
+        if self.has_promised and reducer.iteration.phase in (Phase.EXPECTING, Phase.REDUCING):
+            raise reducer.noted(errors.broken_promise())
 
 
 class MayRunOut(Joinable):
     """A wrapped module whose ranks may run out of inputs at different times; a base of ``DistributedDataParallel``."""
 
     reducer: Reducer
-    buffer_hook: tuple[object, Callable[..., Any]] | None
-    forward_sync_buffers: bool
+    module_buffers: Buffers
     require_forward_param_sync: bool
     require_backward_grad_sync: bool
     device: torch.device
-    _divides_by_initial_world_size = True
     _authoritative_rank = 0  # whose model all ranks had after the latest join()
 
     @abstractmethod
     def replicated_parameters(self) -> list[tuple[str, Any]]: ...  # noqa: D102
-
-    @abstractmethod
-    def module_buffers(self) -> dict[str, Tensor]: ...  # noqa: D102
 
     @abstractmethod
     def will_sync_module_buffers(self) -> bool: ...  # noqa: D102
@@ -68,7 +91,8 @@ class MayRunOut(Joinable):
         return Join([self], enable, throw_on_early_termination, **options)
 
     def _require_mirrorable(self) -> None:
-        if self.reducer.settings.skip_all_reduce_unused_params or self.buffer_hook is not None:
+        unused = self.reducer.find(UnusedParameters)
+        if (unused is not None and unused.skips) or self.module_buffers.hook is not None:
             raise NotImplementedError(
                 "join() works neither with skip_all_reduce_unused_params=True nor with a buffer hook: a rank that has "
                 "joined cannot know which collectives the others skip or issue"
@@ -76,7 +100,10 @@ class MayRunOut(Joinable):
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
         """Return the hook that ``torch.distributed.algorithms.join.Join`` runs on ranks that have joined."""
-        self._divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        uneven = self.reducer.find(UnevenInputs) or UnevenInputs()
+        if uneven not in self.reducer.features:
+            self.reducer.add(uneven, first=True)  # it decides by what gradients are divided
+        uneven.divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return ShadowHook(self)
 
     @property
@@ -88,6 +115,18 @@ class MayRunOut(Joinable):
     def join_process_group(self) -> dist.ProcessGroup:
         """The group of the collectives that ``Join`` issues."""
         return self.reducer.process_group
+
+    def notify_joined_ranks(self) -> None:
+        """Tell joined ranks that this one begins a forward pass."""
+        active, uneven = Join.notify_join_context(self), self.reducer.find(UnevenInputs)
+        if uneven is not None:
+            uneven.active = None if uneven.divides_by_initial_world_size else active
+
+    def promise_joined_ranks(self) -> None:
+        """Tell joined ranks whether this iteration's backward pass synchronises."""
+        uneven = self.reducer.find(UnevenInputs)
+        if uneven is not None:
+            uneven.has_promised = self._join_config.enable and exchange_sync_flag(self, joined=False)
 
 
 class ShadowHook(JoinHook):
@@ -105,39 +144,50 @@ class ShadowHook(JoinHook):
             ddp.broadcast_module_buffers(elect(ddp, candidate=False))
         ddp.require_forward_param_sync = exchange_sync_flag(ddp, joined=True)
         if ddp.require_forward_param_sync:
-            self._mirror_backward()
-
-    @torch.no_grad()
-    def _mirror_backward(self) -> None:
-        reducer = self.ddp.reducer
-        # In the order of the reducer's collectives, with which these pair up: usage is counted first if everything is
-        # reduced at once, otherwise after the buckets; delayed gradients come last.
-        nothing = [0] * len(reducer.layout.parameters)
-        usage = reducer.count_usage(nothing) if reducer.unused.learning else None
-        in_flight = [reducer.launch(bucket, bucket.zeros()) for bucket in reducer.layout.buckets]
-        if reducer.unused.searches:
-            usage = reducer.count_usage(nothing)
-        reducer.await_hook(in_flight)
-        in_flight += reducer.delayed.launch(
-            reducer.process_group, [bucket.zeros() for bucket in reducer.delayed.buckets]
-        )
-        with reducer.progress.fatal(in_flight):
-            for pending in in_flight:
-                pending.result()
-        if usage is not None:
-            finish(usage.work)
-        if reducer.unused.learning:
-            reducer.unused.learned = True
-        elif reducer.wants_order and not reducer.layout.ready_order:
-            reducer.layout.ready_order = list(range(len(nothing)))  # any order will do unless this is rank 0
+            _mirror_backward(ddp.reducer)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that trained to the end to all the others."""
         ddp = self.ddp
         ddp._authoritative_rank = elect(ddp, candidate=is_last_joiner)
-        buffers = ddp.module_buffers() if ddp.forward_sync_buffers else {}
+        buffers = ddp.module_buffers.named() if ddp.module_buffers.every_forward else {}
         tensors = [*(p for _, p in ddp.replicated_parameters()), *buffers.values()]
         broadcast_coalesced(tensors, ddp.join_process_group, ddp._authoritative_rank)
+
+
+@torch.no_grad()
+def _mirror_backward(reducer: Reducer) -> None:
+    """Issue the collectives of a backward pass, in the order in which the reducer and its features issue them.
+
+    Usage is counted first if everything is reduced at once, otherwise after the buckets; delayed gradients come last.
+    """
+    nothing = [0] * len(reducer.layout.parameters)
+    static, unused = reducer.find(StaticGraph), reducer.find(UnusedParameters)
+    delayed = reducer.find(DelayedGradients)
+    learns = static is not None and not static.firings
+    usage = static.count(reducer, nothing) if static is not None and learns else None
+    in_flight = [reducer.launch(bucket, zeros_for(bucket)) for bucket in reducer.layout.buckets]
+    if unused is not None:
+        usage = unused.count(reducer, nothing)
+    if delayed is not None:
+        delayed.await_hook(reducer, in_flight)
+        in_flight += delayed.launch(reducer, [zeros_for(bucket) for bucket in delayed.buckets])
+    with reducer.failing(in_flight):
+        for pending in in_flight:
+            pending.result()
+    if usage is not None:
+        finish(usage.work)
+    if static is not None and learns:
+        static.learn([1] * len(nothing))
+    elif reducer.layout.learns_order and not reducer.layout.order:
+        reducer.layout.order = list(range(len(nothing)))  # any order will do unless this is rank 0
+
+
+def zeros_for(bucket: Bucket) -> Tensor:
+    """Return what a rank without any gradient sends for a bucket."""
+    if isinstance(bucket, SparseBucket):
+        return bucket.zeros()
+    return bucket.members[0].new_zeros(sum(member.numel() for member in bucket.members))
 
 
 def elect(ddp: MayRunOut, candidate: bool) -> int:

@@ -6,6 +6,20 @@ from collections.abc import Sequence
 
 from torch.nn import Parameter
 
+from ddp_core.buckets import Bucket
+from ddp_core.feature import Feature
+
+
+class StepsInBackward(Feature):
+    """Steps on means."""
+
+    def on_mean(self, bucket: Bucket) -> None:
+        """Step on the gradients of a bucket, then remove them."""
+        for parameter in bucket.members:
+            for optimizer in getattr(parameter, "_in_backward_optimizers", []):
+                optimizer.step()
+                parameter.grad = None
+
 
 def take_over(parameters: Sequence[Parameter]) -> bool:
     """Keep these optimisers from stepping on local gradients by themselves; return True if there are any."""
@@ -17,11 +31,3 @@ def take_over(parameters: Sequence[Parameter]) -> bool:
         for handle in param_to_optim_hook_handle_map.get(parameter, []):
             handle.remove()
     return True
-
-
-def step(parameters: Sequence[Parameter]) -> None:
-    """Step on the gradients of ``parameters``, then remove the gradients."""
-    for parameter in parameters:
-        for optimizer in getattr(parameter, "_in_backward_optimizers", []):
-            optimizer.step()
-            parameter.grad = None
