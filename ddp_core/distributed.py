@@ -15,7 +15,6 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree  # see ddp_core/graph.py
 
-from ddp_core.alone import warn_of_one_rank
 from ddp_core.bucketing import MIB, choose_limits, plan_from_names
 from ddp_core.compatibility import PyTorchNames
 from ddp_core.construction import (
@@ -30,7 +29,7 @@ from ddp_core.construction import (
 from ddp_core.delayed import DelayedGradients, choose_delay
 from ddp_core.errors import amid_reduction
 from ddp_core.graph import tensors_in, through_sink
-from ddp_core.guard import guard_wrapper
+from ddp_core.guard import guard_wrapper, warn_of_one_rank
 from ddp_core.hooks import CommHook, Hook, check_hook, check_timeout
 from ddp_core.joining import MayRunOut, elect, exchange_sync_flag
 from ddp_core.reducer import Reducer

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commhooks
 import ddp_core
 import ddp_core.guard
-import ddp_core.proof
+import ddp_core.guard.proof
 from ddp_core.guard import NotAveragedError, NotAveragedWarning
 from tests.ddp_core.facts import Facts
 from tests.guard.situations import (
@@ -359,7 +359,7 @@ def one_rank_bypasses(rank: int) -> tuple[str, list[str]]:
     run = Run(CORE, SGD, rank)
     optimizer = run.optimizer_of(model.parameters())
     run.train(model, optimizer, steps=3)  # the order of buckets is agreed on by then: the hook alone communicates
-    with mock.patch.object(ddp_core.proof, "PATIENCE", 0.2), words() as said:
+    with mock.patch.object(ddp_core.guard.proof, "PATIENCE", 0.2), words() as said:
         try:
             run.train(model.module if rank == 1 else model, optimizer, steps=1)
         except (NotAveragedError, commhooks.CollectiveError) as error:
@@ -402,7 +402,7 @@ def test_a_rank_of_a_smaller_group_is_named_by_its_rank_in_the_world_too(rank: i
 @on_ranks(2, check_exit=False)
 def test_a_rank_that_is_late_is_warned_of_once_and_waited_for(rank: int) -> None:
     run = Run(TORCH_ATTACH, SGD, rank)
-    with mock.patch.object(ddp_core.proof, "PATIENCE", 0.2), words() as said:
+    with mock.patch.object(ddp_core.guard.proof, "PATIENCE", 0.2), words() as said:
         for step in run.steps(3):
             run.backward_in_no_sync()
             for parameter in run.model.parameters():
