@@ -15,7 +15,6 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree  # see ddp_core/graph.py
 
-from ddp_core.alone import warn_of_one_rank
 from ddp_core.buckets import MIB, Bucket, Layout
 from ddp_core.compatibility import PyTorchNames
 from ddp_core.construction import (
@@ -42,7 +41,7 @@ from ddp_core.features.strides import Strides
 from ddp_core.features.unused import UnusedParameters
 from ddp_core.features.watch import Watch, all_parameters
 from ddp_core.graph import outside_transforms, tensors_in, through_sink
-from ddp_core.guard import guard_wrapper
+from ddp_core.guard import guard_wrapper, warn_of_one_rank
 from ddp_core.hooks import CommHook, Hook, check_hook, check_timeout
 from ddp_core.reducer import Reducer
 from ddp_core.replicas import broadcast_coalesced, verify_same_model

@@ -11,7 +11,7 @@ import pytest
 from tests.structure import STUDIES, Source, sources_of
 
 TOP = ("commhooks", "ddp_core", "experiments")
-GUARD = "ddp_core.guard"  # it knows wrappers and process groups, no compression: the one file that both use
+GUARD = "ddp_core.guard"  # it knows wrappers and process groups, no compression: the one part that both use
 MAY_IMPORT = {
     "ddp_core": {"torch"},
     "commhooks": {"torch", "numpy"},

@@ -122,9 +122,7 @@ def main() -> int:
     """Try one version, or write the page; return 0 if all tests passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("torch", nargs="?", help="the version to install, such as 2.15.0")
-    parser.add_argument(
-        "--page", action="store_true", help="add the row to the record, and write the page"
-    )
+    parser.add_argument("--page", action="store_true", help="add the row to the record, and write the page")
     parser.add_argument("--keep", action="store_true", help="keep the environment")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
     parser.add_argument("--short", action="store_true", help="only what most often fails")

@@ -50,11 +50,11 @@ class ReductionsGuard(Guard):
         """The number of rounds so far."""
         return self._count()
 
-    def ranks(self) -> tuple[int, int]:
-        """Return this process's rank among those that average together, and their number."""
-        return self._connection.rank, self._connection.world_size
+    def who(self) -> str:
+        """Return this process's rank in words."""
+        return f"rank {self._connection.rank}"
 
-    def cause(self, optimizer: Optimizer, known: bool, within: bool) -> str:
+    def cause(self, known: bool, within: bool) -> str:
         """Return the likely cause of a step on local gradients, and a remedy."""
         return self._advice
 

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commhooks
 import ddp_core
-import ddp_core.proof
+import ddp_core.guard.proof
 from tests.guard.situations import (
     LOCAL,
     OTHER_ERROR,
@@ -459,7 +459,7 @@ def a_rank_comes_late_to_its_step(run: Run) -> None:
 
 @sound(WARNS)  # that rank 0 waits, and for how long it will
 def a_rank_comes_to_its_step_later_than_the_guard_waits_without_a_word(run: Run) -> None:
-    with mock.patch.object(ddp_core.proof, "PATIENCE", 0.2):
+    with mock.patch.object(ddp_core.guard.proof, "PATIENCE", 0.2):
         rank_1_saves_before_its_step(run, seconds=0.5)
 
 

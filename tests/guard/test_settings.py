@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commhooks
 import ddp_core
 import ddp_core.guard
-import ddp_core.outside
-import ddp_core.proof
+import ddp_core.guard.outside
+import ddp_core.guard.proof
 from ddp_core.guard import NotAveragedError, NotAveragedWarning
 from tests.ddp_core.facts import Facts
 from tests.guard.situations import (
@@ -304,7 +304,7 @@ def inner_loops_with_optimizers_of_their_own_warn_once_and_leave_few_keys(rank: 
     run.train()
     store = dist.distributed_c10d._get_default_store()
     keys = []
-    with words() as said, mock.patch.object(ddp_core.outside, "ANSWER_SECONDS", 60.0):
+    with words() as said, mock.patch.object(ddp_core.guard.outside, "ANSWER_SECONDS", 60.0):
         for _ in range(20):
             learner = perceptron(3)
             for _ in run.steps(3, torch.optim.SGD(learner.parameters(), lr=0.1)):
@@ -360,7 +360,7 @@ def one_rank_bypasses(rank: int) -> tuple[str, list[str]]:
     run = Run(CORE, SGD, rank)
     optimizer = run.optimizer_of(model.parameters())
     run.train(model, optimizer, steps=3)  # the order of buckets is agreed on by then: the hook alone communicates
-    with mock.patch.object(ddp_core.proof, "PATIENCE", 0.2), words() as said:
+    with mock.patch.object(ddp_core.guard.proof, "PATIENCE", 0.2), words() as said:
         try:
             run.train(model.module if rank == 1 else model, optimizer, steps=1)
         except (NotAveragedError, commhooks.CollectiveError) as error:
@@ -403,7 +403,7 @@ def test_a_rank_of_a_smaller_group_is_named_by_its_rank_in_the_world_too(rank: i
 @on_ranks(2, check_exit=False)
 def test_a_rank_that_is_late_is_warned_of_once_and_waited_for(rank: int) -> None:
     run = Run(TORCH_ATTACH, SGD, rank)
-    with mock.patch.object(ddp_core.proof, "PATIENCE", 0.2), words() as said:
+    with mock.patch.object(ddp_core.guard.proof, "PATIENCE", 0.2), words() as said:
         for step in run.steps(3):
             run.backward_in_no_sync()
             for parameter in run.model.parameters():

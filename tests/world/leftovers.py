@@ -17,7 +17,8 @@ from torch.optim import optimizer
 
 OF_LIBRARIES = ("tqdm_monitor",)  # one for a process, which tqdm never ends
 PATIENCE_SECONDS = 2.0  # a thread that was told to end may still be ending
-KEPT = ("ddp_core.features.watch", "ddp_core.guard")  # hooks of all optimizers, made once in a process, by design
+KEPT = ("ddp_core.features.watch", "ddp_core.guard.suspicion", "ddp_core.guard.following")
+"""The files whose hooks of all optimizers and modules are made once in a process, by design."""
 DEFAULTS: Mapping[str, Callable[[], Any]] = {
     "default dtype": torch.get_default_dtype,
     "default device": torch.get_default_device,

@@ -17,13 +17,14 @@ def warn_of_one_rank(
     """
     if group.size() > 1 or group in _told or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    if _is_a_dimension(group) if is_meant is None else is_meant:
+    if _said_by(group, "group_desc").startswith("mesh_") if is_meant is None else is_meant:
         return
     _told.add(group)
+    name = _said_by(group, "group_name")
     warnings.warn(
-        f"{what}: the process group{_named(group)} has one rank, this one, of the {dist.get_world_size()} ranks that "
-        "run: it averages with nobody, and each rank trains alone. Pass the group of the ranks that train one model; "
-        "or ignore this warning, if something else averages between them.",
+        f"{what}: the process group{name and f' {name!r}'} has one rank, this one, of the {dist.get_world_size()} "
+        "ranks that run: it averages with nobody, and each rank trains alone. Pass the group of the ranks that train "
+        "one model; or ignore this warning, if something else averages between them.",
         stacklevel=3,
     )
 
@@ -32,15 +33,8 @@ _told: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """The groups of one rank that were warned of."""
 
 
-def _is_a_dimension(group: dist.ProcessGroup) -> bool:
+def _said_by(group: dist.ProcessGroup, attribute: str) -> str:
     try:
-        return str(group.group_desc).startswith("mesh_")
-    except RuntimeError:  # of a group written in Python
-        return False
-
-
-def _named(group: dist.ProcessGroup) -> str:
-    try:
-        return f" {group.group_name!r}"
+        return str(getattr(group, attribute))
     except (RuntimeError, AttributeError):  # 'ProcessGroup name not set', or what a group written in Python raises
         return ""
