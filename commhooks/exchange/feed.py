@@ -145,7 +145,9 @@ class Feed(ABC):
     """
 
     caller: ClassVar[str]
-    """The function that users call, for errors and defaults."""
+    """The function that users call, for errors."""
+    way: ClassVar[str] = "open_exchange"
+    """The way in, for `open_exchange`: which defaults its options have, and which cannot apply."""
     ended: ClassVar[str] = "this attachment was closed, or its model is gone; attach again"
     """What is said of a handle that is used after its end."""
     label: str

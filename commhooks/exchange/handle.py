@@ -463,7 +463,7 @@ def open_exchange(feed: Feed, compressor: Compressor | str, **options: Unpack[Op
     Raises `AttachError` if ranks disagree about compressor, options or tensors, and `SettingsError` for settings that
     cannot work, on this rank or another.
     """
-    settings = settings_of(feed.caller, options)
+    settings = settings_of(feed.way, options, feed.caller)
     return Handle(feed, checked_compressor(feed.caller, compressor), settings).open()
 
 

@@ -6,17 +6,20 @@ import dataclasses
 import gc
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import commhooks
 import ddp_core
 from commhooks import AttachError, DiLoCo, Exchanger, PowerSGDState, SettingsError, StartAfter
 from commhooks.compressors import PowerSGD, TopK
 from commhooks.errors import CommHooksError, HookTypeError
+from commhooks.exchange import Feed, open_exchange
 from commhooks.exchange.options import CANNOT_APPLY, DEFAULTS, Options
 from commhooks.lockstep import lockstep_connections
 from tests.commhooks.told import told_by
@@ -33,6 +36,25 @@ def ddp() -> ddp_core.DistributedDataParallel:
 
 def step(model: nn.Module, rank: int) -> None:
     model(torch.full((2, 64), float(rank + 1))).square().mean().backward()
+
+
+class Given(Feed):
+    """A user's own feed, whose buckets are handed in by hand."""
+
+    caller = "give"
+    label = "given"
+
+    def __init__(self, channels: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._channels = channels
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    def like(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return self._channels
 
 
 @facts
@@ -169,6 +191,13 @@ def test_a_member_for_one_channel_names_the_channels_of_several() -> None:
         alone.replace({"b": "int8"})
     with pytest.raises(AttachError, match="open: this Exchanger was closed"):
         exchanger.open()
+
+
+def test_a_feed_of_ones_own_is_named_in_errors_and_has_no_wrapper_to_guard() -> None:
+    with pytest.raises(SettingsError, match=r"give\(policy='lifo'\)"):
+        open_exchange(Given(GROUPS), "int8", policy="lifo")  # type: ignore[arg-type]  # "Literal['lifo']"
+    with pytest.raises(SettingsError, match=r"give\(guard='raise'\): guard cannot apply: .* use watch"):
+        open_exchange(Given(GROUPS), "int8", guard="raise")
 
 
 def test_what_belongs_to_the_line_and_what_has_a_wrong_value_is_refused() -> None:
