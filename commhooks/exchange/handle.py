@@ -69,6 +69,7 @@ class Handle(Mapping[str, One]):
         )
         self._made: dict[str, One] = {}
         like = feed.like()
+        _check_names(feed.caller, like)
         try:
             for name, named in like.items():
                 one = compressor[name] if isinstance(compressor, Mapping) else compressor
@@ -147,7 +148,10 @@ class Handle(Mapping[str, One]):
 
     def __getitem__(self, name: str) -> One:
         """Return a channel."""
-        return self._channels()[name]
+        channels = self._channels()
+        if name not in channels:
+            raise KeyError(f"{self._feed.caller}: there is no channel {name!r}, only {', '.join(channels)}.")
+        return channels[name]
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the channels' names."""
@@ -465,6 +469,19 @@ def open_exchange(feed: Feed, compressor: Compressor | str, **options: Unpack[Op
     """
     settings = settings_of(feed.way, options, feed.caller)
     return Handle(feed, checked_compressor(feed.caller, compressor), settings).open()
+
+
+def _check_names(caller: str, like: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise `SettingsError` if there is no channel, or a name is in two: counts of all channels go by name."""
+    if not like:
+        raise SettingsError(f"{caller}: there is nothing to average: the feed's like() names no channel.")
+    seen: dict[str, str] = {}
+    for channel, name in ((channel, name) for channel, named in like.items() for name in named):
+        if (other := seen.setdefault(name, channel)) != channel:
+            raise SettingsError(
+                f"{caller}: {name!r} is in two channels, {other} and {channel}; call them '{other}.{name}' and "
+                f"'{channel}.{name}', for example."
+            )
 
 
 def _together(counts: Iterable[Statistics], gathers: Iterable[Any] = ()) -> Statistics:

@@ -19,8 +19,8 @@ import ddp_core
 from commhooks import AttachError, DiLoCo, Exchanger, PowerSGDState, SettingsError, StartAfter
 from commhooks.compressors import PowerSGD, TopK
 from commhooks.errors import CommHooksError, HookTypeError
-from commhooks.exchange import Feed, open_exchange
-from commhooks.exchange.options import CANNOT_APPLY, DEFAULTS, Options
+from commhooks.exchange import Channel, Feed, Handle, open_exchange
+from commhooks.exchange.options import CANNOT_APPLY, DEFAULTS, Options, settings_of
 from commhooks.lockstep import lockstep_connections
 from tests.commhooks.told import told_by
 from tests.ddp_core.facts import Facts
@@ -55,6 +55,11 @@ class Given(Feed):
 
     def like(self) -> Mapping[str, Mapping[str, Tensor]]:
         return self._channels
+
+
+def held(channels: Mapping[str, Mapping[str, Tensor]]) -> Handle[Channel]:
+    """Return the handle of a rank that is alone, whose buckets wait for `run_in_turns`."""
+    return Handle(Given(channels), TopK(ratio=0.1), settings_of("open_exchange", {}), lockstep_connections(1)[0])
 
 
 @facts
@@ -193,11 +198,25 @@ def test_a_member_for_one_channel_names_the_channels_of_several() -> None:
         exchanger.open()
 
 
+def test_a_feed_whose_names_cannot_work_is_refused() -> None:
+    with pytest.raises(SettingsError, match="give: 'w' is in two channels, a and b"):
+        held({"a": {"w": torch.zeros(2)}, "b": {"w": torch.zeros(2)}})
+    with pytest.raises(SettingsError, match=r"give: there is nothing to average: the feed's like\(\) names no channel"):
+        held({})
+
+
 def test_a_feed_of_ones_own_is_named_in_errors_and_has_no_wrapper_to_guard() -> None:
     with pytest.raises(SettingsError, match=r"give\(policy='lifo'\)"):
         open_exchange(Given(GROUPS), "int8", policy="lifo")  # type: ignore[arg-type]  # "Literal['lifo']"
     with pytest.raises(SettingsError, match=r"give\(guard='raise'\): guard cannot apply: .* use watch"):
         open_exchange(Given(GROUPS), "int8", guard="raise")
+
+
+def test_a_channel_that_is_not_there_is_told_with_those_that_are() -> None:
+    handle = held(GROUPS)
+    with pytest.raises(KeyError, match="give: there is no channel 'c', only a, b"):
+        handle["c"]
+    assert "c" not in handle and handle.get("c") is None
 
 
 def test_what_belongs_to_the_line_and_what_has_a_wrong_value_is_refused() -> None:
