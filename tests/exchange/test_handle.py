@@ -20,6 +20,7 @@ from commhooks import AttachError, DiLoCo, Exchanger, PowerSGDState, SettingsErr
 from commhooks.compressors import PowerSGD, TopK
 from commhooks.errors import CommHooksError, HookTypeError
 from commhooks.exchange import Channel, Feed, Handle, open_exchange
+from commhooks.exchange.buckets import FlatBucket, allocated
 from commhooks.exchange.options import CANNOT_APPLY, DEFAULTS, Options, settings_of
 from commhooks.lockstep import lockstep_connections
 from tests.commhooks.told import told_by
@@ -60,6 +61,10 @@ class Given(Feed):
 def held(channels: Mapping[str, Mapping[str, Tensor]]) -> Handle[Channel]:
     """Return the handle of a rank that is alone, whose buckets wait for `run_in_turns`."""
     return Handle(Given(channels), TopK(ratio=0.1), settings_of("open_exchange", {}), lockstep_connections(1)[0])
+
+
+def bucket_of(named: Mapping[str, Tensor]) -> FlatBucket:
+    return FlatBucket(0, list(named), named, True, allocated)
 
 
 @facts
@@ -196,6 +201,16 @@ def test_a_member_for_one_channel_names_the_channels_of_several() -> None:
         alone.replace({"b": "int8"})
     with pytest.raises(AttachError, match="open: this Exchanger was closed"):
         exchanger.open()
+
+
+def test_a_bucket_of_other_tensors_than_the_feed_named_is_refused() -> None:
+    """Its state would neither be saved nor loaded."""
+    named = {"w": torch.zeros(64)}
+    handle = held({"a": named})
+    handle["a"].engine.run(bucket_of(named))
+    other = held({"a": named})
+    with pytest.raises(AttachError, match=r"other tensors than were named: .* of shape \(64,\)\. .* the very tensors"):
+        other["a"].engine.run(bucket_of({"w": torch.zeros(64)}))
 
 
 def test_a_feed_whose_names_cannot_work_is_refused() -> None:
