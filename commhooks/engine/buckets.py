@@ -90,7 +90,7 @@ class Buckets:
         view.scratch.loans.pool = self.pool
         self._parameters[key] = parameters
         if known is not None:
-            view.layout = known.layout
+            view.layout, view.future = known.layout, known.future
         return view
 
     def lay_out(self, view: BucketView, compressor: Compressor) -> bool:

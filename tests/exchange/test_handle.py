@@ -18,11 +18,12 @@ import commhooks
 import ddp_core
 from commhooks import AttachError, DiLoCo, Exchanger, PowerSGDState, SettingsError, StartAfter
 from commhooks.compressors import PowerSGD, TopK
-from commhooks.errors import CommHooksError, HookTypeError
+from commhooks.errors import CommHooksError, CompressorError, HookTypeError
 from commhooks.exchange import Channel, Feed, Handle, open_exchange
 from commhooks.exchange.buckets import FlatBucket, allocated
 from commhooks.exchange.options import CANNOT_APPLY, DEFAULTS, Options, settings_of
 from commhooks.lockstep import lockstep_connections
+from commhooks.scheduling.lockstep import LockstepConnection, run_in_turns
 from tests.commhooks.told import told_by
 from tests.ddp_core.facts import Facts
 
@@ -211,6 +212,20 @@ def test_a_bucket_of_other_tensors_than_the_feed_named_is_refused() -> None:
     other = held({"a": named})
     with pytest.raises(AttachError, match=r"other tensors than were named: .* of shape \(64,\)\. .* the very tensors"):
         other["a"].engine.run(bucket_of({"w": torch.zeros(64)}))
+
+
+def test_a_bucket_is_refused_while_its_last_mean_is_under_way() -> None:
+    handle = held(GROUPS)
+    bucket = bucket_of(GROUPS["a"])
+    engine, connection = handle["a"].engine, handle.connection
+    assert isinstance(connection, LockstepConnection)
+    for _ in range(2):
+        future = engine.run(bucket)
+        run_in_turns([connection])
+        assert future.done()
+    engine.run(bucket)
+    with pytest.raises(CompressorError, match=r"bucket 0 \(parameters x\) was handed in again before the future"):
+        engine.run(bucket)
 
 
 def test_a_feed_whose_names_cannot_work_is_refused() -> None:
