@@ -235,6 +235,13 @@ def test_a_feed_whose_names_cannot_work_is_refused() -> None:
         held({})
 
 
+def test_a_flat_bucket_holds_tensors_of_one_kind() -> None:
+    with pytest.raises(SettingsError, match=r"of one dtype.*got torch.float32 on cpu, torch.float64 on cpu"):
+        bucket_of({"x": torch.zeros(1), "y": torch.zeros(1, dtype=torch.float64)})
+    with pytest.raises(SettingsError, match="got no tensors"):
+        bucket_of({})
+
+
 def test_a_feed_of_ones_own_is_named_in_errors_and_has_no_wrapper_to_guard() -> None:
     with pytest.raises(SettingsError, match=r"give\(policy='lifo'\)"):
         open_exchange(Given(GROUPS), "int8", policy="lifo")  # type: ignore[arg-type]  # "Literal['lifo']"
