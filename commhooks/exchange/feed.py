@@ -214,6 +214,11 @@ class Feed(ABC):
 
     def guard_of(self, channel: Channel) -> Guard | None:
         """Return the guard of a channel's parameters; None if they cannot differ between ranks."""
+        if channel.engine.connection.world_size > 1:
+            raise SettingsError(
+                f"{self.caller}: watch needs a guard, which tells whether gradients were averaged: define guard_of "
+                "besides averaged_by; it may return a ReductionsGuard."
+            )
         return None
 
     def is_own(self, channel: str) -> bool:

@@ -68,6 +68,19 @@ def bucket_of(named: Mapping[str, Tensor]) -> FlatBucket:
     return FlatBucket(0, list(named), named, True, allocated)
 
 
+class Watched(Given):
+    def averaged_by(self, channel: Channel) -> Mapping[Tensor, str]:
+        return {tensor: name for name, tensor in self.like()[channel.label].items()}
+
+
+@facts
+def watching_needs_a_guard_where_ranks_average(rank: int) -> None:
+    weight = torch.zeros(64, requires_grad=True)
+    with open_exchange(Watched({"a": {"w": weight}}), "int8") as handle:
+        told = told_by(lambda: handle.watch(torch.optim.SGD([weight], lr=0.1)))
+    assert told.error == "SettingsError" and "give: watch needs a guard" in told.text, told
+
+
 @facts
 def replacing_the_compressor_of_diloco_leaves_buffers_exact(rank: int) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
