@@ -197,10 +197,13 @@ class Feed(ABC):
         return None
 
     def plug(self, channels: Mapping[str, Any]) -> None:  # noqa: B027  # some are called without
-        """Have buckets run through the channels' engines from now on; all ranks have agreed."""
+        """Have buckets run through the channels' engines from now on; all ranks have agreed.
+
+        If it raises on one rank, all ranks close and raise.
+        """
 
     def unplug(self) -> None:
-        """Undo `plug`; a second call does nothing."""
+        """Undo `plug`, also one that failed halfway or was never called; a second call does nothing."""
         self._is_closed = True
 
     @property

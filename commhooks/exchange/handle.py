@@ -109,12 +109,24 @@ class Handle(Mapping[str, One]):
         try:
             for channel in self._channels().values():
                 channel.open()
-            self._feed.plug(self._made)
+            self._plug_in()
         except BaseException:
             self.close()
             raise
         self._is_open = True
         return self
+
+    def _plug_in(self) -> None:
+        """Plug the feed in; if that fails on one rank, raise on all of them."""
+        (first, *_) = self._channels().values()
+        try:
+            self._feed.plug(self._made)
+        except BaseException as error:  # without a comparison: the others may wait for this rank within their `plug`
+            rank = self._connection.rank
+            first.engine.stop(f"rank {rank}: {self._feed.caller} could not plug in: {type(error).__name__}: {error}")
+            raise
+        if type(self._feed).plug is not Feed.plug:  # which does nothing, and cannot fail
+            first.engine.agree("plugged in", "open", first.device)
 
     def _channels(self) -> Mapping[str, One]:
         return self._made
@@ -465,7 +477,8 @@ def open_exchange(feed: Feed, compressor: Compressor | str, **options: Unpack[Op
     """Average what a feed hands in, with a compressor: make engines, connect, and plug in, on every rank or on none.
 
     Raises `AttachError` if ranks disagree about compressor, options or tensors, and `SettingsError` for settings that
-    cannot work, on this rank or another.
+    cannot work, on this rank or another. If `Feed.plug` raises on one rank, the others raise `CollectiveError`, which
+    names it and its error; on NCCL they notice it only at the group's timeout.
     """
     settings = settings_of(feed.way, options, feed.caller)
     return Handle(feed, checked_compressor(feed.caller, compressor), settings).open()

@@ -81,6 +81,20 @@ def watching_needs_a_guard_where_ranks_average(rank: int) -> None:
     assert told.error == "SettingsError" and "give: watch needs a guard" in told.text, told
 
 
+class FailsToPlugIn(Given):
+    def plug(self, channels: Mapping[str, Any]) -> None:
+        if channels["a"].engine.connection.rank == 0:
+            raise OSError("no such socket")
+
+
+@facts
+def a_feed_is_plugged_in_on_every_rank_or_on_none(rank: int) -> None:
+    told = told_by(lambda: open_exchange(FailsToPlugIn({"a": {"w": torch.zeros(64)}}), "int8"))
+    assert told.error == ("CollectiveError" if rank else "OSError") and "no such socket" in told.text, told
+    assert rank == 0 or "rank 0: give could not plug in: OSError" in told.text, told
+    assert told.seconds < 10
+
+
 @facts
 def replacing_the_compressor_of_diloco_leaves_buffers_exact(rank: int) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
