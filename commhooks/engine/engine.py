@@ -93,7 +93,13 @@ class Engine:
         self._names_are_checked = not by_parameter
 
     def run(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        """Start averaging a bucket, and return the future of its mean; call it in the same order on every rank."""
+        """Start averaging a bucket, and return the future of its mean at once; every rank runs buckets in one order.
+
+        The bucket's memory belongs to the exchange until the future is done, and then holds the mean, unless the
+        bucket has an `output`. If any rank fails, waiting for the future raises the cause on every rank, and the
+        memory holds no mean. Raises `CompressorError` if the last mean of the same parameters is still under way, and
+        `AttachError` for parameters that were not named.
+        """
         if torch.is_inference_mode_enabled():  # what is made in it, nobody may write on another thread, or later
             with torch.inference_mode(mode=False), torch.no_grad():
                 return self.run(bucket)

@@ -141,7 +141,7 @@ class Feed(ABC):
     """A source of buckets: a DistributedDataParallel, the modules that FSDP2 shards, tensors that a user names.
 
     `open_exchange` asks it for its channels and named tensors, makes an engine for each, and calls `plug` once all
-    ranks agree; `Handle.close` calls `unplug`.
+    ranks agree; `Handle.close` calls `unplug`. Only `caller`, `label`, `process_group` and `like` have no default.
     """
 
     caller: ClassVar[str]
@@ -175,7 +175,7 @@ class Feed(ABC):
 
     @abstractmethod
     def like(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the channels, by name, with the named tensors that state is kept for."""
+        """Return the channels, by name, with the named tensors that state is kept for: the same ones at each call."""
 
     def title(self, channel: str) -> str:
         """Return a channel's name in errors."""
