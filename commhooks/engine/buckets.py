@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from commhooks.errors import GradientError, SettingsError
+from commhooks.errors import AttachError, GradientError, SettingsError
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.compressor import Compressor
 from commhooks.language.lending import Pool
@@ -90,7 +90,7 @@ class Buckets:
         view.scratch.loans.pool = self.pool
         self._parameters[key] = parameters
         if known is not None:
-            view.layout = known.layout
+            view.layout, view.future = known.layout, known.future
         return view
 
     def lay_out(self, view: BucketView, compressor: Compressor) -> bool:
@@ -113,9 +113,21 @@ class Buckets:
             self._laid_out.clear()
 
     def learn_names(self, bucket: Bucket, parameters: list[Tensor]) -> None:
-        """Learn parameters' names from a bucket that provides them, as ddp_core's do."""
+        """Learn parameters' names from a bucket that provides them, as ddp_core's do.
+
+        Raises `AttachError` for unknown parameters once the names of one model's are known: no state of theirs would be
+        saved or loaded.
+        """
+        if all(self._table.name_of(parameter) is not None for parameter in parameters):
+            return
+        if self.are_one_models:
+            raise AttachError(
+                f"bucket {bucket.index()} is one of other tensors than were named: {self._table.describe(parameters)}. "
+                "State is kept by tensor, so its parameters() must be the very tensors of the feed's like(), which "
+                "must return the same ones at each call."
+            )
         names: Callable[[], list[str]] | None = getattr(bucket, "names", None)
-        if names is not None and any(self._table.name_of(parameter) is None for parameter in parameters):
+        if names is not None:
             self._table.bind(zip(names(), parameters, strict=True))
 
     @property

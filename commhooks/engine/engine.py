@@ -20,7 +20,7 @@ from commhooks.engine.buckets import Bucket, Buckets
 from commhooks.engine.guards import are_zeros, keep_what_is_unused, take_part_with_zeros, weigh
 from commhooks.engine.replay import Resumed, put_together
 from commhooks.engine.undo import UndoLog
-from commhooks.errors import AttachError, CommHooksError, GradientError, SettingsError
+from commhooks.errors import AttachError, CommHooksError, CompressorError, GradientError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import (
     Compressor,
@@ -93,7 +93,13 @@ class Engine:
         self._names_are_checked = not by_parameter
 
     def run(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        """Start averaging a bucket, and return the future of its mean; call it in the same order on every rank."""
+        """Start averaging a bucket, and return the future of its mean at once; every rank runs buckets in one order.
+
+        The bucket's memory belongs to the exchange until the future is done, and then holds the mean, unless the
+        bucket has an `output`. If any rank fails, waiting for the future raises the cause on every rank, and the
+        memory holds no mean. Raises `CompressorError` if the last mean of the same parameters is still under way, and
+        `AttachError` for parameters that were not named.
+        """
         if torch.is_inference_mode_enabled():  # what is made in it, nobody may write on another thread, or later
             with torch.inference_mode(mode=False), torch.no_grad():
                 return self.run(bucket)
@@ -114,6 +120,15 @@ class Engine:
                 f"of dtype {memory.dtype}; a mean needs a floating-point or complex dtype."
             )
         view = self.buckets.view(bucket, memory)
+        # After a failure, a DDP's next step may come before that failure has reached the futures of the last one.
+        if view.future is not None and not view.future.done() and self.failure() is None:
+            why = (
+                f"rank {self.connection.rank}, step {self.step}: bucket {bucket.index()} "
+                f"({self.state.describe(bucket.parameters())}) was handed in again before the future of its last mean "
+                "was done, and its memory and state are in use until then; wait for the future first."
+            )
+            self.stop(why)
+            raise CompressorError(why)
         if view.is_sharded and (self._undo is not None or not self.compressor.scatters):
             why = "a step on shards cannot be undone" if self._undo else f"{self.compressor!r} averages whole gradients"
             raise SettingsError(f"bucket {bucket.index()} consists of shards, one for each rank: {why}.")
@@ -132,6 +147,7 @@ class Engine:
             undo=self._undo,
             ready=mark_of(memory.device),
         )
+        view.future = task.future
         if task.is_last and not self._names_are_checked:
             self._names_are_checked = True
             self.compressor.check(self.state.described(), self.connection.world_size)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commhooks.devices import Mark, mark_of
-from commhooks.errors import CompressorError
+from commhooks.errors import CompressorError, SettingsError
 from commhooks.tensors import is_dense
 
 
@@ -79,8 +79,16 @@ def allocated(like: Tensor, elements: int) -> Tensor:
 class FlatBucket:
     """Tensors of one dtype and device, presented as a bucket; `take` provides its memory.
 
-    `places` are the tensors, as views of the memory, and `weight` is this rank's weight in the mean; None: equal
-    weights.
+    - `number`: its place in the channel's step, from 0 on; a bucket with a lower number than the last begins a step.
+    - `names`: its tensors' names, in the order in which they lie in memory.
+    - `tensors`: the tensors that state is kept for, by name: those that the feed's `like` returns. Only their shapes,
+      strides, dtype and device are read; others than those of `names` are ignored.
+    - `is_last`: the channel's step ends with it.
+    - `take`: a function of a tensor and a number of elements, which returns 1-D memory for so many elements of that
+      tensor's dtype and device, such as `allocated`.
+
+    `places` are views of the memory with the tensors' shapes, in the order of `names`, and `weight` is this rank's
+    weight in the mean; None: equal weights. Raises `SettingsError` for tensors of several dtypes or devices, or none.
     """
 
     def __init__(
@@ -97,6 +105,12 @@ class FlatBucket:
         self._is_last = is_last
         self.weight: float | None = None
         sizes = [tensor.numel() for tensor in self._tensors]
+        kinds = dict.fromkeys(f"{tensor.dtype} on {tensor.device}" for tensor in self._tensors)
+        if len(kinds) != 1:
+            raise SettingsError(
+                f"FlatBucket of {', '.join(self._names[:8])}: its tensors must be of one dtype, on one device (got "
+                f"{', '.join(kinds) or 'no tensors'}); make one bucket for each kind."
+            )
         self._memory = take(self._tensors[0], sum(sizes))
         # In the order of each tensor's memory, as a DDP lays out gradients: state is saved in that order.
         flat = zip(self._memory.split(sizes), self._tensors, strict=True)

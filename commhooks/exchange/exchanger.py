@@ -407,16 +407,12 @@ def _channels_in(tensors: object) -> dict[str, dict[str, Tensor]]:
         raise SettingsError(f"Exchanger(tensors={tensors!r:.80}): tensors must name at least one tensor.")
     several = all(isinstance(one, Mapping) and one for one in tensors.values())
     channels = {label: dict(one) for label, one in tensors.items()} if several else {ONLY: dict(tensors)}
-    seen: dict[str, str] = {}
-    for label, group in channels.items():
+    for group in channels.values():
         for key, tensor in group.items():
             if not isinstance(tensor, Tensor):
                 raise SettingsError(f"Exchanger: {key!r} must be a tensor (got {type(tensor).__name__}).")
             if tensor.layout != torch.strided or not tensor.is_floating_point():
                 raise SettingsError(f"Exchanger: {key!r} must be dense and of floating point (got {tensor.dtype}).")
-            if key in seen:
-                raise SettingsError(f"Exchanger: {key!r} is in two groups, {seen[key]} and {label}.")
-            seen[key] = label
     return channels
 
 

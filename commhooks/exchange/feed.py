@@ -141,11 +141,13 @@ class Feed(ABC):
     """A source of buckets: a DistributedDataParallel, the modules that FSDP2 shards, tensors that a user names.
 
     `open_exchange` asks it for its channels and named tensors, makes an engine for each, and calls `plug` once all
-    ranks agree; `Handle.close` calls `unplug`.
+    ranks agree; `Handle.close` calls `unplug`. Only `caller`, `label`, `process_group` and `like` have no default.
     """
 
     caller: ClassVar[str]
-    """The function that users call, for errors and defaults."""
+    """The function that users call, for errors."""
+    way: ClassVar[str] = "open_exchange"
+    """The way in, for `open_exchange`: which defaults its options have, and which cannot apply."""
     ended: ClassVar[str] = "this attachment was closed, or its model is gone; attach again"
     """What is said of a handle that is used after its end."""
     label: str
@@ -173,7 +175,7 @@ class Feed(ABC):
 
     @abstractmethod
     def like(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the channels, by name, with the named tensors that state is kept for."""
+        """Return the channels, by name, with the named tensors that state is kept for: the same ones at each call."""
 
     def title(self, channel: str) -> str:
         """Return a channel's name in errors."""
@@ -195,10 +197,13 @@ class Feed(ABC):
         return None
 
     def plug(self, channels: Mapping[str, Any]) -> None:  # noqa: B027  # some are called without
-        """Have buckets run through the channels' engines from now on; all ranks have agreed."""
+        """Have buckets run through the channels' engines from now on; all ranks have agreed.
+
+        If it raises on one rank, all ranks close and raise.
+        """
 
     def unplug(self) -> None:
-        """Undo `plug`; a second call does nothing."""
+        """Undo `plug`, also one that failed halfway or was never called; a second call does nothing."""
         self._is_closed = True
 
     @property
@@ -212,6 +217,11 @@ class Feed(ABC):
 
     def guard_of(self, channel: Channel) -> Guard | None:
         """Return the guard of a channel's parameters; None if they cannot differ between ranks."""
+        if channel.engine.connection.world_size > 1:
+            raise SettingsError(
+                f"{self.caller}: watch needs a guard, which tells whether gradients were averaged: define guard_of "
+                "besides averaged_by; it may return a ReductionsGuard."
+            )
         return None
 
     def is_own(self, channel: str) -> bool:

@@ -69,6 +69,7 @@ class Handle(Mapping[str, One]):
         )
         self._made: dict[str, One] = {}
         like = feed.like()
+        _check_names(feed.caller, like)
         try:
             for name, named in like.items():
                 one = compressor[name] if isinstance(compressor, Mapping) else compressor
@@ -108,12 +109,24 @@ class Handle(Mapping[str, One]):
         try:
             for channel in self._channels().values():
                 channel.open()
-            self._feed.plug(self._made)
+            self._plug_in()
         except BaseException:
             self.close()
             raise
         self._is_open = True
         return self
+
+    def _plug_in(self) -> None:
+        """Plug the feed in; if that fails on one rank, raise on all of them."""
+        (first, *_) = self._channels().values()
+        try:
+            self._feed.plug(self._made)
+        except BaseException as error:  # without a comparison: the others may wait for this rank within their `plug`
+            rank = self._connection.rank
+            first.engine.stop(f"rank {rank}: {self._feed.caller} could not plug in: {type(error).__name__}: {error}")
+            raise
+        if type(self._feed).plug is not Feed.plug:  # which does nothing, and cannot fail
+            first.engine.agree("plugged in", "open", first.device)
 
     def _channels(self) -> Mapping[str, One]:
         return self._made
@@ -147,7 +160,10 @@ class Handle(Mapping[str, One]):
 
     def __getitem__(self, name: str) -> One:
         """Return a channel."""
-        return self._channels()[name]
+        channels = self._channels()
+        if name not in channels:
+            raise KeyError(f"{self._feed.caller}: there is no channel {name!r}, only {', '.join(channels)}.")
+        return channels[name]
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the channels' names."""
@@ -461,10 +477,24 @@ def open_exchange(feed: Feed, compressor: Compressor | str, **options: Unpack[Op
     """Average what a feed hands in, with a compressor: make engines, connect, and plug in, on every rank or on none.
 
     Raises `AttachError` if ranks disagree about compressor, options or tensors, and `SettingsError` for settings that
-    cannot work, on this rank or another.
+    cannot work, on this rank or another. If `Feed.plug` raises on one rank, the others raise `CollectiveError`, which
+    names it and its error; on NCCL they notice it only at the group's timeout.
     """
-    settings = settings_of(feed.caller, options)
+    settings = settings_of(feed.way, options, feed.caller)
     return Handle(feed, checked_compressor(feed.caller, compressor), settings).open()
+
+
+def _check_names(caller: str, like: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise `SettingsError` if there is no channel, or a name is in two: counts of all channels go by name."""
+    if not like:
+        raise SettingsError(f"{caller}: there is nothing to average: the feed's like() names no channel.")
+    seen: dict[str, str] = {}
+    for channel, name in ((channel, name) for channel, named in like.items() for name in named):
+        if (other := seen.setdefault(name, channel)) != channel:
+            raise SettingsError(
+                f"{caller}: {name!r} is in two channels, {other} and {channel}; call them '{other}.{name}' and "
+                f"'{channel}.{name}', for example."
+            )
 
 
 def _together(counts: Iterable[Statistics], gathers: Iterable[Any] = ()) -> Statistics:

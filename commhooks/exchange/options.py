@@ -20,7 +20,7 @@ from ddp_core.guard import GuardMode, check_mode
 
 
 class Options(TypedDict, total=False):
-    """The options of `attach`, `attach_sharded`, `attach_replicas`, `Exchanger` and `DiLoCo`.
+    """The options of `attach`, `attach_sharded`, `attach_replicas`, `Exchanger`, `DiLoCo` and `open_exchange`.
 
     Each takes those that can apply, and raises `SettingsError` for the others, with the reason.
     """
@@ -71,6 +71,7 @@ DEFAULTS: Mapping[str, PolicyName] = {
     "Exchanger": "fused",  # all tensors come at once
     "DiLoCo": "fused",
     "PowerSGDState": "fifo",
+    "open_exchange": "fifo",  # buckets go out as a feed hands them in, so that it may wait for each
 }
 """The policy of each way in, by its name; all other options have one default."""
 
@@ -84,6 +85,7 @@ CANNOT_APPLY: Mapping[str, Mapping[str, str]] = {
         "guard": _NO_WRAPPER,
     },
     "attach_replicas": {"guard": _NO_WRAPPER},
+    "open_exchange": {"guard": _NO_WRAPPER},
     "Exchanger": {"guard": _NO_STEP},
     "DiLoCo": {
         "scaler": "it exchanges how far parameters went, which no loss scale multiplies",

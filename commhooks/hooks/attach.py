@@ -75,7 +75,7 @@ def attach(model: Module, compressor: Compressor | str, **options: Unpack[Option
 class DDPFeed(Feed):
     """The buckets of a DistributedDataParallel: state is kept for its parameters, by name, and its hook calls."""
 
-    caller = "attach"
+    caller = way = "attach"
     label = "attached"
     may_join = True
 

@@ -118,12 +118,7 @@ class Socket:
         register: Any = model.register_comm_hook
         has_limit = "hook_timeout" in inspect.signature(register).parameters
         limit = {"hook_timeout": float(seconds) * COLLECTIVES_A_BUCKET} if has_limit else {}
-        try:
-            self._removable = register(self, attachment_hook, **limit)
-        except Exception:
-            self.release()
-            engine.stop()
-            raise
+        self._removable = register(self, attachment_hook, **limit)
         self._registered = True
 
     def release(self) -> None:

@@ -109,6 +109,8 @@ class BucketView:
     """The results of `plan`, by compressor."""
     output: Tensor | None = None
     """Memory for the mean: of `memory`'s shape, or [width] for shards; None: the mean overwrites the gradient."""
+    future: torch.futures.Future[Tensor] | None = dataclasses.field(default=None, repr=False)
+    """The future of the last mean of these parameters; None before the first."""
 
     def __post_init__(self) -> None:
         self.is_sharded = self.memory.dim() == 2 and not self.memory.is_sparse

@@ -68,8 +68,8 @@ def save_checkpoint(
       state_dict.
     - `optimizer` and `scaler` must have the same state on every rank; rank 0's is saved. The state of a
       `ZeroRedundancyOptimizer`, which is sharded over the ranks, is consolidated on rank 0 first.
-    - `hooks` is the result of `attach`, the hook's `PowerSGDState`, or a `DiLoCo`. With a `DiLoCo`, every rank's own
-      model, optimizer and scaler are saved, and `model` may be a plain module.
+    - `hooks` is a `Handle`, such as the result of `attach` or a `PowerSGDState`, or a `DiLoCo`. With that, each rank's
+      own model, optimizer and scaler are saved, and `model` may be a plain module.
     - `extra` is any other plain data to restore: numbers, strings, tensors, lists and dictionaries.
     - `keep` is the number of newest checkpoints to keep in the directory (None: all).
     - `flush`: wait until everything is on the disk, so that the checkpoint also survives a crash of the machine.

@@ -77,7 +77,7 @@ class ModulesFeed(Feed):
     State is kept for whole parameters, of which each rank sends a shard to every rank.
     """
 
-    caller = "attach_sharded"
+    caller = way = "attach_sharded"
     label = "FSDP"
     is_sharded = True
 

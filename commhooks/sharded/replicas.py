@@ -382,7 +382,7 @@ class ReplicasFeed(TensorFeed):
     channel's name has this rank's, so that a checkpoint of all ranks holds the state of every shard.
     """
 
-    caller = "attach_replicas"
+    caller = way = "attach_replicas"
     ended = Feed.ended
     label = "replicas"
 

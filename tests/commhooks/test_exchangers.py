@@ -296,7 +296,7 @@ def test_groups_in_turns_share_the_memory_of_the_largest() -> None:
     ("groups", "settings", "complaint"),
     [
         ({}, {}, "must name at least one tensor"),
-        ({"x": {"w": torch.zeros(1)}, "y": {"w": torch.zeros(1)}}, {}, "'w' is in two groups, x and y"),
+        ({"x": {"w": torch.zeros(1)}, "y": {"w": torch.zeros(1)}}, {}, "'w' is in two channels, x and y"),
         ({"x": {"w": torch.zeros(1)}}, {"compressor": {"y": "top-k"}}, "must be a compressor for each group"),
         ({"x": {"w": torch.zeros(1)}}, {"hook_timeout": 3.0}, "belong to the connection"),
     ],

@@ -6,19 +6,24 @@ import dataclasses
 import gc
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import commhooks
 import ddp_core
 from commhooks import AttachError, DiLoCo, Exchanger, PowerSGDState, SettingsError, StartAfter
 from commhooks.compressors import PowerSGD, TopK
-from commhooks.errors import CommHooksError, HookTypeError
-from commhooks.exchange.options import CANNOT_APPLY, DEFAULTS, Options
+from commhooks.errors import CommHooksError, CompressorError, HookTypeError
+from commhooks.exchange import Channel, Feed, Handle, open_exchange
+from commhooks.exchange.buckets import FlatBucket, allocated
+from commhooks.exchange.options import CANNOT_APPLY, DEFAULTS, Options, settings_of
 from commhooks.lockstep import lockstep_connections
+from commhooks.scheduling.lockstep import LockstepConnection, run_in_turns
 from tests.commhooks.told import told_by
 from tests.ddp_core.facts import Facts
 
@@ -33,6 +38,61 @@ def ddp() -> ddp_core.DistributedDataParallel:
 
 def step(model: nn.Module, rank: int) -> None:
     model(torch.full((2, 64), float(rank + 1))).square().mean().backward()
+
+
+class Given(Feed):
+    """A user's own feed, whose buckets are handed in by hand."""
+
+    caller = "give"
+    label = "given"
+
+    def __init__(self, channels: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._channels = channels
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    def like(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return self._channels
+
+
+def held(channels: Mapping[str, Mapping[str, Tensor]]) -> Handle[Channel]:
+    """Return the handle of a rank that is alone, whose buckets wait for `run_in_turns`."""
+    return Handle(Given(channels), TopK(ratio=0.1), settings_of("open_exchange", {}), lockstep_connections(1)[0])
+
+
+def bucket_of(named: Mapping[str, Tensor]) -> FlatBucket:
+    return FlatBucket(0, list(named), named, True, allocated)
+
+
+class Watched(Given):
+    def averaged_by(self, channel: Channel) -> Mapping[Tensor, str]:
+        return {tensor: name for name, tensor in self.like()[channel.label].items()}
+
+
+@facts
+def watching_needs_a_guard_where_ranks_average(rank: int) -> None:
+    weight = torch.zeros(64, requires_grad=True)
+    with open_exchange(Watched({"a": {"w": weight}}), "int8") as handle:
+        told = told_by(lambda: handle.watch(torch.optim.SGD([weight], lr=0.1)))
+    assert told.error == "SettingsError" and "give: watch needs a guard" in told.text, told
+
+
+class FailsToPlugIn(Given):
+    def plug(self, channels: Mapping[str, Any]) -> None:
+        if channels["a"].engine.connection.rank == 0:
+            raise OSError("no such socket")
+
+
+@facts
+def a_feed_is_plugged_in_on_every_rank_or_on_none(rank: int) -> None:
+    told = told_by(lambda: open_exchange(FailsToPlugIn({"a": {"w": torch.zeros(64)}}), "int8"))
+    assert told.error == ("CollectiveError" if rank else "OSError") and "no such socket" in told.text, told
+    assert rank == 0 or "rank 0: give could not plug in: OSError" in told.text, told
+    assert told.seconds < 10
 
 
 @facts
@@ -169,6 +229,58 @@ def test_a_member_for_one_channel_names_the_channels_of_several() -> None:
         alone.replace({"b": "int8"})
     with pytest.raises(AttachError, match="open: this Exchanger was closed"):
         exchanger.open()
+
+
+def test_a_bucket_of_other_tensors_than_the_feed_named_is_refused() -> None:
+    """Its state would neither be saved nor loaded."""
+    named = {"w": torch.zeros(64)}
+    handle = held({"a": named})
+    handle["a"].engine.run(bucket_of(named))
+    other = held({"a": named})
+    with pytest.raises(AttachError, match=r"other tensors than were named: .* of shape \(64,\)\. .* the very tensors"):
+        other["a"].engine.run(bucket_of({"w": torch.zeros(64)}))
+
+
+def test_a_bucket_is_refused_while_its_last_mean_is_under_way() -> None:
+    handle = held(GROUPS)
+    bucket = bucket_of(GROUPS["a"])
+    engine, connection = handle["a"].engine, handle.connection
+    assert isinstance(connection, LockstepConnection)
+    for _ in range(2):
+        future = engine.run(bucket)
+        run_in_turns([connection])
+        assert future.done()
+    engine.run(bucket)
+    with pytest.raises(CompressorError, match=r"bucket 0 \(parameters x\) was handed in again before the future"):
+        engine.run(bucket)
+
+
+def test_a_feed_whose_names_cannot_work_is_refused() -> None:
+    with pytest.raises(SettingsError, match="give: 'w' is in two channels, a and b"):
+        held({"a": {"w": torch.zeros(2)}, "b": {"w": torch.zeros(2)}})
+    with pytest.raises(SettingsError, match=r"give: there is nothing to average: the feed's like\(\) names no channel"):
+        held({})
+
+
+def test_a_flat_bucket_holds_tensors_of_one_kind() -> None:
+    with pytest.raises(SettingsError, match=r"of one dtype.*got torch.float32 on cpu, torch.float64 on cpu"):
+        bucket_of({"x": torch.zeros(1), "y": torch.zeros(1, dtype=torch.float64)})
+    with pytest.raises(SettingsError, match="got no tensors"):
+        bucket_of({})
+
+
+def test_a_feed_of_ones_own_is_named_in_errors_and_has_no_wrapper_to_guard() -> None:
+    with pytest.raises(SettingsError, match=r"give\(policy='lifo'\)"):
+        open_exchange(Given(GROUPS), "int8", policy="lifo")  # type: ignore[arg-type]  # "Literal['lifo']"
+    with pytest.raises(SettingsError, match=r"give\(guard='raise'\): guard cannot apply: .* use watch"):
+        open_exchange(Given(GROUPS), "int8", guard="raise")
+
+
+def test_a_channel_that_is_not_there_is_told_with_those_that_are() -> None:
+    handle = held(GROUPS)
+    with pytest.raises(KeyError, match="give: there is no channel 'c', only a, b"):
+        handle["c"]
+    assert "c" not in handle and handle.get("c") is None
 
 
 def test_what_belongs_to_the_line_and_what_has_a_wrong_value_is_refused() -> None:
