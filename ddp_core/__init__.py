@@ -19,6 +19,7 @@ One iteration; on the right, the methods of `Feature` that are called in it::
     backward    autograd adds a gradient to p.grad, last layers first
                 Reducer.gradient_ready            count down                      on_gradient; on_begin (the first)
                 Reducer.arrive                    copy it into its bucket
+                                                  (short ones: when it is complete)
                                                     ┌─────┬──────────┬──────────┐
                                                     │  0  │    1     │    2     │
                                                     └─────┴──────────┴──────────┘
@@ -31,8 +32,8 @@ One iteration; on the right, the methods of `Feature` that are called in it::
                 Bucket.scatter                    p.grad becomes the mean         untouched, on_mean; finished
                 backward() returns
 
-At other times: ``added`` to a reducer; ``on_local``, for a gradient that is not reduced (``no_sync``, or too late);
-``on_failure`` of a hook or collective; ``why_unfinished``, if gradients are missing.
+At other times: ``added`` to a reducer; ``on_local``, for a gradient that is not reduced (``no_sync``, too late, or
+after a failure); ``on_failure`` of a hook or collective; ``why_unfinished``, if gradients are missing.
 """
 
 from ddp_core.distributed import DistributedDataParallel

@@ -43,7 +43,7 @@ class Reducer(Lifecycle):
     # ---------------------------------------------------------------- forward
 
     def before_forward(self) -> None:
-        """Begin an iteration. Raises RuntimeError if the reduction of the previous one did not finish."""
+        """Check that the reduction before has ended, and count the iteration. Raises RuntimeError if it has not."""
         self.require_finished()
         self.iteration.number += 1
 
