@@ -72,7 +72,7 @@ def strides_for(member: Tensor) -> tuple[int, ...]:
     expected = 1
     for stride, size in sorted(zip(member.stride(), member.shape, strict=True)):
         if size != 1 and stride != expected and member.numel():
-            return torch.empty(member.shape, device="meta").stride()
+            return torch.empty(member.shape, dtype=member.dtype, device="meta").stride()
         expected *= size
     return member.stride()
 
