@@ -8,6 +8,8 @@ indices.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import sys
 from collections.abc import Callable, Container, Hashable, Sequence
 from typing import NamedTuple
@@ -188,9 +190,12 @@ class Layout:
     @_disable_dynamo  # torch.compile cannot trace a process group's methods (tests/torch_suite)
     def rebuild_in_order(self, group: dist.ProcessGroup) -> None:
         """Lay out the buckets on every rank in the order in which rank 0's gradients became ready."""
-        order = torch.tensor(self.order, dtype=torch.int64, device=self.parameters[0].device)
-        finish(broadcast(group, order, source=0))
-        self.rebuild(assign_buckets(self.specs, self.limits.rebuilt, order.tolist()))
+        plan = assign_buckets(self.specs, self.limits.rebuilt, self.order)
+        pairs = [(number, index) for number, bucket in enumerate(plan) for index in bucket]
+        sent = torch.tensor(pairs, dtype=torch.int64, device=self.parameters[0].device)
+        finish(broadcast(group, sent, source=0))  # the buckets, and not the order alone: limits may differ
+        buckets = itertools.groupby(sent.tolist(), key=operator.itemgetter(0))
+        self.rebuild([tuple(index for _, index in bucket) for _, bucket in buckets])
 
     def rebuild(self, plan: Plan) -> None:
         """Lay out according to ``plan``, permanently: the order is no longer learned."""

@@ -15,9 +15,9 @@ from ddp_core.features.unused import UnusedParameters
 from ddp_core.hooks import CommHook
 from ddp_core.logging_data import describe
 from ddp_core.replicas import MESSAGE_BYTES
-from ddp_core.settings import Settings
 
 _ARGUMENTS = {
+    "bucket_bytes_cap",
     "bucket_bytes_cap_list",
     "device_ids",
     "dim",
@@ -35,18 +35,20 @@ class PyTorchNames:
     @property
     def buffer_hook(self: Any) -> tuple[object, Callable[..., Any]] | None:
         """The buffer hook and its state."""
-        hook: tuple[object, Callable[..., Any]] | None = self.module_buffers.hook
-        return hook
+        return cast(Buffers, self.module_buffers).hook
 
-    @property
-    def bucket_bytes_cap(self: Any) -> int:
-        """The largest limit of a bucket."""
-        return max(cast(Settings, self.settings).limits.rebuilt)
+    @buffer_hook.setter
+    def buffer_hook(self: Any, hook: tuple[object, Callable[..., Any]] | None) -> None:
+        self.module_buffers.hook = hook
 
     @property
     def forward_sync_buffers(self: Any) -> bool:
         """True if buffers are synchronised in each forward pass."""
         return cast(Buffers, self.module_buffers).every_forward
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self: Any, value: bool) -> None:
+        self.module_buffers.every_forward = value
 
     def __getattr__(self: Any, name: str) -> Any:
         """Return an argument of the constructor that PyTorch's class keeps, under its name."""
@@ -89,7 +91,7 @@ class PyTorchNames:
         if searching is not None:
             self.reducer.remove(searching)
             self.reducer.layout.learns_order = True
-        self.reducer.add(StaticGraph())
+        self.reducer.add(StaticGraph(self.settings.skip_all_reduce_unused_params))
 
     def _set_ddp_sink_clone(self: Any, val: bool) -> None:
         """Set whether outputs are copied at the sink: False saves memory, but forbids modifying them in place."""

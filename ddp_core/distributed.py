@@ -137,7 +137,7 @@ class DistributedDataParallel(PyTorchNames, SavesBuckets, EndsByHand, nn.Module,
         self.device: torch.device = managed[0].device
         self.settings = Settings(
             limits=choose_limits(bucket_cap_mb, bucket_cap_mb_list, static_graph or not find_unused_parameters),
-            bucket_bytes_cap_list=tuple(int(cap * MIB) for cap in bucket_cap_mb_list or []),
+            bucket_bytes_cap_list=[int(cap * MIB) for cap in bucket_cap_mb_list or []],
             device_ids=devices,
             output_device=output_device,
             dim=dim,
@@ -152,7 +152,8 @@ class DistributedDataParallel(PyTorchNames, SavesBuckets, EndsByHand, nn.Module,
         sync_buffers_now, every_forward = choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self.module_buffers = Buffers(module, self.parameters_to_ignore, every_forward=every_forward)
         if init_sync:
-            named = self.replicated_parameters() + list(self.module_buffers.named().items() if sync_buffers_now else [])
+            buffers = self.module_buffers.named(module) if sync_buffers_now else {}
+            named = [*self.replicated_parameters(), *buffers.items()]
             verify_same_model(named, group, self.device)
             broadcast_coalesced([tensor for _, tensor in named], group, source=0)
         self._build_reducer(group, static_graph)
@@ -204,7 +205,7 @@ class DistributedDataParallel(PyTorchNames, SavesBuckets, EndsByHand, nn.Module,
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
             self._before_forward(synchronises)
-            if self.settings.device_ids:
+            if self.device_ids:
                 inputs, kwargs = pytree.tree_map_only(Tensor, self._to_device, (inputs, kwargs))
             return self._after_forward(self.module(*inputs, **kwargs), synchronises)
 
@@ -214,30 +215,30 @@ class DistributedDataParallel(PyTorchNames, SavesBuckets, EndsByHand, nn.Module,
             self._require_mirrorable()
         if synchronises:
             refuse_distributed_autograd()
-            if self.reducer.iteration.number == 0:
-                self._before_first_forward()
-            self.reducer.before_forward()
+            self._begin_iteration()
         # From here on, collectives in the order of ShadowHook.main_hook, which issues those of joined ranks.
         self.notify_joined_ranks()
         if torch.is_grad_enabled():
             with outside_transforms():
                 self.reducer.leave_iteration()
         if self.module_buffers.before_module and self.will_sync_module_buffers():
-            self.module_buffers.synchronise(self._copy_buffers)
+            self.module_buffers.synchronise(self.module, self._copy_buffers)
         self.promise_joined_ranks()
 
-    def _before_first_forward(self) -> None:
-        with outside_transforms():
-            self._require_same_parameters()
-        if take_over(all_parameters(self.reducer)) and self.reducer.find(StepsInBackward) is None:
-            self.reducer.add(StepsInBackward())
+    def _begin_iteration(self) -> None:
+        if self.reducer.iteration.number == 0:
+            with outside_transforms():
+                self._require_same_parameters()
+            if take_over(all_parameters(self.reducer)) and self.reducer.find(StepsInBackward) is None:
+                self.reducer.add(StepsInBackward())
+        self.reducer.before_forward()
 
     @_disable_dynamo
     def _after_forward(self, outputs: Any, synchronises: bool) -> Any:
         reducer = self.reducer
         delayed, unused = reducer.find(DelayedGradients), reducer.find(UnusedParameters)
         if not self.module_buffers.before_module and self.will_sync_module_buffers():
-            self.module_buffers.synchronise(self._copy_buffers)
+            self.module_buffers.synchronise(self.module, self._copy_buffers)
         self.require_forward_param_sync = synchronises
         if delayed is not None and torch.is_grad_enabled():
             delayed.lend_memory()
@@ -248,8 +249,7 @@ class DistributedDataParallel(PyTorchNames, SavesBuckets, EndsByHand, nn.Module,
         return outputs
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        assert self.settings.device_ids, "inputs are moved only if there is a device to move them to"
-        return tensor.to(self.settings.device_ids[0], non_blocking=True)
+        return tensor.to(self.device_ids[0], non_blocking=True)
 
     def will_sync_module_buffers(self) -> bool:
         """Return True if the next forward pass gives all ranks the same buffers."""
@@ -262,7 +262,9 @@ class DistributedDataParallel(PyTorchNames, SavesBuckets, EndsByHand, nn.Module,
     @_disable_dynamo  # as in Layout.rebuild_in_order
     def broadcast_module_buffers(self, source: int, buffers: Sequence[Tensor] | None = None) -> None:
         """Overwrite every rank's buffers (None: all that are not ignored) with group rank ``source``'s."""
-        broadcast_coalesced(buffers or list(self.module_buffers.named().values()), self.process_group, source)
+        broadcast_coalesced(
+            buffers or list(self.module_buffers.named(self.module).values()), self.process_group, source
+        )
 
     # ---------------------------------------------------------------- accumulation
 

@@ -17,6 +17,8 @@ def describe(module: Module, reducer: Reducer, settings: Settings, in_join: bool
     unused = reducer.find(UsedParameters)
     sizes = ", ".join(str(sum(member.nbytes for member in bucket.members)) for bucket in layout.buckets)
     order = ", ".join(" ".join(map(str, bucket.indices)) for bucket in layout.buckets)
+    left_out = sum(map(unused.leaves_out, layout.buckets)) if unused else 0
+    reduced = len(layout.buckets) - left_out if reducer.iteration.number else 0
     data = {
         "world_size": reducer.process_group.size(),
         "rank": reducer.process_group.rank(),
@@ -30,7 +32,7 @@ def describe(module: Module, reducer: Reducer, settings: Settings, in_join: bool
         "total_parameter_size_bytes": sum(p.nbytes for p in layout.parameters),
         "unused_parameter_size": sum(layout.parameters[i].nbytes for i in (unused.here if unused else ())),
         "bucket_sizes": sizes,
-        "num_buckets_reduced": len(layout.buckets) - sum(map(searches.leaves_out, layout.buckets) if searches else ()),
+        "num_buckets_reduced": reduced,
         "has_sync_bn": int(any(isinstance(part, SyncBatchNorm) for part in module.modules())),
         "join_uneven_inputs": int(in_join),
         "has_rebuilt_buckets": int(layout.rebuilt),

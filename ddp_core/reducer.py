@@ -40,8 +40,6 @@ class Reducer(Lifecycle):
         self.listener = Listener(self)
         self.listener.listen(Reducer.gradient_ready, layout.parameters)
 
-    # ---------------------------------------------------------------- forward
-
     def before_forward(self) -> None:
         """Check that the reduction before has ended, and count the iteration. Raises RuntimeError if it has not."""
         self.require_finished()
@@ -58,14 +56,13 @@ class Reducer(Lifecycle):
 
     def after_forward(self, outputs: Iterable[Tensor] = ()) -> None:
         """Prepare for the backward pass of a module whose outputs hold ``outputs``."""
-        # Anew: the iteration before may have been expected, and have had no backward pass.
-        self.iteration = Iteration(self.iteration.number, Phase.EXPECTING, [1] * len(self.layout.parameters))
+        # Anew: the iteration before may have been expected, and have had no backward pass. A failure stays.
+        if self.iteration.phase is not Phase.FAILED:
+            self.iteration = Iteration(self.iteration.number, Phase.EXPECTING, [1] * len(self.layout.parameters))
         for bucket in self.layout.buckets:
             bucket.reset()
         for feature in self.features:
             feature.after_forward(self, outputs)
-
-    # ---------------------------------------------------------------- backward
 
     def gradient_ready(self, index: int) -> None:
         """Count one firing of the AccumulateGrad node of parameter ``index``."""
@@ -126,8 +123,6 @@ class Reducer(Lifecycle):
             if self.hook is not None:
                 return self.hook.start(window, self.process_group)
             return Pending(bucket.launch(self.process_group, memory), window, "all-reduce")
-
-    # ---------------------------------------------------------------- the end of the backward pass
 
     @_disable_dynamo  # a compiled training step, with its backward pass, would trace the reducer
     @torch.no_grad()

@@ -14,7 +14,7 @@ class Settings:
     """Arguments of ``DistributedDataParallel`` that are read later."""
 
     limits: Limits
-    bucket_bytes_cap_list: tuple[int, ...]
+    bucket_bytes_cap_list: list[int]
     device_ids: list[torch.device] | None
     output_device: torch.device | None
     dim: int
@@ -22,3 +22,8 @@ class Settings:
     gradient_as_bucket_view: bool
     skip_all_reduce_unused_params: bool
     lazy_bucket_allocation: bool
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """The largest limit of a bucket."""
+        return max(self.limits.rebuilt)

@@ -201,7 +201,7 @@ class DDPCoreStrategy(DDPStrategy):
         """Run a backward pass; with manual optimization, begin an iteration of the DDP first."""
         ddp = self.model
         if not self.lightning_module.automatic_optimization and ddp.require_backward_grad_sync:
-            ddp.reducer.before_forward()
+            ddp._begin_iteration()
             ddp.reducer.leave_iteration()
             closure_loss = ddp._after_forward(closure_loss, True)
         result: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)

@@ -22,24 +22,27 @@ class Buffers(Feature):
     """The buffers of a module that are not ignored, and how ranks get the same."""
 
     def __init__(self, module: nn.Module, ignored: set[str], *, every_forward: bool) -> None:
-        self._module, self._ignored = module, ignored
+        self._ignored = ignored
         self.every_forward = every_forward
-        self.any = bool(self.named())  # a module may replace buffers later, but not gain its first
+        self.any = bool(self.named(module))  # a module may replace buffers later, but not gain its first
         self.hook: tuple[object, BufferHook] | None = None
         self.before_module = True  # and not after it
         self._futures: list[torch.futures.Future[Any]] = []
 
-    def named(self) -> dict[str, Tensor]:
-        """Return the buffers, by name, as they are now: a module may replace them."""
-        return {name: buffer for name, buffer in self._module.named_buffers() if name not in self._ignored}
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_futures": []}
 
-    def synchronise(self, copy: Callable[[], None]) -> None:
+    def named(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the buffers, by name, as they are now: a module may replace them."""
+        return {name: buffer for name, buffer in module.named_buffers() if name not in self._ignored}
+
+    def synchronise(self, module: nn.Module, copy: Callable[[], None]) -> None:
         """Call the buffer hook or, without one, ``copy``."""
         if self.hook is None:
             copy()
         else:
             state, hook = self.hook
-            self._futures += hook(state, self.named()) or []
+            self._futures += hook(state, self.named(module)) or []
 
     def finished(self, reducer: Any, in_flight: Sequence[Pending | None]) -> None:
         """Wait for what the buffer hook returned."""

@@ -162,7 +162,8 @@ class DelayedGradients(Feature):
 
     def finished(self, reducer: Reducer, in_flight: Sequence[Pending | None]) -> None:
         """Give the delayed parameters their means."""
-        own, self.in_flight = self.in_flight, []
+        own = self.in_flight
+        self.added(reducer)  # without buckets, a late gradient of the trigger would launch again
         for bucket, pending in zip(self.buckets, own, strict=True):
             bucket.scatter(pending.result())
             for feature in reducer.features:

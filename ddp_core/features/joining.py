@@ -24,7 +24,7 @@ from ddp_core.features.buffers import Buffers
 from ddp_core.features.delayed import DelayedGradients
 from ddp_core.features.sparse import SparseBucket
 from ddp_core.features.static_graph import StaticGraph
-from ddp_core.features.unused import UnusedParameters
+from ddp_core.features.unused import UnusedParameters, UsedParameters
 from ddp_core.lifecycle import Phase
 from ddp_core.reducer import Reducer
 from ddp_core.replicas import broadcast_coalesced
@@ -51,6 +51,7 @@ class UnevenInputs(Feature):
 class MayRunOut(Joinable):
     """A wrapped module whose ranks may run out of inputs at different times; a base of ``DistributedDataParallel``."""
 
+    module: Any
     reducer: Reducer
     module_buffers: Buffers
     require_forward_param_sync: bool
@@ -91,7 +92,7 @@ class MayRunOut(Joinable):
         return Join([self], enable, throw_on_early_termination, **options)
 
     def _require_mirrorable(self) -> None:
-        unused = self.reducer.find(UnusedParameters)
+        unused = self.reducer.find(UsedParameters)
         if (unused is not None and unused.skips) or self.module_buffers.hook is not None:
             raise NotImplementedError(
                 "join() works neither with skip_all_reduce_unused_params=True nor with a buffer hook: a rank that has "
@@ -100,11 +101,14 @@ class MayRunOut(Joinable):
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
         """Return the hook that ``torch.distributed.algorithms.join.Join`` runs on ranks that have joined."""
-        uneven = self.reducer.find(UnevenInputs) or UnevenInputs()
-        if uneven not in self.reducer.features:
-            self.reducer.add(uneven, first=True)  # it decides by what gradients are divided
-        uneven.divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        self._uneven().divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return ShadowHook(self)
+
+    def _uneven(self) -> UnevenInputs:
+        uneven = self.reducer.find(UnevenInputs)
+        if uneven is None:
+            self.reducer.add(uneven := UnevenInputs(), first=True)  # it decides by what gradients are divided
+        return uneven
 
     @property
     def join_device(self) -> torch.device:
@@ -118,15 +122,14 @@ class MayRunOut(Joinable):
 
     def notify_joined_ranks(self) -> None:
         """Tell joined ranks that this one begins a forward pass."""
-        active, uneven = Join.notify_join_context(self), self.reducer.find(UnevenInputs)
-        if uneven is not None:
-            uneven.active = None if uneven.divides_by_initial_world_size else active
+        active = Join.notify_join_context(self)
+        if self._join_config.enable:
+            self._uneven().active = None if self._uneven().divides_by_initial_world_size else active
 
     def promise_joined_ranks(self) -> None:
         """Tell joined ranks whether this iteration's backward pass synchronises."""
-        uneven = self.reducer.find(UnevenInputs)
-        if uneven is not None:
-            uneven.has_promised = self._join_config.enable and exchange_sync_flag(self, joined=False)
+        if self._join_config.enable:
+            self._uneven().has_promised = exchange_sync_flag(self, joined=False)
 
 
 class ShadowHook(JoinHook):
@@ -150,7 +153,7 @@ class ShadowHook(JoinHook):
         """Copy the model of a rank that trained to the end to all the others."""
         ddp = self.ddp
         ddp._authoritative_rank = elect(ddp, candidate=is_last_joiner)
-        buffers = ddp.module_buffers.named() if ddp.module_buffers.every_forward else {}
+        buffers = ddp.module_buffers.named(ddp.module) if ddp.module_buffers.every_forward else {}
         tensors = [*(p for _, p in ddp.replicated_parameters()), *buffers.values()]
         broadcast_coalesced(tensors, ddp.join_process_group, ddp._authoritative_rank)
 

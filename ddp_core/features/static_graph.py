@@ -27,8 +27,8 @@ NEVER = sys.maxsize  # gradients that a countdown waits for in the first iterati
 class StaticGraph(UsedParameters):
     """What the first iteration has taught."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, skips: bool = False) -> None:
+        super().__init__(skips)
         self.firings: list[int] = []  # how many times each node fires in an iteration; empty until it is known
         self._reducer: Callable[[], Reducer | None] = _nothing
 
@@ -71,7 +71,8 @@ class StaticGraph(UsedParameters):
         for bucket in reducer.layout.buckets:
             bucket.gather(range(len(bucket.members)), None if reducer.hook else step.divisor)
             step.in_flight.append(reducer.launch(bucket, bucket.flat))
-        reducer.queue(reducer.finish)
+        if reducer.queue is at_end_of_backward:
+            reducer.finish()  # now: whatever else was queued in the backward pass sees means, as with PyTorch
 
     def learn(self, firings: list[int]) -> None:
         """Record how often nodes fire, and which parameters are unused."""

@@ -9,6 +9,7 @@ from ddp_core.buckets import strides_for
 from ddp_core.errors import unannounced_sparse
 from ddp_core.feature import Feature
 from ddp_core.hooks import Pending
+from ddp_core.lifecycle import Phase
 from ddp_core.reducer import Reducer
 
 
@@ -28,6 +29,8 @@ class Strides(Feature):
         """Warn once about a gradient that is slow to copy; raise RuntimeError for a sparse one in a dense bucket."""
         layout = reducer.layout
         grad, parameter = layout.parameters[index].grad, layout.parameters[index]
+        if reducer.paused or reducer.iteration.phase not in (Phase.EXPECTING, Phase.REDUCING):
+            return  # it stays on this rank
         if grad is None or layout.specs[index].alone or self.iterations_to_check == 0:
             return
         if grad.is_sparse:

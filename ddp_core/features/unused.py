@@ -43,7 +43,8 @@ class Usage:
 class UsedParameters(Feature):
     """The parameters that this rank does not use (``here``), or that no rank uses (``everywhere``)."""
 
-    def __init__(self) -> None:
+    def __init__(self, skips: bool) -> None:
+        self.skips = skips  # a bucket without any used parameter is not reduced
         self.used: list[int] = []  # 1 for the parameters that this rank used
         self.here: list[int] = []  # these count as ready without firing
         self.everywhere: set[int] = set()
@@ -77,6 +78,10 @@ class UsedParameters(Feature):
             reducer.iteration.remaining[index] = 0
             reducer.arrive(index)
 
+    def leaves_out(self, bucket: Bucket) -> bool:
+        """Return True if none of a bucket's parameters is used, which must be so on every rank."""
+        return self.skips and set(bucket.indices) <= set(self.here)
+
     def count(self, reducer: Reducer, used: Sequence[int]) -> Usage:
         """Start to count, for every parameter, the ranks that used it."""
         return Usage(used, reducer.process_group, reducer.layout.parameters[0].device)
@@ -103,9 +108,8 @@ class UnusedParameters(UsedParameters):
     """A search for unused parameters after every forward pass."""
 
     def __init__(self, skips: bool):
-        super().__init__()
+        super().__init__(skips)
         self.nodes: dict[Node, int] = {}  # in the graph, with their parameters
-        self.skips = skips  # a bucket without any used parameter is not reduced
         self.searches = 0
         self.is_constant = True  # every search found the same as the one before
 
@@ -122,10 +126,6 @@ class UnusedParameters(UsedParameters):
             here = unreachable(outputs, self.nodes)
         self.is_constant &= self.searches == 0 or here == self.here
         self.here, self.searches, self.usage = here, self.searches + 1, None
-
-    def leaves_out(self, bucket: Bucket) -> bool:
-        """Return True if none of a bucket's parameters is used, which must be so on every rank."""
-        return self.skips and set(bucket.indices) <= set(self.here)
 
     def on_all_launched(self, reducer: Reducer) -> None:
         """Count the ranks, after the last bucket, as on joined ranks: collectives pair up in the order of launch."""

@@ -126,6 +126,40 @@ class Counting(nn.Module):
 
 
 @facts
+def buffers_of_a_module_that_replaced_the_wrapped_one_are_rank_zeros(rank: int) -> None:
+    ddp = wrap(nn.BatchNorm1d(1))
+    other = nn.BatchNorm1d(1)
+    other.weight, other.bias = ddp.module.weight, ddp.module.bias
+    other.running_mean.fill_(rank)  # type: ignore[union-attr]  # 'Item "None" of "Tensor | None"': it tracks its statistics
+    ddp.module = other.eval()
+    ddp(torch.zeros(2, 1)).sum().backward()
+    assert other.running_mean == torch.zeros(1)
+
+
+@facts
+def limits_that_differ_between_ranks_give_rank_zeros_buckets(rank: int) -> None:
+    ddp = wrap(nn.Sequential(scale(), scale(), scale()), bucket_cap_mb=[25, 1e-6][rank])
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(ones(rank)).sum().backward()
+    assert [len(bucket.members) for bucket in ddp.reducer.layout.buckets] == [3]
+
+
+@facts
+def a_late_pass_of_one_rank_launches_no_delayed_gradients(rank: int) -> None:
+    module = scale()
+    ddp = wrap(
+        module, delay_all_reduce_named_params=[*module.named_parameters()], param_to_hook_all_reduce=module.weight
+    )
+    ddp(ones(rank)).sum().backward()
+    if rank == 0:
+        module(ones()).sum().backward()
+    ddp.zero_grad()
+    ddp(ones(rank)).sum().backward()
+    assert grads(ddp) == [[MEAN]]
+
+
+@facts
 def buffers_are_rank_zeros_before_every_forward_pass(rank: int) -> None:
     for replace in (False, True):
         ddp = wrap(Counting(replace))
