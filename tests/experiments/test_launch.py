@@ -23,6 +23,7 @@ from tests.experiments.rank_functions import (
     work_together,
 )
 from tests.waiting import has_ended, until
+from tests.world.launcher import ensure_server
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,6 +108,8 @@ def test_the_reason_of_a_failure_is_the_first_ranks_exception(story: str, reason
 
 
 def test_ranks_that_fall_silent_are_ended(forked: None) -> None:
+    ensure_server()
+    before = {*psutil.Process().children(recursive=True)}
     with pytest.raises(WorldError, match="ranks 0, 1 reported nothing for 1 s"):
         run_world(say_nothing, 2, None, print, timeout=1)
-    assert not [child for child in psutil.Process().children() if "rank" in " ".join(child.cmdline())]
+    assert {*psutil.Process().children(recursive=True)} <= before
