@@ -124,11 +124,19 @@ inline int stream_of(int device) {
 // ---- what runs ----
 void run_below_python(const std::function<void()>& kernel);  // operators.h: below autograd, autocast and Python's modes
 
+// A job that looks whether it is finished may compute, and free memory: what that queues must not run here, or it could
+// take the job itself from its queue.
+inline bool is_finished(Job& job) {
+  bool before = std::exchange(is_running, true);
+  bool finished = job.is_finished();
+  is_running = before;
+  return finished;
+}
 inline bool can_step(const Stream& stream) {
   if (stream.items.empty()) return false;
   const Item& first = stream.items.front();
   if (first.wait) return first.wait->done;
-  return !first.job || !first.begun || first.job->is_finished();
+  return !first.job || !first.begun || is_finished(*first.job);
 }
 inline void step(Stream& stream) {  // of one that can
   Item& first = stream.items.front();
