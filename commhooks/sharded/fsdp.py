@@ -147,6 +147,7 @@ class Unit:
                 f"{caller}: {self.name} shards its parameters over several meshes; FSDP2 runs others' "
                 "collectives only for modules with one."
             )
+        self.keep_unfrozen()
 
     @property
     def module(self) -> FSDPModule:
@@ -279,6 +280,17 @@ class Unit:
                 of_dtype.setdefault(_grad_dtype(one), []).append(index)
             order = itertools.chain.from_iterable(of_dtype.values())
         return [index for index in order if _held(held[index], "sharded_param").requires_grad]
+
+    def keep_unfrozen(self) -> None:
+        """Let shards require a gradient if what stands in their place does; FSDP2 forgets that when it reshards.
+
+        A root is gathered after a pass without gradients, at whose end libraries of adapters unfreeze what they froze.
+        """
+        for one in _held(self._group, "fsdp_params"):
+            where, whole = _held(one, "_module_info"), getattr(one, "_unsharded_param", None)
+            is_gathered = whole is _held(where, "module")._parameters.get(_held(where, "param_name"))
+            if whole is not None and is_gathered and whole.requires_grad:
+                _held(one, "sharded_param").requires_grad_(True)
 
     def fingerprint(self, *, frozen: bool = False) -> str:
         """Return the text that must be the same on every rank, about the trained parameters or, with `frozen`, all."""
@@ -430,6 +442,8 @@ class TrainedParameters:
 
     @_disable_dynamo  # a compiled training step would trace the engine
     def _check(self, model: Module, _inputs: object) -> None:
+        for unit in self._units:
+            unit.keep_unfrozen()
         now = self._holders(model, trained=True)
         before = {name: self._before[name] for name in now if name in self._before}
         if unfrozen := sorted(before.keys() - self._trained):

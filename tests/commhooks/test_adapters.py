@@ -74,10 +74,12 @@ class Network(nn.Sequential):
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Compute without any, and freeze all meanwhile, as libraries of adapters do."""
-        before = self.adapted[0].active
+        before, last = self.adapted[0].active, self[4]
         self.use("")
+        last.requires_grad_(False)
         yield
         self.use(before)
+        last.requires_grad_(True)
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
