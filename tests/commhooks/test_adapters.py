@@ -151,7 +151,7 @@ def in_turn(way: str, compressor: str, rank: int, numbers: list[int], **settings
     return kept
 
 
-NAMES = ["two", "one"] * 4
+NAMES = ["two", "one"] * 2
 """The adapter of each step."""
 
 
@@ -159,9 +159,9 @@ NAMES = ["two", "one"] * 4
 def adapters_trained_in_turn_become_what_each_becomes_alone(rank: int) -> None:
     """So does what the compressor keeps of the one that rests; a wrapper that was made while one was frozen says so."""
     for way, compressor in zip(BOTH_DDPS, ("int8:stochastic=false", "top-k"), strict=True):
-        both = in_turn(way, compressor, rank, [*range(8)], find_unused_parameters=True)
+        both = in_turn(way, compressor, rank, [*range(4)], find_unused_parameters=True)
         for first, name in enumerate(("two", "one")):
-            only = in_turn(way, compressor, rank, [*range(first, 8, 2)])
+            only = in_turn(way, compressor, rank, [*range(first, 4, 2)])
             assert not [key for key in both if key.endswith(name) and not torch.equal(both[key], only[key])]
         told = told_by(lambda: in_turn(way, compressor, rank, [0, 1]))  # noqa: B023  # called at once
         assert told.error == "NotAveragedError" and "up.one" in told.text, told.text
@@ -173,24 +173,23 @@ def a_pass_without_adapters_changes_nothing(rank: int) -> None:
     """Neither before a step nor between its forward and its backward pass; with DoRA, and a last layer that trains."""
     for way in (*BOTH_DDPS, "attach_sharded", "attach_replicas"):
         found = []
-        for when in ("never", "before", "between"):
+        for refers in (False, True):
             model = Network(magnitudes=True)
             called, handle = attached(way, "int8", model)
             optimizer = adamw(model)
             handle.watch(optimizer)
             for number in range(3):
-                if when == "before":
-                    refer(model, called, rank, number)
+                other = refer(model, called, rank, number) if refers else 0.0
                 loss = loss_of(called, rank, number)
-                if when == "between":
-                    loss = loss + refer(model, called, rank, number)
-                loss.backward()
+                again = refer(model, called, rank, number) if refers else 0.0
+                assert other == again
+                (loss - again).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             handle.close()
             found.append(kept_by(model))
-        assert same(found[0], found[1]) and same(found[0], found[2]), way
-        assert way == "attach_sharded" or all(same(found[0], other) for other in of_every_rank(found[0])), way
+        assert same(*found), way
+        assert way == "attach_sharded" or all(same(found[0], one) for one in of_every_rank(found[0])), way
 
 
 @facts
@@ -263,9 +262,9 @@ def a_frozen_base_is_gathered_as_codes_but_not_if_it_is_coded_or_ignored(rank: i
             continue
         handle = attach_sharded(model, "int8", gather=gather)
         optimizer, first = adamw(model), loss_of(model, rank, 0).item()
-        for _ in range(12):
+        for _ in range(6):
             step(model, optimizer, rank, 0)
-        assert loss_of(model, rank, 0).item() < 0.5 * first
+        assert loss_of(model, rank, 0).item() < 0.7 * first
         handle.close()
         for layer, own, value in zip(model.adapted, codes, before, strict=True):
             assert not held or (layer.base.weight is own and torch.equal(own.view(torch.int32), value))
