@@ -222,6 +222,46 @@ def a_sharded_model_that_trains_something_else_is_stopped(rank: int) -> None:
         handle.close()
 
 
+@facts
+def seldom_averages_are_of_what_is_trained(rank: int) -> None:
+    """Of one adapter, whatever passes without it; a switch is named. An `Exchanger` has a channel for each."""
+    for way in (commhooks.DiLoCo, commhooks.ModelAverager):
+        model = Network("one", "two", magnitudes=True)
+        model.use("one")
+        optimizer = adamw(model)
+        seldom = way(model, optimizer, every=2)
+
+        def count(optimizer: torch.optim.Optimizer = optimizer, seldom: Any = seldom) -> None:
+            is_diloco = isinstance(seldom, commhooks.DiLoCo)
+            seldom.step() if is_diloco else seldom.average_parameters(optimizer.param_groups)
+
+        for number in range(3):
+            refer(model, model, rank, number)
+            step(model, optimizer, rank, number)
+            count()
+            refer(model, model, rank, number)
+        sent = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert sent <= seldom.statistics().traffic.moved_bytes <= sent + 64, "one round"
+        model.use("two")
+        step(model, optimizer, rank, 3)
+        told = told_by(count)
+        assert told.error == "CompressorError" and "'0.down.one' no longer requires a gradient" in told.text, told
+        seldom.close()
+    model = Network("one", "two")
+    channels = {name: {key: p for key, p in model.named_parameters() if key.endswith(name)} for name in ("one", "two")}
+    exchanger, optimizer = commhooks.Exchanger(channels, "int8"), adamw(model)
+    model[4].requires_grad_(False)
+    for number, name in enumerate(NAMES):
+        model.use(name)
+        loss_of(model, rank, number).backward()
+        exchanger[name].average({key: p.grad for key, p in channels[name].items() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [exchanger[name].steps for name in channels] == [2, 2]
+    assert all(same(kept_by(model), other) for other in of_every_rank(kept_by(model)))
+    exchanger.close()
+
+
 class Packed(nn.Linear):
     """A layer whose weight holds codes of 8 bits, four of them in the memory of an fp32 number."""
 
