@@ -17,12 +17,13 @@ from commhooks.communicators.parent_group import group_or_default
 from commhooks.communicators.ranks import Ranks
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, CheckpointError, SettingsError
-from commhooks.exchange.checks import checked_compressor
+from commhooks.exchange.checks import checked_compressor, warn_of_whole
 from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.metrics import Writer, metrics_of, write_to
 from commhooks.exchange.options import Options, Settings, settings_of
 from commhooks.exchange.watching import Watch, optimizer_of
 from commhooks.language.compressor import Compressor
+from commhooks.language.place import Place
 from commhooks.saving.parts import merge_state_dicts
 from commhooks.saving.resumption import agreed
 from commhooks.saving.rules import LoadOptions, LoadRules
@@ -120,6 +121,8 @@ class Handle(Mapping[str, One]):
         """Plug the feed in; if that fails on one rank, raise on all of them."""
         (first, *_) = self._channels().values()
         try:
+            if self._connection.rank == 0:
+                self._warn_of_whole()  # here, because a warning may be an error
             self._feed.plug(self._made)
         except BaseException as error:  # without a comparison: the others may wait for this rank within their `plug`
             rank = self._connection.rank
@@ -127,6 +130,17 @@ class Handle(Mapping[str, One]):
             raise
         if type(self._feed).plug is not Feed.plug:  # which does nothing, and cannot fail
             first.engine.agree("plugged in", "open", first.device)
+
+    def _warn_of_whole(self) -> None:
+        feed, ranks = self._feed, self._connection.world_size
+        warn_of_whole(
+            feed.caller,
+            (
+                (self._made[channel].compressor, Place(name, parameter, ranks, is_sharded=feed.is_sharded))
+                for channel, named in feed.like().items()
+                for name, parameter in named.items()
+            ),
+        )
 
     def _channels(self) -> Mapping[str, One]:
         return self._made
