@@ -90,10 +90,12 @@ def trained(
     *,
     steps: int = STEPS,
     accumulated: int = 1,
+    factor: float | None = None,
     **of_model: Any,
 ) -> tuple[dict[str, Tensor], float]:
     """Train a new model over replicas with a compressor, or with native HSDP; return this rank's shards and loss."""
     model = sharded(precision, mesh=mesh if compressor is None else mesh["shards"], **of_model)
+    divide_sums(model, factor)
     optimizer, attachment = make(model), None
     if compressor is None:
         model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
@@ -106,6 +108,13 @@ def trained(
         attachment.close()
         assert not attachment.is_attached
     return shards(model), loss
+
+
+def divide_sums(model: Any, factor: float | None) -> None:
+    """Have each module's sum over all ranks divided by a number; Gloo has no sums of terms that were divided."""
+    for module in (model, model.first, model.second["wide"]) if factor is not None else ():
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(factor)
 
 
 def assert_replicas_are_equal(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -122,6 +131,7 @@ WAYS: list[tuple[MixedPrecisionPolicy, dict[str, Any]]] = [
     (UNSAID, {}),
     (FP32, {"frozen": True}),
     (FP32, {"accumulated": 2}),
+    (FP32, {"factor": 1.0}),
     (FP32, {"reshard_after_forward": False}),
 ]
 POLICIES_AND_OPTIMIZERS = list(itertools.product(POLICIES, (sgd, adamw)))
@@ -367,6 +377,7 @@ def modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit_for_
         for name in (None, "all-reduce"):
             model: Any = sharded(mesh=mesh if name is None else mesh["shards"])
             model.set_reduce_scatter_unused_params(True)
+            divide_sums(model, 2.0 if which == "all" else None)
             optimizer = adamw(model)
             attachment = attached(model, mesh, name, policy) if name is not None else None
             empty.append([])
@@ -902,10 +913,11 @@ def what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
     mixed = told(model, group=crossed)
     assert mixed.error == "AttachError" and f"shard: {rank % 2 ^ rank // 2} of 2 (rank 0)" in mixed.text, mixed.text
     native = told(sharded(mesh=mesh))
-    assert native.error == "SettingsError" and "average over replicas with commhooks.attach_replicas" in native.text
+    assert native.error == "SettingsError" and "fully_shard(..., mesh=mesh['shards'])" in native.text, native.text
+    assert "attach_replicas(..., process_group=mesh['replicas'].get_group())" in native.text, native.text
     replicated = nn.Linear(4, 4)
     replicate(replicated, mesh=init_device_mesh("cpu", (4,)))
-    assert "over replicas itself, uncompressed" in told(replicated).text
+    assert "shape (ranks, 1)" in (text := told(replicated).text) and "mesh=mesh['shard']" in text
     for settings, error, text in (
         ({"compressor": "int9"}, "SettingsError", "Did you mean 'int8'"),
         ({"policy": "later"}, "SettingsError", "policy must be one of fifo, fused"),
