@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -343,6 +344,43 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(rank: int, policy: s
     told = told_by(lambda: load_distributed(tmp_path, resumed, world_size="spread"))
     assert told.error == "CheckpointError" and "shard 0 of 2" in told.text and "and this run has" in told.text
     resumed.close()
+
+
+@four
+def checkpoints_of_native_hsdp_go_on_over_replicas_bit_for_bit_and_back(rank: int, policy: str, folder: Path) -> None:
+    """Gradients are clipped, too: their norm, over the shards of one replica, is that of HSDP."""
+    mesh = sites()
+    for first, second in ((None, "all-reduce"), ("all-reduce", None)):
+        found = []
+        for compressor in (first, second):
+            model = sharded(mesh=mesh if compressor is None else mesh["shards"])
+            model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
+            optimizer = adamw(model)
+            attachment = attached(model, mesh, compressor, policy) if compressor else None
+            if compressor == first:
+                clipped_step(model, optimizer, rank, 0)
+            state: Any = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            if compressor == first:
+                save(state, checkpoint_id=folder / str(first))
+            else:
+                load(state, checkpoint_id=folder / str(first))
+                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            norm = clipped_step(model, optimizer, rank, 1)
+            found.append(shards(model) | {"norm": norm})
+            if attachment is not None:
+                attachment.close()
+        assert furthest(*found) == 0, first
+
+
+def clipped_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> Tensor:
+    """Take a step on gradients whose norm is clipped; return the norm."""
+    backward(model, rank, step)
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    whole: Tensor = norm.full_tensor()
+    assert whole > 0.1
+    return whole
 
 
 def accumulating(name: str, model: Any, step: int) -> bool:
