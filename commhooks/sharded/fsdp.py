@@ -371,10 +371,9 @@ def units_of(caller: str, model: Module, *, frozen: bool = False) -> list[Unit]:
             replicas, shards = unit.dimensions
             raise SettingsError(
                 f"{caller}: FSDP2 averages the gradients of {unit.name} over replicas itself, uncompressed (HSDP: a "
-                "mesh of two dimensions; or replicate, for which take a mesh of shape (ranks, 1)). Shard over one "
+                "mesh of two dimensions; or replicate; take a mesh of shape (ranks, 1) instead). Shard over one "
                 f"dimension, fully_shard(..., mesh=mesh[{shards!r}]), and let commhooks.attach_replicas(..., "
-                f"process_group=mesh[{replicas!r}].get_group()) average over the other; init_device_mesh(..., "
-                f"mesh_dim_names=({replicas!r}, {shards!r})) names them."
+                f"process_group=mesh[{replicas!r}].get_group()) average over the other."
             )
         if unit.process_group is not units[0].process_group:
             raise SettingsError(f"{caller}: {unit.name} and {units[0].name} are sharded over different ranks.")
