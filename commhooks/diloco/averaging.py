@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from commhooks.diloco.counts import DiLoCoStatistics
 from commhooks.diloco.diloco import DiLoCo
+from commhooks.diloco.inner import OptimizerState
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.exchange.options import Options, is_whole
 from commhooks.language.compressor import Compressor
@@ -52,6 +53,7 @@ class ModelAverager(averagers.ModelAverager):
         warmup_steps: int = 0,
         every: int,
         compressor: Compressor | str = "all-reduce",
+        optimizer_state: OptimizerState = "local",
         **options: Unpack[Options],
     ) -> None:
         super().__init__(options.get("process_group"))
@@ -63,6 +65,7 @@ class ModelAverager(averagers.ModelAverager):
             optimizer,
             every=every,
             compressor=compressor,
+            optimizer_state=optimizer_state,
             outer=functools.partial(torch.optim.SGD, lr=1.0),  # from the last average to the next one
             **options,
         )
