@@ -35,8 +35,8 @@ class ModelAverager(averagers.ModelAverager):
     optimizer, and with a gradient scaler, call `average_parameters` yourself. It averages and compresses each rank's
     progress since the last average: compressing the weights themselves would lose almost all of that. The first
     average, at step `warmup_steps` counted from 0, is an uncompressed one of the models themselves. Buffers are
-    averaged too, as in `DiLoCo`. `optimizer` is the local one; `DiLoCo` describes the other arguments. On construction
-    all ranks take rank 0's model.
+    averaged too, as in `DiLoCo`, and with optimizer_state="mean" the optimizer's moments. `optimizer` is the local one;
+    `DiLoCo` describes the other arguments. On construction all ranks take rank 0's model.
 
     It is saved like `DiLoCo`, with `save_checkpoint(hooks=averager)`: the optimizer's state_dict holds only the
     averager's step. Raises `SettingsError` on every rank if settings cannot work.

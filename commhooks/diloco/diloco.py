@@ -83,11 +83,15 @@ class DiLoCo:
     - `weighted`: ranks count by `weight`, which is 1 until you set it, for example to the tokens that a rank has
       trained on since its last exchange. Weight 0 leaves a rank's progress and floating-point buffers out of the means,
       but not what the compressor still owes of its earlier rounds.
+    - `optimizer_state`: "local" leaves the inner optimizer's state as each rank has it. "mean" averages it with the
+      parameters, uncompressed: every floating-point tensor in the state of a fragment's parameters. Counts of steps
+      must then be equal on all ranks.
     - `Options` describes the options, of which all but `scaler` and `guard` apply. With a `connection` of
       `lockstep_connections`, workers of one process, whose models must begin equal, exchange in `step_in_lockstep`.
 
     Memory, in bytes for each fp32 parameter: 4 for the outer copy, 4 for the message, the outer optimizer's state (SGD
-    with momentum: 4), and the compressor's state (a residual: 4; the server error of two hops: 4/W). Fragments whose
+    with momentum: 4), and the compressor's state (a residual: 4; the server error of two hops: 4/W). With
+    optimizer_state="mean", 4 more for each moment: its message. Fragments whose
     exchanges never overlap share the memory of their messages.
 
     Raises `SettingsError` on every rank if settings cannot work, or if ranks differ in settings or parameters.
@@ -553,7 +557,8 @@ class DiLoCo:
     def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
         """Restore a `state_dict`; call it on every rank, which must also load its own model and optimizer.
 
-        `settings="change"` also allows another `every`, `delay` or `mixing`. See `Handle.load_state_dict`.
+        `settings="change"` also allows another `every`, `delay`, `mixing` or `optimizer_state`. See
+        `Handle.load_state_dict`.
         """
         self.restore(read(state), LoadRules(**rules))
 
