@@ -128,19 +128,21 @@ def what_keeps_parts_of_a_model_is_averaged_with_those_alone_that_keep_the_same(
 
 
 class Orthogonal(torch.optim.Optimizer):
-    """Orthogonalises the gradients of matrices, as Muon does, or those of this rank's shards."""
+    """Takes one step towards orthogonal gradients: of whole matrices, of this rank's rows, or of sums over them."""
 
-    def __init__(self, parameters: Any, *, of_shards: bool) -> None:
+    def __init__(self, parameters: Any, of: str) -> None:
         super().__init__(parameters, {"lr": 0.01})
-        self.of_shards = of_shards
+        self.of = of
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.dim() == 2:
-                    held, g = (p.to_local(), p.grad.to_local()) if self.of_shards else (p, p.grad)
-                    held.sub_(0.01 * (1.5 * g - 0.5 * g @ g.mT @ g))
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and p.dim() == 2:
+                held, g = (p, p.grad) if self.of == "whole matrices" else (p.to_local(), p.grad.to_local())
+                gram = g.mT @ g
+                if self.of == "sums":
+                    dist.all_reduce(gram, group=p.device_mesh.get_group())
+                held.sub_(0.01 * (1.5 * g - 0.5 * g @ gram))
 
 
 def warned(run: Callable[[], object]) -> list[str]:
@@ -152,7 +154,7 @@ def warned(run: Callable[[], object]) -> list[str]:
 
 @facts
 def optimizers_that_take_pieces_for_matrices_are_warned_of_once_by_rank_0(rank: int) -> None:
-    """Not those that are given DTensors, nor those that compute each element by itself."""
+    """Not those that are given DTensors, add up products over ranks, or compute each element by itself."""
 
     def shards_watched(optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
         model = sharded_in_its_site()
@@ -171,9 +173,9 @@ def optimizers_that_take_pieces_for_matrices_are_warned_of_once_by_rank_0(rank: 
         steps(model, optimizer, made, 0, 3)
         made.close()
 
-    whole, of_shards = (functools.partial(_orthogonal, of_shards=of_shards) for of_shards in (False, True))
+    whole, pieces, sums = (functools.partial(_orthogonal, of=of) for of in ("whole matrices", "pieces", "sums"))
     sgd = functools.partial(torch.optim.SGD, lr=1.0)
-    outer = functools.partial(Orthogonal, of_shards=False)
+    outer = functools.partial(Orthogonal, of="whole matrices")
     first, second = (
         "'first.weight', 33 x 20, as the whole matrix, which is 65 x 20",
         "'second.wide.weight', 65 x 65, as",
@@ -181,17 +183,18 @@ def optimizers_that_take_pieces_for_matrices_are_warned_of_once_by_rank_0(rank: 
     for run, expected, parts in (
         (functools.partial(shards_watched, adamw), 0, ()),
         (functools.partial(shards_watched, whole), 0, ()),
-        (functools.partial(shards_watched, of_shards), rank in (0, 2), (first, "not with to_local()")),
+        (functools.partial(shards_watched, sums), 0, ()),
+        (functools.partial(shards_watched, pieces), rank in (0, 2), (first, "not with to_local()")),
         (functools.partial(seldom, whole, sgd), 0, ()),
-        (functools.partial(seldom, of_shards, sgd), rank == 0, (first, "not with to_local()")),
+        (functools.partial(seldom, pieces, sgd), rank == 0, (first, "not with to_local()")),
         (functools.partial(seldom, adamw, outer), rank == 0, (second, "such as SGD")),
     ):
         told = warned(run)
         assert len(told) == expected and all(part in one for one in told for part in parts), told
 
 
-def _orthogonal(model: nn.Module, *, of_shards: bool) -> torch.optim.Optimizer:
-    return Orthogonal(model.parameters(), of_shards=of_shards)
+def _orthogonal(model: nn.Module, of: str) -> torch.optim.Optimizer:
+    return Orthogonal(model.parameters(), of)
 
 
 test_on_four_ranks = facts.tests()
