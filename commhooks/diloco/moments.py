@@ -110,7 +110,8 @@ class Moments(RoundPart):
 
     def apply(self, means: Mapping[str, Tensor], mixing: float) -> None:
         """Set each tensor to mixing·tensor + (1 - mixing)·mean; leave them if they are finite on no rank."""
-        weight = mean_weight(means[WEIGHT], self._connection.world_size, weighted=self._is_weighted)
+        ranks = len(means[_COUNTS])  # those that sent them, of which there may have been others before a resume
+        weight = mean_weight(means[WEIGHT], ranks, weighted=self._is_weighted)
         now = dict(self._now())
         for name, mean in means.items() if weight else ():
             if name in (WEIGHT, _COUNTS):

@@ -103,7 +103,7 @@ def test_a_step_that_raises_leaves_nothing_behind_for_long() -> None:
         left: Any = _get_current_dispatch_mode()
         assert left is not None
         if go_on == "another mode":
-            with torch.utils._python_dispatch.TorchDispatchMode() as other:  # type: ignore[no-untyped-call]  # PyTorch's
+            with torch.utils._python_dispatch.TorchDispatchMode() as other:
                 watch.remove()
                 assert _get_current_dispatch_mode() is other
             left.__exit__(None, None, None)
