@@ -19,7 +19,7 @@ SHARED: Form = {
     "rounds": int,
     "dropped_rounds": int,
     "schedule": dict,
-    "due": {str: {"at": int, "mean": {str: Tensor}}},
+    "due": {str: {"at": int, "mean": {str: Tensor}, "ranks?": int}},
     "moments_due?": {str: {"at": int, "mean": {str: Tensor}}},
     "outer": {str: Tensor},
     "outer_optimizer": {"param_groups": list, ...: Any},

@@ -192,6 +192,8 @@ class Buffers(RoundPart):
         self._described = {name: _description(buffer) for name, buffer in named.items()}
         self._is_weighted = weighted
         self._weight = 1.0
+        self._senders = 1
+        """The number of ranks that sent what is under way."""
         device = next(iter(named.values())).device
         wide = torch.float64 if weighted else torch.float32
         self.like = {name: _as_sent(buffer, wide).clone() for name, buffer in named.items()}
@@ -200,7 +202,17 @@ class Buffers(RoundPart):
     def begin(self, due: int, weight: float | None = None) -> None:
         """Start averaging the buffers, as `RoundPart.begin` does; the exchanger knows of no weights."""
         self._weight = 1.0 if weight is None else weight
+        self._senders = self.exchanger.engine.connection.world_size
         super().begin(due)
+
+    def state(self) -> dict[str, Any]:
+        """Return the means under way with the number of ranks that sent them, as another number may load them."""
+        return super().state() | ({} if self.due is None else {"ranks": self._senders})
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state`."""
+        super().load(state)
+        self._senders = state.get("ranks", self.exchanger.engine.connection.world_size)
 
     def now(self) -> dict[str, Tensor]:
         """Return the model's buffers as they are now, by name; fail if one is gone, or has another shape or dtype."""
@@ -228,7 +240,7 @@ class Buffers(RoundPart):
 
     def apply(self, means: Mapping[str, Tensor]) -> None:
         """Set the buffers; leave floating-point ones as they are if no rank with a weight has finite ones."""
-        ranks = self.exchanger.engine.connection.world_size
+        ranks = self._senders
         weight = mean_weight(means[WEIGHT], ranks, weighted=self._is_weighted)
         for name, buffer in self.now().items():
             mean = means[name]

@@ -31,7 +31,13 @@ def sharded_in_its_site() -> Network:
 def diloco(model: nn.Module, **settings: Any) -> tuple[torch.optim.Optimizer, commhooks.DiLoCo]:
     """Return an optimizer, and DiLoCo between the sites."""
     optimizer = adamw(model)
-    given = {"optimizer_state": "mean", "every": EVERY, "fragments": 2, "delay": 1, "process_group": sites().get_group("replicas")}
+    given = {
+        "optimizer_state": "mean",
+        "every": EVERY,
+        "fragments": 2,
+        "delay": 1,
+        "process_group": sites().get_group("replicas"),
+    }
     made: Any = commhooks.DiLoCo
     return optimizer, made(model, optimizer, **{**given, **settings})
 
