@@ -191,6 +191,13 @@ class Unit:
         )
 
     @property
+    def dimensions(self) -> tuple[str, str]:
+        """The names of a mesh's dimensions for replicas and for shards: HSDP's own, or PyTorch's usual ones."""
+        mesh = _held(_held(self._group, "mesh_info"), "mesh")
+        replicas, shards = mesh.mesh_dim_names if mesh.ndim == 2 and mesh.mesh_dim_names else ("replicate", "shard")
+        return replicas, shards
+
+    @property
     def divide_factor(self) -> float | None:
         """The divisor of sums; None: the number of ranks."""
         factor: float | None = _held(self._group, "gradient_divide_factor")
@@ -384,10 +391,12 @@ def units_of(caller: str, model: Module, *, frozen: bool = False) -> list[Unit]:
     units = found if frozen else trained
     for unit in units:
         if unit.is_replicated:
+            replicas, shards = unit.dimensions
             raise SettingsError(
                 f"{caller}: FSDP2 averages the gradients of {unit.name} over replicas itself, uncompressed (HSDP: a "
-                "mesh of two dimensions; or replicate); shard over a mesh of one, and average over replicas with "
-                "commhooks.attach_replicas."
+                "mesh of two dimensions; or replicate; take a mesh of shape (ranks, 1) instead). Shard over one "
+                f"dimension, fully_shard(..., mesh=mesh[{shards!r}]), and let commhooks.attach_replicas(..., "
+                f"process_group=mesh[{replicas!r}].get_group()) average over the other."
             )
         if unit.process_group is not units[0].process_group:
             raise SettingsError(f"{caller}: {unit.name} and {units[0].name} are sharded over different ranks.")
