@@ -50,8 +50,9 @@ class Memory:
 class CompressedReduceScatter:
     """The reduce-scatter that FSDP2 calls for one module, in each backward pass that synchronises."""
 
-    def __init__(self, unit: Unit, engine: Engine, memory: Memory) -> None:
-        self._unit, self._engine, self._memory = unit, engine, memory
+    def __init__(self, unit: Unit, engine: Engine, memory: Memory, others: Sequence[Engine] = ()) -> None:
+        """Reduce with an engine; if that fails, `others`, on other connections, are told."""
+        self._unit, self._engine, self._memory, self._others = unit, engine, memory, others
         self._like = [*engine.state.named().values()]
         self._chunks = [parameter.chunk for parameter in unit.parameters()]
         self._trained = unit.trained()
@@ -77,8 +78,15 @@ class CompressedReduceScatter:
         if self._unit.trained() != self._trained:  # others of as many elements
             self._engine.fail(_CHANGED)
         mean = self._memory.take("output", width, input_tensor.dtype, input_tensor.device)
-        self._engine.run(RowsBucket(input_tensor.view(ranks, width), mean, self._like, self._chunks)).wait()
+        try:
+            self._engine.run(RowsBucket(input_tensor.view(ranks, width), mean, self._like, self._chunks)).wait()
+        except Exception as error:  # ranks that only the others connect wait for this one there
+            for other in self._others:
+                other.stop(str(error))
+            raise
         output_tensor.copy_(mean)
         self._memory.read(input_tensor.device)
         if op != dist.ReduceOp.AVG:
-            output_tensor.mul_(ranks if op == dist.ReduceOp.SUM else ranks / (self._unit.divide_factor or ranks))
+            output_tensor.mul_(ranks)
+            if op != dist.ReduceOp.SUM:  # of terms that FSDP2 wants divided by its factor; other sums it divides itself
+                output_tensor.div_(self._unit.divide_factor or ranks)
