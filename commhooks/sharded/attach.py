@@ -93,14 +93,11 @@ def _choice(
 ) -> Choice:
     """Return what to attach to; raise if something is attached already, or a trained parameter is left out."""
     found = units_of("attach_sharded", model)
-    choice = Choice("attach_sharded", found, modules, except_modules, strict=strict)
+    choice = Choice("attach_sharded", found, modules, except_modules, strict=strict, frozen=code is not None)
     check_nothing_is_left("attach_sharded", model, found, choice.units[0].process_group)
-    for unit in choice.units:
+    for unit in choice.trained:
         _refuse_another("reduce-scatter", unit, unit.reduce_scatter())
-    if code is None:
-        choice.frozen.clear()
-        return choice
-    for unit in (*choice.units, *choice.frozen):
+    for unit in choice.units if code is not None else ():
         _refuse_another("all-gather", unit, unit.all_gather())
     return choice
 
@@ -119,14 +116,12 @@ class ModulesFeed(Feed):
         self, choice: Choice, names: str, whole: dist.ProcessGroup, parts: Mapping[str, Part], code: Code | None
     ) -> None:
         # Those of the largest group first: its ranks agree over the first channel's connection.
-        units = sorted(choice.units, key=lambda unit: parts[unit.name].group is not whole)
+        units = sorted(choice.trained, key=lambda unit: parts[unit.name].group is not whole)
         self._units = {unit.name: unit for unit in units}
         self._whole, self._parts = whole, parts
         # Frozen modules are gathered over a connection that others have.
         groups = {parts[unit.name].group for unit in units}
-        self._gathered = [
-            unit for unit in (*units, *choice.frozen) if code is not None and parts[unit.name].group in groups
-        ]
+        self._gathered = [unit for unit in choice.units if code is not None and parts[unit.name].group in groups]
         self._code = code
         self.names = names
         """What ranks compare before any of their modules."""

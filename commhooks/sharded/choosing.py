@@ -44,17 +44,25 @@ class Part(NamedTuple):
 
 
 class Choice:
-    """The trained units of a model: those to attach to, and those that stay with FSDP2."""
+    """The units of a model to attach to, and those that stay with FSDP2.
+
+    `frozen` says whether units without a trained parameter, which are only gathered, are chosen too.
+    """
 
     def __init__(
-        self, caller: str, found: Sequence[Unit], modules: Patterns | None, except_modules: Patterns, *, strict: bool
+        self,
+        caller: str,
+        found: Sequence[Unit],
+        modules: Patterns | None,
+        except_modules: Patterns,
+        *,
+        strict: bool,
+        frozen: bool,
     ) -> None:
         """Choose by patterns and by what each unit is; raise `SettingsError` if a pattern matches none, or all go."""
         self._caller, self._is_strict = caller, strict
         self.units: list[Unit] = []
         """The units to attach to."""
-        self.frozen: list[Unit] = []
-        """Units without a trained parameter, which are only gathered."""
         self.not_compressed: dict[str, NotCompressed] = {}
         """The trained units that stay with FSDP2, by name."""
         self._refused: list[str] = []
@@ -67,9 +75,14 @@ class Choice:
             why = asked or refusal_of(unit)
             if why and unit.trained():
                 self._leave(unit, why, is_refused=not asked)
-            elif not why:
-                (self.units if unit.trained() else self.frozen).append(unit)
+            elif not why and (frozen or unit.trained()):
+                self.units.append(unit)
         self._check()
+
+    @property
+    def trained(self) -> list[Unit]:
+        """Those of the units that have a trained parameter."""
+        return [unit for unit in self.units if unit.trained()]
 
     def _leave(self, unit: Unit, why: str, *, is_refused: bool) -> None:
         self.not_compressed[unit.name] = NotCompressed(unit.gradient_bytes(), why)
@@ -77,40 +90,37 @@ class Choice:
             self._refused.append(unit.name)
 
     def _check(self) -> None:
-        if self._refused and (self._is_strict or not self.units):
+        if self._refused and (self._is_strict or not self.trained):
             name = self._refused[0]
             raise SettingsError(f"{self._caller}: {name}: {self.not_compressed[name].why}.")
-        if not self.units:
+        if not self.trained:
             raise SettingsError(f"{self._caller}: modules= and except_modules= leave no module that is trained.")
 
     def facts(self) -> str:
         """Return what must be the same on every rank of the largest group before it finds the parts."""
-        sizes = ", ".join(str(unit.process_group.size()) for unit in (*self.units, *self.frozen))
-        return f"modules: {', '.join(unit.name for unit in self.units)}\nnumbers of their ranks: {sizes}\n"
+        sizes = ", ".join(str(unit.process_group.size()) for unit in self.units)
+        return f"modules: {', '.join(unit.name for unit in self.trained)}\nnumbers of their ranks: {sizes}\n"
 
     def parts(self, whole: dist.ProcessGroup) -> dict[str, Part]:
         """Return each unit's part of the largest group, by name; call it on all ranks of that.
 
         Units that are sharded over ranks outside it stay with FSDP2. Groups of the same ranks count as one.
         """
-        units = [*self.units, *self.frozen]
         ours = tuple(dist.get_process_group_ranks(whole))
-        own = [tuple(dist.get_process_group_ranks(unit.process_group)) for unit in units]
+        own = [tuple(dist.get_process_group_ranks(unit.process_group)) for unit in self.units]
         told = [own] * len(ours)
         if any(ranks != ours for ranks in own):  # on all ranks alike
             dist.all_gather_object(told, own, group=whole)
         groups, parts = {ours: whole}, dict[str, Part]()
-        for place, (unit, ranks) in enumerate(zip(units, own, strict=True)):
+        for place, (unit, ranks) in enumerate(zip(self.units, own, strict=True)):
             every = sorted({of_rank[place] for of_rank in told})
             if all({*one} <= {*ours} for one in every):
                 group = groups.setdefault(ranks, unit.process_group)
                 parts[unit.name] = Part(group, every.index(ranks), len(every))
-            elif unit in self.units:
-                self._leave(
-                    unit, f"it is sharded over ranks that are not among the {len(ours)} of the rest", is_refused=True
-                )
+            elif unit.trained():
+                outside = f"it is sharded over ranks that are not among the {len(ours)} of the rest"
+                self._leave(unit, outside, is_refused=True)
         self.units = [unit for unit in self.units if unit.name in parts]
-        self.frozen = [unit for unit in self.frozen if unit.name in parts]
         self._check()
         return parts
 

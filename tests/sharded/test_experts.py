@@ -27,7 +27,7 @@ from tests.commhooks.ranks import of_every_rank
 from tests.commhooks.resuming import distance
 from tests.commhooks.told import told_by
 from tests.ddp_core.facts import Facts
-from tests.sharded.models import FP32, MIXED, everyone, furthest, gradients, sites
+from tests.sharded.models import FP32, MIXED, everyone, furthest, gradients, shards, sites
 
 WIDTH, HIDDEN, EXPERTS = 8, 12, 4
 facts = Facts(4)
@@ -60,7 +60,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.router(x)
-        return self.experts(x, scores) + scores.sum(1, keepdim=True)
+        y: Tensor = self.experts(x, scores) + scores.sum(1, keepdim=True)
+        return y
 
 
 class Mixture(nn.Module):
@@ -132,6 +133,12 @@ def backward(model: nn.Module, rank: int, number: int) -> None:
     (model(inputs).float() * weights).sum().backward()
 
 
+def locals_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return what this rank keeps of the parameters, not copied."""
+    named: dict[str, Any] = dict(model.named_parameters())
+    return {name: parameter.to_local().detach() for name, parameter in named.items()}
+
+
 def stepped(model: Mixture, rank: int, step: int, accumulated: int = 1) -> dict[str, Tensor]:
     """Run a step, and return its gradients; parameters stay small whole numbers."""
     for part in range(accumulated):
@@ -139,10 +146,9 @@ def stepped(model: Mixture, rank: int, step: int, accumulated: int = 1) -> dict[
         backward(model, rank, accumulated * step + part)
     found = gradients(model)
     with torch.no_grad():
-        for parameter in model.parameters():
-            local: Any = parameter.to_local()  # type: ignore[operator]  # a DTensor
-            local.sub_(parameter.grad.to_local().sign()).clamp_(-1, 1)  # type: ignore[union-attr]
-            parameter.grad = None
+        for name, local in locals_of(model).items():
+            local.sub_(found[name].sign()).clamp_(-1, 1)
+    model.zero_grad()
     return found
 
 
@@ -153,29 +159,34 @@ FORMS = [
 ]
 
 
+def run(rank: int, form: tuple[Any, ...], compressor: str | None, gather: str | None = None) -> list[dict[str, Tensor]]:
+    """Return the gradients of two steps, reduced by a compressor or by FSDP2."""
+    meshes, dimension, divisor, accumulated, policy = form
+    model = sharded(meshes, dimension, policy)
+    if divisor is not None:  # of the experts, and another of the rest
+        experts: Any = model.block if meshes == "block" else model.block.experts
+        for module, factor in ((experts, divisor), (model, 2 * divisor), (model.first, 2 * divisor)):
+            module.set_gradient_divide_factor(factor)  # type: ignore[operator]  # FSDPModule's
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # for Gloo
+    attachment = attach_sharded(model, compressor, gather=gather, hook_timeout=30.0) if compressor else None
+    found = [stepped(model, rank, step, accumulated) for step in range(2)]
+    if attachment:
+        assert [one.steps for one in attachment.values()] == [2] * len(attachment)
+        attachment.close()
+    return found
+
+
 @facts
 def twelve_forms_without_loss_are_plain_fsdp2_bit_for_bit(rank: int) -> None:
     """Experts on each mesh, cut along each dimension, with and without divisors, accumulation and mixed precision."""
     assert len(FORMS) == 12
-    for meshes, dimension, divisor, accumulated, policy in FORMS:
-        for gather in (None, "fp32") if policy is FP32 else (None,):
-            found = []
-            for compressor in (None, "all-reduce"):
-                model = sharded(meshes, dimension, policy)
-                if divisor is not None:  # of the experts, and another of the rest
-                    of_experts = model.block if meshes == "block" else model.block.experts
-                    for module, factor in ((of_experts, divisor), (model, 2 * divisor), (model.first, 2 * divisor)):
-                        module.set_gradient_divide_factor(factor)  # type: ignore[operator]
-                        module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # for Gloo
-                attachment = compressor and attach_sharded(model, compressor, gather=gather, hook_timeout=30.0)
-                found.append([stepped(model, rank, step, accumulated) for step in range(2)])
-                if attachment:
-                    assert [one.steps for one in attachment.values()] == [2] * len(attachment)
-                    attachment.close()
-            for plain, ours in zip(*found, strict=True):
-                assert furthest(plain, ours) == 0, (meshes, dimension, divisor, accumulated, gather)
-                used = of_every_rank([float(one.abs().sum()) for name, one in plain.items() if "experts" in name])
-                assert sum(map(min, used)) > 100
+    for form in FORMS:
+        plain = run(rank, form, None)
+        used = [float(one.abs().sum()) for step in plain for name, one in step.items() if "experts" in name]
+        assert sum(map(min, of_every_rank(used))) > 100
+        for gather in (None, "fp32") if form[:3] == ("block", 1, 6.0) else (None,):
+            for expected, found in zip(plain, run(rank, form, "all-reduce", gather), strict=True):
+                assert furthest(expected, found) == 0, (form, gather)
 
 
 @facts
@@ -238,9 +249,9 @@ def loaded(folder: Path, model: Mixture, **rules: Any) -> Handle[Any]:
 @facts
 def state_goes_on_in_the_same_world_and_in_another(rank: int, folder: Path) -> None:
     """With four ranks bit for bit; in two worlds of two ranks, the mean of what is owed is kept, element by element."""
-    shards = sites()["shards"]
+    two = sites()["shards"]
     smaller = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("sites", "efsdp", "ep"))
-    for meshes in ("own", "one", "block"):
+    for meshes in ("one", "block"):
         place = folder / meshes
         model = sharded(meshes, 1)
         attachment = attach_sharded(model, "int4:block=8", hook_timeout=30.0)
@@ -248,7 +259,7 @@ def state_goes_on_in_the_same_world_and_in_another(rank: int, folder: Path) -> N
             stepped(model, rank, step)
         saved = attachment.state_dict()
         save({"hooks": saved}, checkpoint_id=place / "saved")
-        weights = {name: one.to_local().clone() for name, one in model.named_parameters()}  # type: ignore[operator]
+        weights = shards(model)
         went_on = [stepped(model, rank, step) for step in (2, 3)]
         everything = attachment.gathered()
         attachment.close()
@@ -256,23 +267,23 @@ def state_goes_on_in_the_same_world_and_in_another(rank: int, folder: Path) -> N
         again = sharded(meshes, 1)
         resumed = loaded(place, again)
         with torch.no_grad():
-            for name, one in again.named_parameters():
-                one.to_local().copy_(weights[name])  # type: ignore[operator]
+            for name, local in locals_of(again).items():
+                local.copy_(weights[name])
         assert all(furthest(one, stepped(again, rank, step)) == 0 for step, one in zip((2, 3), went_on, strict=True))
         assert distance(everything["groups"], resumed.gathered()["groups"]) == 0
         resumed.load_state_dict(everything)
         resumed.close()
 
         before = dict(owed(of_every_rank(saved)))
-        other = loaded(place, sharded(meshes, 1, dense=shards, experts=smaller), world_size="spread-mean")
-        assert other.rank_and_world_size == (shards.get_local_rank(), 2)
+        other = loaded(place, sharded(meshes, 1, dense=two, experts=smaller), world_size="spread-mean")
+        assert other.rank_and_world_size == (two.get_local_rank(), 2)
         site = [one for number, one in enumerate(of_every_rank(other.state_dict())) if number // 2 == rank // 2]
         after = dict(owed(site))
         assert before.keys() == after.keys() and len(before) == (6 if meshes == "one" else 8), before.keys()
         for name, mean in before.items():
             assert torch.allclose(mean, after[name], rtol=1e-6, atol=1e-6), name
             assert mean.any() or "bias" in name, name  # smaller than a block, and sent as it is
-        told = told_by(lambda place=place: loaded(place, sharded("one", 0, dense=shards)))  # type: ignore[misc]  # mypy: cannot infer a lambda
+        told = told_by(lambda place=place: loaded(place, sharded("one", 0, dense=two)))  # type: ignore[misc]  # mypy: cannot infer a lambda
         assert told.error == "CheckpointError", told.text
         other.close()
 
@@ -280,11 +291,12 @@ def state_goes_on_in_the_same_world_and_in_another(rank: int, folder: Path) -> N
 @facts
 def what_is_left_to_fsdp2_is_listed_with_its_bytes(rank: int) -> None:
     size = 2 * EXPERTS * WIDTH * HIDDEN * 4
-    for option in ({"except_modules": "*.experts"}, {"modules": ("the model", "fi*")}):
+    options: list[dict[str, Any]] = [{"except_modules": "*.experts"}, {"modules": ("the model", "fi*")}]
+    for option in options:
         plain, model = sharded(), sharded()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            attachment = attach_sharded(model, "all-reduce", hook_timeout=30.0, **option)  # type: ignore[arg-type]  # mypy: of one type
+            attachment = attach_sharded(model, "all-reduce", hook_timeout=30.0, **option)
         assert [*attachment] == ["the model", "first"] and [*attachment.not_compressed] == ["block.experts"]
         for step in range(2):
             assert furthest(stepped(plain, rank, step), stepped(model, rank, step)) == 0
@@ -293,12 +305,13 @@ def what_is_left_to_fsdp2_is_listed_with_its_bytes(rank: int) -> None:
         assert attachment.memory().not_compressed == size // 2
         assert "block.experts: not compressed" in str(attachment) and "not compressed" in str(attachment.memory())
         attachment.close()
-    for option, text in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"modules": ["block"]}, "matches no module that fully_shard was called with; there are the model, first"),
         ({"except_modules": "*"}, "leave no module that is trained"),
         ({"modules": "first" if rank else "first*"}, ""),
         ({"modules": "first" if rank else "*"}, "ranks disagree"),
-    ):
+    ]
+    for option, text in refused:
         told = told_by(lambda option=option: attach_sharded(sharded(), "int8", **option).close())  # type: ignore[misc]  # as above
         assert text in told.text and (not text or told.error), told.text
 
@@ -326,7 +339,9 @@ def a_module_that_cannot_be_attached_is_named_once_or_refused(rank: int) -> None
         assert [*attachment] == ["the model"] and [*attachment.not_compressed] == ["first"]
         backward(model, rank, 0)
         attachment.close()
-    told = told_by(lambda: attach_sharded(fully_shard(nn.Linear(4, 4), mesh=of_replicas), "int8"))
+    layer = nn.Linear(4, 4)
+    fully_shard(layer, mesh=of_replicas)
+    told = told_by(lambda: attach_sharded(layer, "int8"))
     assert told.error == "SettingsError" and "over replicas itself" in told.text, told.text
 
 
