@@ -59,34 +59,36 @@ class Handle(Mapping[str, One]):
         self._feed, self._settings = feed, settings
         self._watches: list[Watch] = []
         self._is_open = False
-        whole = feed.process_group if settings.process_group is None else group_or_default(settings.process_group)
-        self._connection: Connection = connection or self._connected(whole)
-        connections = {whole: self._connection}
+        connections: dict[dist.ProcessGroup, Connection] = {}
+        if connection is None and settings.process_group is not None:
+            connection = self._connected(group_or_default(settings.process_group), connections)
+        self._connection = connection or self._connected(feed.process_group, connections)
         self._made: dict[str, One] = {}
         like = feed.like()
         _check_names(feed.caller, like)
         try:
             for name, named in like.items():
                 one = compressor[name] if isinstance(compressor, Mapping) else compressor
-                group = whole if connection or settings.process_group is not None else feed.group_of(name)
-                if group not in connections:
-                    connections[group] = self._connected(group)
-                self._made[name] = self._channel(name, named, one, connections[group])
+                of_group = connection or self._connected(feed.group_of(name), connections)
+                self._made[name] = self._channel(name, named, one, of_group)
         except Exception:
             self.close()
             raise
 
-    def _connected(self, group: dist.ProcessGroup) -> Connection:
+    def _connected(self, group: dist.ProcessGroup, known: dict[dist.ProcessGroup, Connection]) -> Connection:
+        """Return the connection beside a process group: the known one, or a new one."""
         settings = self._settings
-        return ProcessGroupConnection(
-            group,
-            label=self._feed.label,
-            policy=settings.policy,
-            wrap_communicator=settings.wrap_communicator,
-            hook_timeout=settings.hook_timeout,
-            may_bypass=settings.process_group is not None or settings.wrap_communicator is not None,
-            may_be_alone=self._feed.may_be_alone,
-        )
+        if group not in known:
+            known[group] = ProcessGroupConnection(
+                group,
+                label=self._feed.label,
+                policy=settings.policy,
+                wrap_communicator=settings.wrap_communicator,
+                hook_timeout=settings.hook_timeout,
+                may_bypass=settings.process_group is not None or settings.wrap_communicator is not None,
+                may_be_alone=self._feed.may_be_alone,
+            )
+        return known[group]
 
     def _channel(self, name: str, named: Mapping[str, Tensor], compressor: Compressor, connection: Connection) -> Any:
         feed, settings = self._feed, self._settings
