@@ -146,6 +146,12 @@ class ModulesFeed(Feed):
         """Return the group of the ranks that have a module's shards."""
         return self._parts[channel].group
 
+    def title(self, channel: str) -> str:
+        """Return a module's name, with the ranks that have its shards if these are not all: errors number them anew."""
+        group = self.group_of(channel)
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+        return channel if group is self._whole else f"{channel} (of ranks {ranks})"
+
     def saved_as(self, channel: str) -> str:
         """Return a module's name, with the number of the ranks that have its experts if others have other ones."""
         return titled(channel, "part", *self._parts[channel][1:])

@@ -70,6 +70,14 @@ class CompressedReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Write the mean of this rank's row, or the sum that `op` asks for, in the order of the current stream."""
+        try:
+            self._reduce(output_tensor, input_tensor, op)
+        except Exception as error:  # other ranks may wait for this one on the other connections only
+            for other in self._others:
+                other.stop(str(error))
+            raise
+
+    def _reduce(self, output_tensor: Tensor, input_tensor: Tensor, op: Any) -> None:
         ranks, width = self._engine.connection.world_size, sum(self._chunks)
         if input_tensor.numel() != ranks * width:
             self._engine.fail(
@@ -78,12 +86,7 @@ class CompressedReduceScatter:
         if self._unit.trained() != self._trained:  # others of as many elements
             self._engine.fail(_CHANGED)
         mean = self._memory.take("output", width, input_tensor.dtype, input_tensor.device)
-        try:
-            self._engine.run(RowsBucket(input_tensor.view(ranks, width), mean, self._like, self._chunks)).wait()
-        except Exception as error:  # ranks that only the others connect wait for this one there
-            for other in self._others:
-                other.stop(str(error))
-            raise
+        self._engine.run(RowsBucket(input_tensor.view(ranks, width), mean, self._like, self._chunks)).wait()
         output_tensor.copy_(mean)
         self._memory.read(input_tensor.device)
         if op != dist.ReduceOp.AVG:

@@ -97,6 +97,7 @@ def sharded(
     *,
     dense: DeviceMesh | None = None,
     experts: DeviceMesh | None = None,
+    **settings: Any,
 ) -> Mixture:
     """Return the model with its experts on the mesh of all ranks ("one"), on their own, or in the block's group."""
     model, dense, experts = Mixture(), dense or everyone(), experts or of_experts()
@@ -104,20 +105,21 @@ def sharded(
         for name, whole in [*model.block.experts.named_parameters()]:
             here = distribute_tensor(whole.detach(), experts["ep"], [Shard(0)])
             model.block.experts.register_parameter(name, nn.Parameter(here))
-    fully_shard(model.first, mesh=dense, mp_policy=policy)
+    fully_shard(model.first, mesh=dense, mp_policy=policy, **settings)
     if meshes == "block":
         of_mesh, mine = FSDPMeshInfo(experts["efsdp"], shard_mesh_dim=0), {*model.block.experts.parameters()}
         fully_shard(
             model.block,
             mesh=dense,
             mp_policy=policy,
+            **settings,
             shard_placement_fn=lambda one: ShardPlacementResult(Shard(dimension), of_mesh) if one in mine else None,
         )
     else:
         mesh = dense if meshes == "one" else experts["efsdp"]
         placed = functools.partial(Shard, dimension)
-        fully_shard(model.block.experts, mesh=mesh, mp_policy=policy, shard_placement_fn=lambda _: placed())
-    fully_shard(model, mesh=dense, mp_policy=policy)
+        fully_shard(model.block.experts, mesh=mesh, mp_policy=policy, shard_placement_fn=lambda _: placed(), **settings)
+    fully_shard(model, mesh=dense, mp_policy=policy, **settings)
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
     return model
 
@@ -343,6 +345,20 @@ def a_module_that_cannot_be_attached_is_named_once_or_refused(rank: int) -> None
     fully_shard(layer, mesh=of_replicas)
     told = told_by(lambda: attach_sharded(layer, "int8"))
     assert told.error == "SettingsError" and "over replicas itself" in told.text, told.text
+
+
+@facts
+def a_failure_among_some_experts_ranks_is_told_to_all(rank: int) -> None:
+    """Those that have other experts wait for the rest of the model, and would until their timeout."""
+    model = sharded("own", reshard_after_forward=False)  # else FSDP2 gathers in the backward pass, and waits there
+    attachment = attach_sharded(model, "int8", hook_timeout=30.0)
+    stepped(model, rank, 0)
+    if rank == 1:
+        model.block.experts.inner.requires_grad_(False)
+    told = told_by(lambda: backward(model, rank, 1))
+    assert "rank 0, block.experts (of ranks 1, 3): the gradients have 192 elements in place of" in told.text, told.text
+    assert told.seconds < 20.0
+    attachment.close()
 
 
 test_on_four_ranks = facts.tests()
