@@ -75,13 +75,13 @@ def attach_sharded(
         check_flags("attach_sharded", strict=strict)
         compressor = checked_compressor("attach_sharded", compressor)
         code = None if gather is None else code_of(gather)
-        choice = _choice(model, modules, except_modules, code, strict=strict)
+        choice = _choice(model, whole, modules, except_modules, code, strict=strict)
         facts = choice.facts() + (f"gather: {code}\n" if code is not None else "")
     except Exception as error:  # whatever it is, the other ranks are waiting for an answer
         agree("attach_sharded", whole, error, AttachError)
         raise
-    agree("attach_sharded", whole, facts, AttachError)  # a rank with one more would wait for others
     assert whole is not None, "the units have one"
+    agree("attach_sharded", whole, facts, AttachError)  # a rank with one more would wait for others
     parts = choice.parts(whole)
     if whole.rank() == 0:
         choice.warn()
@@ -89,12 +89,19 @@ def attach_sharded(
 
 
 def _choice(
-    model: Module, modules: Patterns | None, except_modules: Patterns, code: Code | None, *, strict: bool
+    model: Module,
+    whole: dist.ProcessGroup | None,
+    modules: Patterns | None,
+    except_modules: Patterns,
+    code: Code | None,
+    *,
+    strict: bool,
 ) -> Choice:
     """Return what to attach to; raise if something is attached already, or a trained parameter is left out."""
     found = units_of("attach_sharded", model)
     choice = Choice("attach_sharded", found, modules, except_modules, strict=strict, frozen=code is not None)
-    check_nothing_is_left("attach_sharded", model, found, choice.units[0].process_group)
+    assert whole is not None, "the units have one"
+    check_nothing_is_left("attach_sharded", model, found, whole)
     for unit in choice.trained:
         _refuse_another("reduce-scatter", unit, unit.reduce_scatter())
     for unit in choice.units if code is not None else ():

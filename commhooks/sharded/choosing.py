@@ -133,7 +133,7 @@ class Choice:
                 f"commhooks, {self._caller}: FSDP2 reduces the gradients of {counted(len(self._refused), 'module')} "
                 f"itself, uncompressed, {size} of them: {each}. Pass except_modules= to say so, or strict=True to "
                 "have an error instead.",
-                stacklevel=4,
+                stacklevel=3,
             )
 
 
