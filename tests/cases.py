@@ -15,7 +15,7 @@ from torch import Tensor
 from commhooks import Compressor, Hierarchical, PerParameter, make_compressor
 from commhooks.language.entries import blocks_served
 from commhooks.testing import Claims
-from tests.formulas_low_rank import AccordionBytes, AdaptiveRankBytes, GatheredFactorsBytes, SketchBytes
+from tests.formulas_low_rank import AccordionBytes, AdaptiveRankBytes, GatheredFactorsBytes, SketchBytes, matrices_of
 from tests.formulas_sparse import GatheredBytes, SummedBytes
 from tests.formulas_tiles import DeMoBytes, SparseLoCoBytes
 from tests.tiers import THOROUGH, rows
@@ -45,7 +45,10 @@ def no_bytes(parameters: Sequence[Tensor], step: int, world_size: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowRankBytes:
-    """(n + m)·r a pair of factors for a matrix that this makes `rate` times smaller; the rest whole; at least fp32."""
+    """(n + m)·r a pair of factors for each matrix that this makes `rate` times smaller; the rest whole; at least fp32.
+
+    A parameter is a stack of matrices if that sends less than its first dimension against the rest.
+    """
 
     rank: int
     rate: float = 2.0
@@ -68,13 +71,17 @@ class LowRankBytes:
 
     def _factors(self, parameter: Tensor) -> tuple[int, int] | None:
         """Return the elements of both factors, or None for what is not compressed."""
-        elements, shape = parameter.numel(), parameter.shape
+        elements, shape, k = parameter.numel(), parameter.shape, 1
         if len(shape) < 2 or elements == 0:
             return None
-        splits = range(1, len(shape)) if self.square else [1]
-        n = min((math.prod(shape[:split]) for split in splits), key=lambda n: n + elements // n)
-        r = min(n, elements // n, self.rank)
-        factors = n * r, elements // n * r
+        if self.square:
+            splits = (math.prod(shape[:split]) for split in range(1, len(shape)))
+            n = min(splits, key=lambda n: n + elements // n)
+            m = elements // n
+        else:
+            k, n, m = matrices_of(parameter)
+        r = min(n, m, self.rank)
+        factors = k * n * r, k * m * r
         return factors if sum(factors) * self.pairs * self.rate < elements else None
 
 
@@ -164,7 +171,7 @@ class Case(Claims):
     nothing that has a bound: a narrow wire rounds factors, and what that does to their product depends on them."""
     exact_after: int = 0
     """So many steps on the same data come first."""
-    rule: str = "first-dimension"
+    rule: str = "stacked"
     """How it makes matrices of gradients."""
     warm: bool = True
     """Finds a better answer in a second step on the same data."""

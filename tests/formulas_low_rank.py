@@ -18,10 +18,10 @@ class GatheredFactorsBytes:
     def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
         total = 0
         for parameter in parameters:
-            n, m = sides(parameter)
-            factors = (n + m) * min(n, m, self.rank)
+            k, n, m = matrices_of(parameter)
+            factors = k * (n + m) * min(n, m, self.rank)
             width = parameter.element_size()
-            total += factors * max(width, 4) if 2 * factors < n * m else parameter.numel() * width
+            total += factors * max(width, 4) if 2 * factors < k * n * m else parameter.numel() * width
         return total
 
 
@@ -32,8 +32,9 @@ class SketchBytes:
     rank: int
 
     def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
-        sent = [sides(p)[0] * min(*sides(p), self.rank) for p in parameters]
-        compressed = [2 * own < math.prod(sides(p)) for own, p in zip(sent, parameters, strict=True)]
+        shapes = [matrices_of(p) for p in parameters]
+        sent = [k * n * min(n, m, self.rank) for k, n, m in shapes]
+        compressed = [2 * own < math.prod(shape) for own, shape in zip(sent, shapes, strict=True)]
         width = max(parameters[0].element_size(), 4 if any(compressed) else 0)
         each = zip(parameters, sent, compressed, strict=True)
         return width * sum(own if is_sketched else p.numel() for p, own, is_sketched in each)
@@ -58,10 +59,10 @@ class AdaptiveRankBytes:
     def _bytes(self, parameters: Sequence[Tensor], rank: int, riders: int = 0) -> int:
         elements, any_compressed = 0, False
         for parameter in parameters:
-            n, m = sides(parameter)
+            k, n, m = matrices_of(parameter)
             if 2 * (n + m) * min(n, m, self.rank) < n * m:
                 paying = [r for r in range(1, min(n, m, rank) + 1) if 2 * (n + m) * r < n * m]
-                elements += (n + m) * paying[-1] + riders
+                elements += k * (n + m) * paying[-1] + riders
                 any_compressed = True
             else:
                 elements += parameter.numel()
@@ -77,8 +78,16 @@ class AccordionBytes(AdaptiveRankBytes):
         return self._bytes(parameters, self.max_rank if is_high else self.rank, riders=int(step % self.every == 0))
 
 
-def sides(parameter: Tensor) -> tuple[int, int]:
-    """Return rows and columns, the first dimension against the rest; (0, 0) for a vector."""
+def matrices_of(parameter: Tensor) -> tuple[int, int, int]:
+    """Return the number of a parameter's matrices, and their rows and columns; (1, 0, 0) for a vector.
+
+    It is one for each index of the leading dimensions if they have fewer rows and columns together than the first
+    dimension against the rest.
+    """
     if parameter.dim() < 2 or not parameter.numel():
-        return 0, 0
-    return parameter.shape[0], parameter.numel() // parameter.shape[0]
+        return 1, 0, 0
+    n = parameter.shape[0]
+    m = parameter.numel() // n
+    *leading, rows, columns = parameter.shape
+    k = math.prod(leading)
+    return (k, rows, columns) if k * (rows + columns) < n + m else (1, n, m)

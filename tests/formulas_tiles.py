@@ -8,12 +8,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tests.formulas_low_rank import matrices_of
+
 
 def tiles_of(parameter: Tensor, chunk: int) -> tuple[int, int]:
     """Return how many tiles a parameter has, and of how many elements, for memory in the order of dimensions."""
     elements = parameter.numel()
-    n = parameter.shape[0] if parameter.dim() > 1 else 1
-    sides = [n, elements // n]
+    k, n, m = matrices_of(parameter) if parameter.dim() > 1 else (1, 1, elements)
+    sides = [k * n, m]
     if min(sides) < chunk:
         n = math.ceil(elements / chunk)
         sides = [n, math.ceil(elements / n)]

@@ -77,11 +77,12 @@ def test_what_resumes_after_many_steps_takes_a_few(name: str, steps: str, tmp_pa
 
 
 @THOROUGH
-def test_a_sharded_model_resumes_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["sharded_blocks.py", "hsdp.py"])
+def test_a_sharded_model_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run_example("sharded_blocks.py", str(whole), "40")
+    run_example(name, str(whole), "40")
     shutil.copytree(whole / "step-20", resumed / "step-20")
-    run_example("sharded_blocks.py", str(resumed), "40")
+    run_example(name, str(resumed), "40")
     ends = []
     for folder in (whole, resumed):
         dcp_to_torch_save(folder / "step-40", tmp_path / f"{folder.name}.pt")

@@ -11,7 +11,7 @@ comparison, and the slowest: more than 100 copies of the gradient on a CPU.
 Range: no mean overflows if |M| ≤ L/2 on every rank, in the Frobenius norm, with L the largest number of the computing
 dtype; if a singular value exceeds L, all ranks see an inf.
 
-Legend: M n×m a gradient plus its residual; U·S n×r and Vᵀ r×m its factors; W ranks.
+Legend: M n×m a gradient plus its residual, or k×n×m of fused experts; U·S n×r and Vᵀ r×m its factors; W ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from commhooks.compressors.powersgd.matrices import MatrixForm, error_of_rank, form_of
+from commhooks.compressors.powersgd.matrices import MatrixForm, OfMatrices, error_of_rank
 from commhooks.compressors.powersgd.precision import in_full
-from commhooks.language import BucketView, Compressor, Context, Exchange, Loss, Sends, Slot, setting
+from commhooks.language import BucketView, Context, Exchange, Loss, Sends, Slot, setting
 from commhooks.language.requests import AllGather, AllReduce, Judge, Request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SVD(Compressor):
+class SVD(OfMatrices):
     """A compressor that sends the best rank-`rank` approximation of each matrix: one round per bucket.
 
     It has error feedback, unless it is inside `WithoutFeedback`.
@@ -44,11 +44,12 @@ class SVD(Compressor):
 
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return the error of rank r for a square matrix whose singular values are all equal."""
-        return Loss(error_of_rank(self.rank, parameter.numel())) if self._form(parameter) else None
+        form = self.paying_form(parameter, name)
+        return None if form is None else Loss(error_of_rank(self.rank, form.n * form.m))
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Gather every rank's factors; the mean is the sum of their products, in rank order."""
-        forms = [(slot, self._form(slot.parameter)) for slot in bucket.slots]
+        forms = [(slot, self.paying_form(slot.parameter, slot.name)) for slot in bucket.slots]
         matrices = [(slot, form) for slot, form in forms if form]
         rest = [slot.tile for slot, form in forms if form is None]
         own = [_factors(form.view(slot.form()), self.rank) for slot, form in matrices]
@@ -67,31 +68,32 @@ class SVD(Compressor):
         for (slot, form), (US, Vt), sent in zip(matrices, own, received, strict=True):
             if slot.tile.keeps:
                 unsent = slot.form()
-                form.view(unsent).addmm_(*in_full(US, Vt), alpha=-1)
+                _add_product(form.view(unsent), US, Vt, alpha=-1)
                 slot.keep(unsent, finite)
             slot.write(_sum(slot, form, *sent))
         for tile, mean in zip(rest, means_of_rest, strict=True):
             tile.write(mean)
 
-    def _form(self, parameter: Tensor) -> MatrixForm | None:
-        """Return the matrix form in which a parameter's gradient is factorised; None if it is sent whole."""
-        form = form_of(parameter, "first-dimension")
-        if form is None or not parameter.is_floating_point():
-            return None
-        sent = (form.n + form.m) * min(form.n, form.m, self.rank)
-        return form if form.is_reduced_by(sent, self.min_compression_rate) else None
+    def sent(self, form: MatrixForm) -> int:
+        """Return the number of elements of both factors."""
+        return (form.n + form.m) * min(form.n, form.m, self.rank)
 
 
 def _factors(M: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """Return U·S n×r and Vᵀ r×m; U·S is all NaN for a matrix that is not finite, which has no decomposition."""
+    """Return U·S n×r and Vᵀ r×m, or k of each; U·S is all NaN if M is not finite, and so has no decomposition."""
     finite = M.isfinite().all()
     U, S, Vt = torch.linalg.svd(torch.where(finite, M, 0.0), full_matrices=False)
-    return U[:, :r] * S[:r] + torch.where(finite, 0.0, torch.nan), Vt[:r]
+    return U[..., :r] * S[..., None, :r] + torch.where(finite, 0.0, torch.nan), Vt[..., :r, :]
 
 
 def _sum(slot: Slot, form: MatrixForm, US: Tensor, Vt: Tensor) -> Tensor:
-    """Add up the products of all ranks' factors, W×n×r and W×r×m, in the slot's room, in rank order."""
+    """Add up the products of all ranks' factors, W×n×r and W×r×m, or of stacks, in the slot's room, in rank order."""
     room = slot.room.zero_()
     for of_rank in zip(US, Vt, strict=True):
-        form.view(room).addmm_(*in_full(*of_rank))
+        _add_product(form.view(room), *of_rank)
     return room
+
+
+def _add_product(memory: Tensor, US: Tensor, Vt: Tensor, alpha: float = 1) -> None:
+    add = memory.addmm_ if memory.dim() == 2 else memory.baddbmm_
+    add(*in_full(US, Vt), alpha=alpha)

@@ -32,11 +32,15 @@ class Tiling:
     def of(cls, parameter: Tensor, side: int) -> Tiling:
         """Return the fewest equal tiles, of at most side×side elements, for a non-empty parameter.
 
-        A parameter is a matrix of its first dimension against the rest. One that is too narrow for a square tile, such
-        as a vector, is arranged as rows of `side` elements instead. Rows and columns are distributed evenly, so that
-        the padding is less than one row and one column of each tile.
+        A parameter is a matrix of its first dimension against the rest, or of the rows of all its matrices if it is a
+        stack. One that is too narrow for a square tile, such as a vector, is arranged as rows of `side` elements
+        instead. Rows and columns are distributed evenly, so that the padding is less than one row and one column of
+        each tile.
         """
-        form = form_of(parameter, "first-dimension")
+        form = form_of(parameter, "stacked")
+        if form is not None and form.stack is not None:
+            rows, columns = (form.m, form.n) if form.transposed else (form.n, form.m)
+            form = MatrixForm(form.stack * rows, columns)
         if form is None or min(form.n, form.m) < side:
             form = MatrixForm(-(-parameter.numel() // side), _evenly(parameter.numel(), side))
         return cls(parameter.numel(), form, _evenly(form.n, side), _evenly(form.m, side))
@@ -66,7 +70,7 @@ class Tiling:
 
         They are a view of the memory if their elements lie side by side in it.
         """
-        (n, m, _), (Y, X) = self.form, self.grid
+        (n, m, *_), (Y, X) = self.form, self.grid
         matrix = self.form.view(pad(memory, (0, n * m - self.elements)) if self.elements < n * m else memory)
         for first in range(0, Y, height):
             rows = min(height, Y - first)
@@ -84,7 +88,7 @@ class Tiling:
 
     def sides(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers of rows and columns of each tile that are no padding of the matrix, [2, Y·X, 1]."""
-        (n, m, _), (Y, X) = self.form, self.grid
+        (n, m, *_), (Y, X) = self.form, self.grid
         rows = (n - torch.arange(0, Y * self.a, self.a, dtype=dtype, device="cpu")).repeat_interleave(X)
         columns = (m - torch.arange(0, X * self.b, self.b, dtype=dtype, device="cpu")).repeat(Y)
         return torch.stack([rows, columns]).unsqueeze(2)
@@ -108,7 +112,7 @@ class Tiling:
 
     def sending(self, k: int) -> Grid:
         """Return the tiles for compiled code, which sends k elements of each."""
-        (n, m, _), (_, X) = self.form, self.grid
+        (n, m, *_), (_, X) = self.form, self.grid
         return Grid(self.a, self.b, X, n, m, *self._strides, self.elements, k)
 
     @property
@@ -118,7 +122,7 @@ class Tiling:
 
     def join(self, tiles: Tensor) -> Tensor:
         """Return the elements of tiles [Y·X, a, b], 1-D, without the padding."""
-        (n, m, transposed), (Y, X) = self.form, self.grid
+        (n, m, transposed, _), (Y, X) = self.form, self.grid
         whole = tiles.view(Y, X, self.a, self.b).transpose(1, 2).reshape(Y * self.a, X * self.b)
         matrix = whole[:n, :m]
         return (matrix.t() if transposed else matrix).reshape(-1)[: self.elements]

@@ -80,6 +80,13 @@ class TwoHop(Compressor):
 
     sends = Sends.ANYTHING  # what is sent cannot be summed
 
+    def why_whole(self, place: Place) -> str | None:
+        """Return that the parameter, or a rank's shard of it, has too few blocks, if so."""
+        elements, ranks, block = place.parameter.numel(), place.world_size, self.codec.block
+        if elements // ranks >= block if place.is_sharded else self.pays(elements, ranks):
+            return None
+        return f"blocks have {block:,} elements, too many to be divided among {ranks:,} ranks"
+
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return the codec's loss, damped, if the parameter has a whole block.
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from commhooks.diloco.counts import DiLoCoStatistics
 from commhooks.diloco.diloco import DiLoCo
+from commhooks.diloco.inner import OptimizerState
 from commhooks.errors import CheckpointError, SettingsError
 from commhooks.exchange.options import Options, is_whole
 from commhooks.language.compressor import Compressor
@@ -34,8 +35,8 @@ class ModelAverager(averagers.ModelAverager):
     optimizer, and with a gradient scaler, call `average_parameters` yourself. It averages and compresses each rank's
     progress since the last average: compressing the weights themselves would lose almost all of that. The first
     average, at step `warmup_steps` counted from 0, is an uncompressed one of the models themselves. Buffers are
-    averaged too, as in `DiLoCo`. `optimizer` is the local one; `DiLoCo` describes the other arguments. On construction
-    all ranks take rank 0's model.
+    averaged too, as in `DiLoCo`, and with optimizer_state="mean" the optimizer's moments. `optimizer` is the local one;
+    `DiLoCo` describes the other arguments. On construction all ranks take rank 0's model.
 
     It is saved like `DiLoCo`, with `save_checkpoint(hooks=averager)`: the optimizer's state_dict holds only the
     averager's step. Raises `SettingsError` on every rank if settings cannot work.
@@ -52,6 +53,7 @@ class ModelAverager(averagers.ModelAverager):
         warmup_steps: int = 0,
         every: int,
         compressor: Compressor | str = "all-reduce",
+        optimizer_state: OptimizerState = "local",
         **options: Unpack[Options],
     ) -> None:
         super().__init__(options.get("process_group"))
@@ -63,6 +65,7 @@ class ModelAverager(averagers.ModelAverager):
             optimizer,
             every=every,
             compressor=compressor,
+            optimizer_state=optimizer_state,
             outer=functools.partial(torch.optim.SGD, lr=1.0),  # from the last average to the next one
             **options,
         )

@@ -22,8 +22,9 @@ from commhooks.communicators.beginning import agree, share_from_rank_0
 from commhooks.compressors.all_reduce import AllReduceMean
 from commhooks.diloco.counts import DiLoCoStatistics
 from commhooks.diloco.cutting import Arrangement
-from commhooks.diloco.inner import Inner
+from commhooks.diloco.inner import Inner, OptimizerState
 from commhooks.diloco.loading import misfits
+from commhooks.diloco.moments import Moments
 from commhooks.diloco.outer import Outer, made_of, nesterov
 from commhooks.diloco.parts import BUFFERS, Buffers, Fragment, PartsFeed
 from commhooks.diloco.shards import shaped_like
@@ -32,6 +33,7 @@ from commhooks.errors import CheckpointError, CommHooksError, CompressorError, S
 from commhooks.exchange.exchanger import WEIGHTS, TensorChannel, is_weight
 from commhooks.exchange.handle import Handle
 from commhooks.exchange.options import Options, Settings, check_belongs_to_connection, check_flags, settings_of
+from commhooks.exchange.pieces import WITH_DTENSORS, PiecesWatch
 from commhooks.language.compressor import Compressor
 from commhooks.saving.rules import LoadOptions, LoadRules
 from commhooks.saving.saved import Differences, Saved, read
@@ -48,6 +50,11 @@ _EXCHANGED = (
     "or replacing any."
 )
 _INSIDE = "within outer_parameters(): the parameters are the outer copies, and this rank's own would be lost"
+
+_OUTER_OF_PIECES = (
+    "The outer copies of a sharded model are this rank's shards: take an outer optimizer that computes each element by "
+    "itself, such as SGD."
+)
 
 
 class DiLoCo:
@@ -76,11 +83,15 @@ class DiLoCo:
     - `weighted`: ranks count by `weight`, which is 1 until you set it, for example to the tokens that a rank has
       trained on since its last exchange. Weight 0 leaves a rank's progress and floating-point buffers out of the means,
       but not what the compressor still owes of its earlier rounds.
+    - `optimizer_state`: "local" leaves the inner optimizer's state as each rank has it. "mean" averages it with the
+      parameters, uncompressed: every floating-point tensor in the state of a fragment's parameters. Counts of steps
+      must then be equal on all ranks.
     - `Options` describes the options, of which all but `scaler` and `guard` apply. With a `connection` of
       `lockstep_connections`, workers of one process, whose models must begin equal, exchange in `step_in_lockstep`.
 
     Memory, in bytes for each fp32 parameter: 4 for the outer copy, 4 for the message, the outer optimizer's state (SGD
-    with momentum: 4), and the compressor's state (a residual: 4; the server error of two hops: 4/W). Fragments whose
+    with momentum: 4), and the compressor's state (a residual: 4; the server error of two hops: 4/W). With
+    optimizer_state="mean", 4 more for each moment: its message. Fragments whose
     exchanges never overlap share the memory of their messages.
 
     Raises `SettingsError` on every rank if settings cannot work, or if ranks differ in settings or parameters.
@@ -103,6 +114,7 @@ class DiLoCo:
         mixing: float = 0.0,
         on_host: bool = False,
         weighted: bool = False,
+        optimizer_state: OptimizerState = "local",
         connection: Connection | None = None,
         **options: Unpack[Options],
     ) -> None:
@@ -127,6 +139,7 @@ class DiLoCo:
                 delay,
                 mixing,
                 weighted,
+                optimizer_state,
                 group,
             )
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
@@ -149,8 +162,11 @@ class DiLoCo:
         self._weight = 1.0
         self._open_exchange(beginning.compressor, settings, connection)
         steps_locally(self._outer_optimizer)
-        self._inner = Inner(beginning.optimizer, self._parts[0].exchanger.fail)
+        is_mean = optimizer_state == "mean"
+        self._inner = Inner(beginning.optimizer, self._parts[0].exchanger.fail, keeps_counts=is_mean)
+        self._moments = self._make_moments(settings, on_host=on_host) if is_mean else []
         self._held = self._inner.parameters()
+        self._looks = self._look_at_pieces() if self.rank_and_world_size[0] == 0 else []
         self._rounds = self._dropped = 0
         self._is_closed = self._is_at_outer = False
 
@@ -220,9 +236,14 @@ class DiLoCo:
             raise CompressorError("DiLoCo.begin_at_mean: workers of one process have no process group.")
         self.check_step()
         with self._whole():
+            for moments in self._moments:
+                moments.begin(self.steps)
+            means = [moments.take() for moments in self._moments]  # raises, if it does, before anything is changed
             is_averaged = average_over(self.trained_parameters, self.process_group, self._shards)
         if not is_averaged:
             raise CompressorError("DiLoCo.begin_at_mean: on every rank, parameters are not finite.")
+        for moments, of_fragment in zip(self._moments, means, strict=True):
+            moments.apply(of_fragment, 0.0)
         self._inner.clear(self.trained_parameters)  # where they were not, moments would spoil them again
         for fragment in self._fragments:
             fragment.begin_here()
@@ -267,7 +288,7 @@ class DiLoCo:
         self.steps += 1
         self._calls += 1
         due = self.steps + self.schedule.delay
-        for part in self._parts:
+        for part in (*self._parts, *self._moments):
             if part.is_turn(due, self.schedule.every):
                 part.begin(due, self.weight if self._is_weighted else None)
 
@@ -275,8 +296,12 @@ class DiLoCo:
     @torch.no_grad()
     def _end_step(self) -> None:
         self._shards.reshard()
+        taken = [(one, one.take()) for one in self._moments if one.due == self.steps]  # may raise: nothing has changed
         for fragment in self._fragments:
             if fragment.due == self.steps:
+                for moments, means in taken:
+                    if moments.fragment is fragment:
+                        moments.apply(means, self.schedule.mixing)
                 self._finish(fragment)
         if self._buffers is not None and self._buffers.due == self.steps:
             self._buffers.apply(self._buffers.take())
@@ -353,6 +378,28 @@ class DiLoCo:
         )
         self._parts = [*self._fragments, *([self._buffers] if self._buffers is not None else [])]
 
+    def _look_at_pieces(self) -> list[PiecesWatch]:
+        """Warn of optimizers that take shards for whole matrices; each fragment has an outer step of its own."""
+        return [
+            PiecesWatch(self._inner.optimizer, self._named, WITH_DTENSORS),
+            PiecesWatch(self._outer_optimizer, self._named, _OUTER_OF_PIECES, steps=len(self._fragments)),
+        ]
+
+    def _make_moments(self, settings: Settings, *, on_host: bool) -> list[Moments]:
+        return [
+            Moments(
+                fragment,
+                label,
+                self._inner.optimizer,
+                settings,
+                self.exchange.connection,
+                self._shards,
+                on_host=on_host,
+                weighted=self._is_weighted,
+            )
+            for label, fragment in zip(self.exchange, self._fragments, strict=False)  # buffers come last
+        ]
+
     def _open_exchange(self, compressor: Compressor, settings: Settings, connection: Connection | None) -> None:
         count = len(self._fragments)
         labels = [f"fragment {number} of {count}" for number in range(count)] + [BUFFERS] * (self._buffers is not None)
@@ -378,9 +425,15 @@ class DiLoCo:
 
     def statistics(self) -> DiLoCoStatistics:
         """Return this rank's counts so far."""
-        traffic = total(part.exchanger.statistics() for part in self._parts)
+        traffic = total(
+            [
+                *(part.exchanger.statistics() for part in self._parts),
+                *(one for moments in self._moments for one in moments.statistics()),
+            ]
+        )
         largest = max(
             sum(part.exchanger.last_step().moved_bytes for part in self._parts if part.turn == turn)
+            + sum(moments.last_bytes for moments in self._moments if moments.turn == turn)
             for turn in self.schedule.turns  # buffers are sent at the last fragment's turn
         )
         return DiLoCoStatistics(
@@ -473,6 +526,7 @@ class DiLoCo:
             "dropped_rounds": self._dropped,
             "schedule": self.schedule.as_dict(),
             "due": due,
+            "moments_due": {str(n): one.state() for n, one in enumerate(self._moments) if one.due is not None},
             "outer": {name: copy for fragment in self._fragments for name, copy in fragment.outer.items()},
             "outer_optimizer": self._outer_optimizer.state_dict(),
             "outer_optimizer_class": type(self._outer_optimizer).__name__,
@@ -503,7 +557,8 @@ class DiLoCo:
     def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
         """Restore a `state_dict`; call it on every rank, which must also load its own model and optimizer.
 
-        `settings="change"` also allows another `every`, `delay` or `mixing`. See `Handle.load_state_dict`.
+        `settings="change"` also allows another `every`, `delay`, `mixing` or `optimizer_state`. See
+        `Handle.load_state_dict`.
         """
         self.restore(read(state), LoadRules(**rules))
 
@@ -522,11 +577,17 @@ class DiLoCo:
                 outer.copy_(shared["outer"][name])
         for number, part in enumerate(self._parts):
             part.load(shared["due"].get(str(number), {}))
+        for number, moments in enumerate(self._moments):
+            moments.load(shared.get("moments_due", {}).get(str(number), {}))
 
     def close(self) -> None:
         """End all exchanges, and the thread that carries them; a later step raises `CompressorError`."""
         self._is_closed = True
         self._inner.close()
+        for look in self._looks:
+            look.remove()
+        for moments in self._moments:
+            moments.close()
         self.exchange.close()
 
 

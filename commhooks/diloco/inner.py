@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,15 +16,20 @@ from commhooks.errors import SettingsError
 from commhooks.tensors import all_finite, local
 from ddp_core.guard import is_standing, steps_locally
 
+OptimizerState = Literal["local", "mean"]
+"""Whose moments the inner optimizer has after a round: each rank's own, or the mean over the ranks."""
+
 
 class Inner:
     """The optimizer that trains this rank's parameters, and a check that its steps are counted.
 
-    `fail` is called, and must raise, before a step if the last one was not counted.
+    `fail` is called, and must raise, before a step if the last one was not counted. `keeps_counts`: a state that is not
+    finite is set to zero, and the parameter's count of steps goes on, as on the other ranks.
     """
 
-    def __init__(self, optimizer: Optimizer, fail: Callable[[str], Any]) -> None:
+    def __init__(self, optimizer: Optimizer, fail: Callable[[str], Any], *, keeps_counts: bool = False) -> None:
         self.optimizer = optimizer
+        self._keeps_counts = keeps_counts
         self.cleared = 0
         """The number of times that a parameter's state was not finite and was cleared."""
         self._uncounted = 0
@@ -52,13 +57,19 @@ class Inner:
         for parameter in parameters:
             kept: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
             tensors = [local(value) for value in kept.values() if isinstance(value, Tensor)]
-            if tensors and not all_finite(tensors):
+            if not tensors or all_finite(tensors):
+                continue
+            self.cleared += 1
+            if self._keeps_counts:
+                for spoilt in tensors:
+                    if not all_finite([spoilt]):
+                        spoilt.zero_()
+            else:
                 del self.optimizer.state[parameter]  # the next step makes it anew
                 if isinstance(self.optimizer, Adagrad):  # or, as this one does not, expects it
                     first = self.optimizer.defaults["initial_accumulator_value"]
                     fresh = {"step": torch.zeros_like(kept["step"]), "sum": torch.full_like(kept["sum"], first)}
                     self.optimizer.state[parameter] = fresh
-                self.cleared += 1
 
     def expect_step(self) -> None:
         """Note that the optimizer is about to take a step; fail if the last one was not counted."""

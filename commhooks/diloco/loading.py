@@ -19,7 +19,8 @@ SHARED: Form = {
     "rounds": int,
     "dropped_rounds": int,
     "schedule": dict,
-    "due": {str: {"at": int, "mean": {str: Tensor}}},
+    "due": {str: {"at": int, "mean": {str: Tensor}, "ranks?": int}},
+    "moments_due?": {str: {"at": int, "mean": {str: Tensor}}},
     "outer": {str: Tensor},
     "outer_optimizer": {"param_groups": list, ...: Any},
     "outer_optimizer_class": str,
@@ -45,6 +46,7 @@ def misfits(
 
 
 def _other_settings(saved: Mapping[str, Any], now: Mapping[str, Any], rules: LoadRules) -> Iterator[str]:
+    saved = {"optimizer_state": "local", **saved}  # what it was before there was a choice
     for name, value in now.items():
         if saved.get(name) != value and (name == "fragments" or rules.settings == "refuse"):
             remedy = "; pass settings='change'" * (name != "fragments")
@@ -63,3 +65,6 @@ def _other_parts(shared: Mapping[str, Any], parts: Sequence[RoundPart]) -> Itera
         if due["at"] <= shared["step"]:
             yield f"a mean was due at step {due['at']}, which was over at step {shared['step']}"
         yield from other_tensors("means under way", due["mean"], numbered[number].like)
+    for number, due in shared.get("moments_due", {}).items():
+        if due["at"] <= shared["step"]:
+            yield f"moments {number} were due at step {due['at']}, which was over at step {shared['step']}"

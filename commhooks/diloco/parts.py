@@ -6,7 +6,7 @@ Tensors have the parameters' and buffers' shapes. They are sent in at least fp32
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from commhooks.unwrapping import plain_name
 
 BUFFERS = "buffers"
 """The channel of the buffers."""
-_WEIGHT = "ranks with finite buffers"
-"""The name of a rank's weight, which is 1 unless they are weighted, and 0 where buffers are not finite."""
+WEIGHT = "ranks with finite tensors"
+"""The name of a rank's weight, which is 1 unless they are weighted, and 0 where buffers or moments are not finite."""
 
 
 Before = tuple[dict[str, Tensor], dict[Tensor, Any], list[dict[str, Any]]]
@@ -192,15 +192,27 @@ class Buffers(RoundPart):
         self._described = {name: _description(buffer) for name, buffer in named.items()}
         self._is_weighted = weighted
         self._weight = 1.0
+        self._senders = 1
+        """The number of ranks that sent what is under way."""
         device = next(iter(named.values())).device
         wide = torch.float64 if weighted else torch.float32
         self.like = {name: _as_sent(buffer, wide).clone() for name, buffer in named.items()}
-        self.like |= {_WEIGHT: torch.empty((), dtype=wide, device=device)}
+        self.like |= {WEIGHT: torch.empty((), dtype=wide, device=device)}
 
     def begin(self, due: int, weight: float | None = None) -> None:
         """Start averaging the buffers, as `RoundPart.begin` does; the exchanger knows of no weights."""
         self._weight = 1.0 if weight is None else weight
+        self._senders = self.exchanger.engine.connection.world_size
         super().begin(due)
+
+    def state(self) -> dict[str, Any]:
+        """Return the means under way with the number of ranks that sent them, as another number may load them."""
+        return super().state() | ({} if self.due is None else {"ranks": self._senders})
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state`."""
+        super().load(state)
+        self._senders = state.get("ranks", self.exchanger.engine.connection.world_size)
 
     def now(self) -> dict[str, Tensor]:
         """Return the model's buffers as they are now, by name; fail if one is gone, or has another shape or dtype."""
@@ -224,17 +236,12 @@ class Buffers(RoundPart):
             else:
                 room[name].zero_()
         averaged = [room[name] for name, buffer in named.items() if _is_averaged(buffer)]
-        weight = self._weight if all_finite(averaged) else 0.0
-        for sent in averaged if weight != 1 else ():
-            sent.mul_(weight) if weight else sent.zero_()
-        room[_WEIGHT].fill_(weight)
+        weigh(averaged, room[WEIGHT], self._weight, are_finite=bool(all_finite(averaged)))
 
     def apply(self, means: Mapping[str, Tensor]) -> None:
         """Set the buffers; leave floating-point ones as they are if no rank with a weight has finite ones."""
-        ranks = self.exchanger.engine.connection.world_size
-        weight = float(means[_WEIGHT])
-        if not self._is_weighted:
-            weight = round(weight * ranks) / ranks
+        ranks = self._senders
+        weight = mean_weight(means[WEIGHT], ranks, weighted=self._is_weighted)
         for name, buffer in self.now().items():
             mean = means[name]
             if not _is_averaged(buffer):
@@ -242,6 +249,19 @@ class Buffers(RoundPart):
             elif weight:
                 mean = mean if weight == 1 else mean / weight
                 buffer.copy_(torch.complex(*mean.unbind(-1)) if buffer.is_complex() else mean)
+
+
+def weigh(sent: Iterable[Tensor], place: Tensor, weight: float, *, are_finite: bool) -> None:
+    """Multiply tensors by this rank's weight, 0 if they are not finite, and write it into its place."""
+    weight = weight if are_finite else 0.0
+    for one in sent if weight != 1 else ():
+        one.mul_(weight) if weight else one.zero_()
+    place.fill_(weight)
+
+
+def mean_weight(mean: Tensor, ranks: int, *, weighted: bool) -> float:
+    """Return the mean of the weights, by which means are divided; exactly, if each of them is 0 or 1."""
+    return float(mean) if weighted else round(float(mean) * ranks) / ranks
 
 
 def _description(buffer: Tensor) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from commhooks.communicators.parent_group import group_or_default, name_and_store
 from commhooks.diloco.cutting import Arrangement, cut, turns
-from commhooks.diloco.inner import check_is_free
+from commhooks.diloco.inner import OptimizerState, check_is_free
 from commhooks.diloco.shards import Shards
 from commhooks.errors import SettingsError
 from commhooks.exchange.checks import checked_compressor
@@ -37,6 +37,7 @@ class Schedule:
     mixing: float
     fragments: tuple[tuple[str, ...], ...]
     """The names of each fragment's parameters."""
+    optimizer_state: OptimizerState = "local"
 
     @property
     def turns(self) -> list[int]:
@@ -80,6 +81,7 @@ class Beginning:
         delay: int,
         mixing: float,
         weighted: bool,
+        optimizer_state: OptimizerState,
         group: dist.ProcessGroup | None,
     ) -> Beginning:
         """Return the checked arguments; raise `CommHooksError` if they cannot work on this rank."""
@@ -89,6 +91,16 @@ class Beginning:
             raise SettingsError(f"DiLoCo(delay={delay!r}): delay must be an int from 0 to {every - 1}, below every.")
         if not isinstance(mixing, int | float | numpy.floating | numpy.integer) or not 0 <= mixing <= 1:
             raise SettingsError(f"DiLoCo(mixing={mixing!r}): mixing must be a number in [0, 1].")
+        if optimizer_state not in get_args(OptimizerState):
+            allowed = ", ".join(get_args(OptimizerState))
+            raise SettingsError(
+                f"DiLoCo(optimizer_state={optimizer_state!r}): optimizer_state must be one of {allowed}."
+            )
+        if optimizer_state == "mean" and mixing == 1:
+            raise SettingsError(
+                "DiLoCo(optimizer_state='mean', mixing=1): with a mixing of 1 the optimizer's state stays as it is, as "
+                "parameters do, so its mean is of no use; set a mixing below 1, or optimizer_state='local'."
+            )
         if not isinstance(model, Module):
             raise SettingsError(f"DiLoCo: model must be a torch.nn.Module (got {type(model).__name__}).")
         reshard(model)  # since a forward pass without a backward pass leaves parameters gathered, which nobody trains
@@ -105,7 +117,13 @@ class Beginning:
         parts = cut(named, fragments, arrangement)
         if len(parts) > every:
             raise SettingsError(f"DiLoCo(every={every}): {len(parts)} fragments need at least as many steps.")
-        schedule = Schedule(every=every, delay=delay, mixing=float(mixing), fragments=tuple(map(tuple, parts)))
+        schedule = Schedule(
+            every=every,
+            delay=delay,
+            mixing=float(mixing),
+            fragments=tuple(map(tuple, parts)),
+            optimizer_state=optimizer_state,
+        )
         return cls(
             schedule=schedule,
             named=named,

@@ -18,12 +18,14 @@ from commhooks.communicators.parent_group import group_or_default
 from commhooks.communicators.ranks import Ranks
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError, CheckpointError, SettingsError
-from commhooks.exchange.checks import checked_compressor
+from commhooks.exchange.checks import checked_compressor, warn_of_whole
 from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.metrics import Writer, metrics_of, write_to
 from commhooks.exchange.options import Options, Settings, settings_of
+from commhooks.exchange.pieces import WITH_DTENSORS, PiecesWatch
 from commhooks.exchange.watching import Watch, optimizer_of
 from commhooks.language.compressor import Compressor
+from commhooks.language.place import Place
 from commhooks.saving.parts import merge_state_dicts
 from commhooks.saving.resumption import agreed
 from commhooks.saving.rules import LoadOptions, LoadRules
@@ -57,7 +59,7 @@ class Handle(Mapping[str, One]):
     ) -> None:
         """Make the engines, unless settings cannot work; the other ranks learn of nothing before `open`."""
         self._feed, self._settings = feed, settings
-        self._watches: list[Watch] = []
+        self._watches: list[Watch | PiecesWatch] = []
         self._is_open = False
         connections: dict[dist.ProcessGroup, Connection] = {}
         if connection is None and settings.process_group is not None:
@@ -132,6 +134,8 @@ class Handle(Mapping[str, One]):
         """Plug the feed in; if that fails on one rank, raise on all of them."""
         (first, *_) = self._channels().values()
         try:
+            if self._connection.rank == 0:
+                self._warn_of_whole()  # here, because a warning may be an error
             self._feed.plug(self._made)
         except BaseException as error:  # without a comparison: the others may wait for this rank within their `plug`
             rank = self._connection.rank
@@ -139,6 +143,17 @@ class Handle(Mapping[str, One]):
             raise
         if type(self._feed).plug is not Feed.plug:  # which does nothing, and cannot fail
             first.engine.agree("plugged in", "open", first.device)
+
+    def _warn_of_whole(self) -> None:
+        feed, ranks = self._feed, self._connection.world_size
+        warn_of_whole(
+            feed.caller,
+            (
+                (self._made[channel].compressor, Place(name, parameter, ranks, is_sharded=feed.is_sharded))
+                for channel, named in feed.like().items()
+                for name, parameter in named.items()
+            ),
+        )
 
     def _channels(self) -> Mapping[str, One]:
         return self._made
@@ -377,7 +392,8 @@ class Handle(Mapping[str, One]):
         in its strict form: the error is raised without comparing gradients with those of other ranks, so it does not
         wait for a rank that is late, and gradients that were averaged by hand are an error too. It is raised before the
         step changes anything, or after it if the step runs the backward pass itself, in a closure. At the first step,
-        rank 0 warns if the compressor is known to do badly with such an optimizer. Watching ends with `close`. Raises
+        rank 0 warns if the compressor is known to do badly with such an optimizer, or if an optimizer of whole matrices
+        computes with pieces of sharded ones. Watching ends with `close`. Raises
         `AttachError` for an optimizer of other parameters.
         """
         self._check_open("watch")
@@ -387,6 +403,9 @@ class Handle(Mapping[str, One]):
         for optimizer, (one, named) in itertools.product(found, averaged.items()):
             if not {tensor for group in optimizer.param_groups for tensor in group["params"]}.isdisjoint(named):
                 self._watches.append(Watch(optimizer, self._feed.guard_of(one), named.keys(), one.engine))
+        if self._connection.rank == 0:
+            every = {name: one for of_channel in averaged.values() for one, name in of_channel.items()}
+            self._watches += [PiecesWatch(optimizer, every, WITH_DTENSORS) for optimizer in found]
 
     def close(self) -> None:
         """End the exchange: restore what the feed replaced, and stop the scheduler. A second call does nothing.

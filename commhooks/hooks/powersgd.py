@@ -107,9 +107,9 @@ class PowerSGDState(Handle[Channel]):
     - `compression_stats_logging_frequency`, `batch_tensors_with_same_shape`: accepted without effect: nothing is logged
       (see `statistics()`), and the result does not depend on batching.
 
-    The keyword-only arguments are additions. `PowerSGD` describes `alternating`, `iterations`, `matrices` and `skip`
-    (which needs names: see `bind`); `wire` is the dtype in which messages are sent; `attach` describes `policy`,
-    `hook_timeout`, `residuals` and `atomic`.
+    The keyword-only arguments are additions. `PowerSGD` describes `alternating`, `iterations`, `matrices`, `stacked`
+    and `skip` (the last two need names: see `bind`); `wire` is the dtype in which messages are sent; `attach` describes
+    `policy`, `hook_timeout`, `residuals` and `atomic`.
 
     Once it knows the parameters' names it can be pickled, with this rank's residuals; the process group is not saved,
     and an unpickled state uses the default one. `torch.load` accepts it with its default arguments.
@@ -135,6 +135,7 @@ class PowerSGDState(Handle[Channel]):
         alternating: bool = False,
         iterations: int = 1,
         matrices: MatrixRule = "first-dimension",
+        stacked: tuple[str, ...] = (),
         skip: tuple[str, ...] = (),
         wire: torch.dtype | None = None,
         policy: PolicyName = "fifo",
@@ -155,6 +156,7 @@ class PowerSGDState(Handle[Channel]):
         self.alternating = alternating
         self.iterations = iterations
         self.matrices = matrices
+        self.stacked = stacked
         self.skip = skip
         self.wire = wire
         self.policy = policy
@@ -390,6 +392,7 @@ class PowerSGDState(Handle[Channel]):
             alternating=self.alternating,
             iterations=self.iterations,
             matrices=matrices,
+            stacked=self.stacked,
             skip=self.skip,
         )
         if self.use_error_feedback:

@@ -26,6 +26,7 @@ from commhooks.communicators.ranks import Ranks
 from commhooks.devices import generator_states, set_generator_states
 from commhooks.diloco.cutting import Arrangement
 from commhooks.diloco.diloco import DiLoCo
+from commhooks.diloco.inner import OptimizerState
 from commhooks.diloco.outer import Outer
 from commhooks.diloco.starting import trained
 from commhooks.errors import AttachError, CheckpointError, SettingsError
@@ -59,6 +60,7 @@ class DiLoCoOptions(LoadOptions, total=False):
     mixing: float
     on_host: bool
     weighted: bool
+    optimizer_state: OptimizerState
     hook_timeout: float | None
     wrap_communicator: WrapCommunicator | None
     residuals: ResidualStorage

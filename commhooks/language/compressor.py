@@ -159,6 +159,14 @@ class Compressor(ABC):
         """
         return None
 
+    def why_whole(self, place: Place) -> str | None:
+        """Return why a parameter is sent uncompressed though larger or other ones are not; None if it is compressed.
+
+        None also if settings ask for it. If much of a model is sent whole, a warning quotes the reason, which follows
+        "since".
+        """
+        return None
+
     def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:  # noqa: B027 most check nothing
         """Raise `SettingsError` if a setting cannot work for these parameters, or this number of ranks (None: any)."""
 

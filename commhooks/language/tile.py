@@ -12,6 +12,7 @@ tiles always uses that buffer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -27,20 +28,15 @@ from commhooks.tensors import computing_dtype
 
 
 class Form(Protocol):
-    """A view of a range of memory as a matrix of n rows."""
+    """A view of a range of memory as rows: those of a matrix, or matrices of a stack."""
 
     @property
-    def n(self) -> int:
-        """Rows."""
-        ...
-
-    @property
-    def m(self) -> int:
-        """Columns."""
+    def elements(self) -> int:
+        """The number of elements of all rows."""
         ...
 
     def view(self, memory: Tensor) -> Tensor:
-        """View 1-D memory as the matrix, without copying."""
+        """View 1-D memory as the rows, without copying."""
         ...
 
 
@@ -215,11 +211,11 @@ class Tile:
             self.mean.copy_(mean)
 
     def rows(self, form: Form, rows: int) -> list[Tile]:
-        """Return the tile, viewed as a matrix by `form`, in tiles of `rows` rows, without elements beyond the matrix.
+        """Return the tile, viewed by `form`, in tiles of `rows` of its rows, without elements beyond them.
 
         In one step, form either these tiles or the whole, not both.
         """
-        inside = form.n * form.m
+        inside = form.elements
         blocks = form.view(self.gradient.view(-1)[:inside]).split(rows)
         is_apart = self.mean is not self.gradient
         means = form.view(self.mean.view(-1)[:inside]).split(rows) if is_apart else blocks
@@ -227,7 +223,7 @@ class Tile:
             kept = form.view(self._whole.view(-1)[:inside]).split(rows)
             residuals: list[Sequence[tuple[int, Tensor]]] = [[(0, block)] for block in kept]
         else:  # no residual, or those of several parameters in one matrix: its rows are contiguous
-            ends = [min(first + rows, form.n) * form.m for first in range(0, form.n, rows)]
+            ends = itertools.accumulate(block.numel() for block in blocks)
             residuals = [self._overlap(end - block.numel(), end) for end, block in zip(ends, blocks, strict=True)]
         places = zip(blocks, residuals, means, strict=True)
         return [Tile(self._scratch, block, self.layout, own, self._decay, mean) for block, own, mean in places]
@@ -323,6 +319,10 @@ class TileStack:
         if self._residuals and not is_formed:
             add_residuals([room], [torch.stack(self._residuals)], self._tiles[0]._decay)
         return room
+
+    def residual_room(self, finite: Tensor) -> Tensor:
+        """Return memory to compute the unsent part in: `room`, since residuals lie apart."""
+        return self.room
 
     def keep(self, unsent: Tensor, finite: Tensor) -> None:
         """Keep the unsent part for the next step; if `finite` is false, change nothing."""

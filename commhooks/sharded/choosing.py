@@ -157,9 +157,12 @@ def _matching(caller: str, option: str, patterns: Patterns, found: Sequence[Unit
 def refusal_of(unit: Unit) -> str:
     """Return why a unit cannot be attached to; "" if it can."""
     if unit.is_replicated:
+        replicas, shards = unit.dimensions
         return (
             "FSDP2 averages its gradients over replicas itself, uncompressed (HSDP: a mesh of two dimensions; or "
-            "replicate); shard over a mesh of one, and average over replicas with commhooks.attach_replicas"
+            "replicate; take a mesh of shape (ranks, 1) instead). Shard over one dimension, fully_shard(..., "
+            f"mesh=mesh[{shards!r}]), and let commhooks.attach_replicas(..., process_group=mesh[{replicas!r}]"
+            ".get_group()) average over the other"
         )
     try:
         unit.parameters()

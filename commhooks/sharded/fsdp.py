@@ -187,6 +187,13 @@ class Unit:
         )
 
     @property
+    def dimensions(self) -> tuple[str, str]:
+        """The names of a mesh's dimensions for replicas and for shards: HSDP's own, or PyTorch's usual ones."""
+        mesh = _held(_held(self._group, "mesh_info"), "mesh")
+        replicas, shards = mesh.mesh_dim_names if mesh.ndim == 2 and mesh.mesh_dim_names else ("replicate", "shard")
+        return replicas, shards
+
+    @property
     def divide_factor(self) -> float | None:
         """The divisor of sums; None: the number of ranks."""
         factor: float | None = _held(self._group, "gradient_divide_factor")

@@ -81,7 +81,8 @@ class Passes:
     gradient of an output arrives, before any other's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
         self.at_end: Callable[[], None] = _do_nothing
         """What to do at the end of each pass, after FSDP2 and after gradients that are kept have left `.grad`."""
         self.may_send_less: Sequence[Unit] = ()
@@ -109,6 +110,8 @@ class Passes:
         # another one; only for its own all-reduce it keeps them. Without this, replicas_apart in tests/virtual_device
         # is a race.
         keep_until_read([reduced])
+        if unit.divide_factor is not None:  # of a sum over all ranks, as in HSDP: the mean over replicas must be a sum
+            reduced.mul_(self._replicas)
         if unit in self._noted and unit.was_reset:
             self._kept.pop(unit, None)
         self._noted.discard(unit)
@@ -401,7 +404,7 @@ class ReplicasFeed(TensorFeed):
         super().__init__(like, in_turns=True, group=group)
         self._hooks: dict[Unit, Hook] = {}
         self._on_model: list[RemovableHandle] = []
-        self._passes = Passes()
+        self._passes = Passes(group.size())
         self._is_first = False
 
     def plug(self, channels: Mapping[str, Any]) -> None:
@@ -508,6 +511,8 @@ def attach_replicas(model: Module, compressor: Compressor | str, **options: Unpa
       modules. With either, means add up in `.grad`, and gradients of a module after `set_requires_all_reduce(False)`
       are kept aside until the module wants an average again, as with HSDP.
     - `residuals`: a residual has the size of this rank's shard.
+
+    `set_gradient_divide_factor` divides the sum over all ranks, those of other replicas included, as with HSDP.
 
     Raises `AttachError` if nothing in the model is sharded, if a trained parameter is outside what is, if an all-reduce
     hook is set already, or if ranks disagree, for example about the shard that they keep; `SettingsError` for FSDP2's

@@ -17,9 +17,9 @@ from commhooks.testing.bounds import of_conservation, unit_roundoff
 from commhooks.testing.workers import Workers, normal, zeros
 from commhooks.wrappers import ErrorFeedback
 
-SHAPES = ((24, 40), (40,), (3, 5, 3, 3), (24, 40), (7,), (64, 33), (1, 1), (0, 4), ())
-"""The shapes of the parameters that laws are tried on: matrices, two of one shape, vectors, an empty one, and a 0-dim
-one."""
+SHAPES = ((24, 40), (40,), (3, 5, 3, 3), (24, 40), (7,), (64, 33), (3, 20, 16), (1, 1), (0, 4), ())
+"""The shapes of the parameters that laws are tried on: matrices, two of one shape, a stack of them, vectors, an empty
+one, and a 0-dim one."""
 NEVER = 10**9
 """The number of steps that stands for "never"."""
 _LARGEST_BLOCK = 60

@@ -129,6 +129,10 @@ class PerParameter(Compressor):
         """Return the loss of the parameter's compressor."""
         return self._of(name, parameter).loss(name, parameter)
 
+    def why_whole(self, place: Place) -> str | None:
+        """Return the reason of the parameter's compressor."""
+        return self._of(place.name, place.parameter).why_whole(place)
+
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Run the compressors side by side, each on its own slots."""
         if bucket.memory.is_sparse or not bucket.slots:

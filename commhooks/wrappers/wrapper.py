@@ -33,6 +33,10 @@ class Wrapper(Compressor):
         """Defer to `inner`."""
         return self.inner.loss(name, parameter)
 
+    def why_whole(self, place: Place) -> str | None:
+        """Defer to `inner`."""
+        return self.inner.why_whole(place)
+
     def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
         """Defer to `inner`."""
         self.inner.check(named, world_size)

@@ -84,23 +84,29 @@ def test_norms_are_right_and_do_not_depend_on_the_order_of_a_sum(scale: float) -
     """Elements and the norm are rounded to 2⁻¹⁵ of their row's largest, or 2⁻¹⁶ off: so is the norm, times √m + 1."""
     Q = torch.randn(5, 200, generator=torch.Generator().manual_seed(0)) * scale
     Q[3] = 0
-    norms = _norms_of_rows(Q)
+    norms = _norms_of_rows(Q.unsqueeze(0))
     largest = Q.abs().amax(dim=1).double()
     assert ((norms - Q.double().norm(dim=1)).abs() <= largest * 2**-16 * (200**0.5 + 1) + norms * 2**-22).all()
     for seed in range(20):
         order = torch.randperm(200, generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(_norms_of_rows(Q[:, order]), norms)
+        of_two = Q[:, order].unflatten(1, (2, 100)).transpose(0, 1)
+        assert torch.equal(_norms_of_rows(of_two), norms)
 
 
 def test_norms_do_not_depend_on_the_last_bit_of_a_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels for AVX2 and SSE4 of one processor differ in one of a hundred."""
-    Q = torch.randn(500, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    Q = torch.randn(1, 500, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     root, norms = torch.Tensor.sqrt, _norms_of_rows(Q)
     for end in (0.0, math.inf):
         monkeypatch.setattr(
             torch.Tensor, "sqrt", lambda x, end=end: torch.nextafter(root(x), torch.tensor(end).to(x.dtype))
         )
         assert torch.equal(_norms_of_rows(Q), norms)
+
+
+def test_the_norms_of_many_experts_rows_do_not_overflow() -> None:
+    Q = torch.ones(1 << 12, 1, 1 << 10)
+    assert torch.equal(_norms_of_rows(Q), torch.tensor([2048.0]))
 
 
 def flat_and_steep(seed: int, world_size: int = 2) -> list[list[Tensor]]:

@@ -22,7 +22,7 @@ from tests.cases import BY_NAME, CASES, NEEDED, Case, is_form, is_whole, rows_of
 from tests.commhooks.workers import Workers, largest, low_rank, mean_of, normal, zeros
 from tests.tiers import A_ROW, THOROUGH, in_turn
 
-SHAPES = ((24, 40), (40,), (3, 5, 3, 3), (24, 40), (7,), (64, 33), (1, 1), ())
+SHAPES = ((24, 40), (40,), (3, 5, 3, 3), (24, 40), (7,), (64, 33), (3, 20, 16), (1, 1), ())
 EXCHANGING = [case for case in CASES if case.exchanges]
 EXACT = [case for case in EXCHANGING if case.exact_rank != 0]
 DTYPES = [torch.float16, torch.bfloat16, torch.float64]
@@ -105,7 +105,7 @@ def settled(case: Case, parameters: Sequence[Tensor], gradients: Sequence[Sequen
 
 @pytest.mark.parametrize(("case", "world_size"), in_turn(EXACT, [1, 2, 3]), ids=str)
 def test_a_mean_that_can_be_represented_comes_back(case: Case, world_size: int) -> None:
-    shapes = ((24, 40), (40,), (24, 40), (24, 40), (6, 4, 3, 3), (64, 33))  # several of one shape
+    shapes = ((24, 40), (40,), (24, 40), (24, 40), (6, 4, 3, 3), (3, 40, 24), (64, 33))  # several of one shape
     parameters = zeros(*shapes, dtype=torch.float64)
     gradients = low_rank(parameters, world_size, rank=case.exact_rank or 5, seed=1, rule=case.rule)
     workers = settled(case, parameters, gradients)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commhooks.compressors.powersgd.matrices import form_of, form_of_bucket
+from commhooks.compressors.powersgd.matrices import MatrixForm, form_of, form_of_bucket, stack_of
 from commhooks.tensors import is_dense
 
-RULES = ["first-dimension", "most-square"]
+RULES = ["stacked", "first-dimension", "most-square"]
 
 
 @st.composite
@@ -37,7 +37,7 @@ def test_a_matrix_holds_every_element_once_and_is_no_copy(rule: str, parameter: 
     assert form is not None and is_dense(parameter)
     memory = torch.arange(parameter.numel())
     matrix = form.view(memory)
-    assert matrix.shape == (form.n, form.m)
+    assert matrix.shape[-2:] == (form.n, form.m) and matrix.shape[:-2].numel() == form.matrices
     assert matrix.untyped_storage().data_ptr() == memory.data_ptr()
     assert torch.equal(matrix.reshape(-1).sort().values, memory)
 
@@ -59,8 +59,42 @@ def test_rows_are_the_first_dimension_where_it_is_outermost_or_innermost(paramet
 def test_a_channels_last_gradient_is_split_where_its_first_dimension_ends() -> None:
     weight = torch.zeros(16, 8, 3, 3)
     last = form_of(weight.contiguous(memory_format=torch.channels_last), "first-dimension")
-    assert last == form_of(weight, "first-dimension") == (16, 72, False)
-    assert form_of(torch.zeros(40, 24).t(), "first-dimension") == (24, 40, True)
+    assert last == form_of(weight, "first-dimension") == MatrixForm(16, 72)
+    assert form_of(torch.zeros(40, 24).t(), "first-dimension") == MatrixForm(24, 40, transposed=True)
+
+
+@given(parameter=tensors(min_dimensions=3))
+def test_a_stack_has_a_matrix_for_each_index_of_the_leading_dimensions(parameter: Tensor) -> None:
+    form, places = stack_of(parameter), _places(parameter).flatten(0, -3)
+    sizes = [d for d in range(parameter.dim()) if parameter.shape[d] > 1]
+    in_memory = sorted(sizes, key=lambda d: -parameter.stride()[d])
+    leading = [d for d in sizes if d < parameter.dim() - 2]
+    assert (form is None) is (in_memory[: len(leading)] != leading)
+    if form is not None:
+        assert torch.equal(form.view(torch.arange(parameter.numel())).view_as(places), places)
+
+
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [
+        ((8, 256, 128), MatrixForm(256, 128, stack=8)),
+        ((256, 1024, 768), MatrixForm(1024, 768, stack=256)),
+        ((2, 8, 64, 32), MatrixForm(64, 32, stack=16)),
+        ((1, 197, 96), MatrixForm(197, 96)),  # position embeddings
+        ((128, 64, 64), MatrixForm(128, 4096)),
+        ((512, 512, 3), MatrixForm(512, 1536)),
+        ((64, 32, 3, 3), MatrixForm(64, 288)),
+        ((24, 40), MatrixForm(24, 40)),
+    ],
+    ids=str,
+)
+def test_experts_are_stacked_and_convolutions_are_not(shape: tuple[int, ...], form: MatrixForm) -> None:
+    assert form_of(torch.zeros(shape, device="meta"), "stacked") == form
+
+
+def test_experts_may_be_stored_column_by_column_but_not_between_each_other() -> None:
+    assert form_of(torch.zeros(8, 128, 256).mT, "stacked") == MatrixForm(256, 128, transposed=True, stack=8)
+    assert form_of(torch.zeros(256, 8, 128).transpose(0, 1), "stacked") == MatrixForm(256, 1024)
 
 
 @given(parameter=tensors(min_dimensions=2))
@@ -80,7 +114,7 @@ def test_a_parameter_with_gaps_has_a_matrix_of_the_same_size(rule: str, paramete
     apart = torch.zeros(*parameter.shape, gap)[..., 0]
     form = form_of(apart, rule)
     assert form == form_of(torch.zeros(parameter.shape), rule)
-    assert form is None or form.n * form.m == apart.numel()
+    assert form is None or form.elements == apart.numel()
 
 
 @pytest.mark.parametrize("rule", RULES)

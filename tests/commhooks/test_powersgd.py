@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
 import commhooks
+from commhooks import ErrorFeedback, WithoutFeedback
 from commhooks.compressors import PowerSGD
+from commhooks.compressors.powersgd.matrices import MatrixRule
 from commhooks.compressors.powersgd.powersgd import orthonormal_rows
 from commhooks.language.randomness import stable_seed
 from experiments.studies.bench.given import GivenBucket as Bucket
@@ -281,6 +283,65 @@ def test_a_low_rate_never_makes_a_message_larger_and_leaves_vectors_alone() -> N
         parameter = torch.zeros(shape)
         assert compressor.payload_elements(parameter) <= parameter.numel()
     assert not compressor.compresses(torch.zeros(100))
+
+
+def test_experts_are_sent_as_matrices_with_a_basis_each() -> None:
+    experts = torch.zeros(8, 256, 128)
+    for rank in (1, 2, 4):
+        assert PowerSGD(rank=rank).payload_elements(experts) == 3072 * rank
+        assert PowerSGD(rank=rank).payload_elements(torch.zeros(512, 512, 3)) == 2048 * rank
+    assert PowerSGD(rank=4, matrices="first-dimension").payload_elements(experts) == 8 * 256 * 128
+    assert PowerSGD(rank=1, stacked=("*.experts.*",)).payload_elements(torch.zeros(32, 16, 16), "a.experts.w") == 1024
+    assert PowerSGD(rank=1).payload_elements(torch.zeros(32, 16, 16)) == 32 + 256
+
+
+@pytest.mark.parametrize("shape", [(6, 32, 24), (2, 3, 24, 32)], ids=str)
+def test_the_gradients_of_unlike_experts_come_back_where_one_basis_for_all_loses_them(shape: tuple[int, ...]) -> None:
+    parameters = zeros(shape, dtype=torch.float64)
+    gradients = low_rank(parameters, 2, rank=2, seed=0)
+    bounds_of: dict[MatrixRule, tuple[float, float]] = {"stacked": (0.0, 1e-12), "most-square": (0.3, 1.0)}
+    for matrices, (least, most) in bounds_of.items():
+        workers = Workers(WithoutFeedback(inner=PowerSGD(rank=2, matrices=matrices)), 2, parameters)
+        for _ in range(3):
+            (mean,) = workers.step(gradients)[0]
+        error = ((mean - mean_of(gradients, 0)).norm() / mean_of(gradients, 0).norm()).item()
+        assert least <= error <= most, matrices
+
+
+@pytest.mark.parametrize("residuals", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(24, 40), (300, 400), (600, 500)], ids=str)
+def test_a_stack_gives_what_its_matrices_give_side_by_side(
+    size: tuple[int, int], dtype: torch.dtype, residuals: str
+) -> None:
+    """One call multiplies all three on a CPU, or two and then one, or each in blocks of rows."""
+    stack, apart = zeros((3, *size), dtype=dtype), zeros(*[size] * 3, dtype=dtype)
+    compressor = ErrorFeedback(inner=PowerSGD(rank=2))
+    together, alone = (Workers(compressor, 2, own, storage=residuals) for own in (stack, apart))
+    bases = torch.randn(3, 2, size[1], generator=torch.Generator().manual_seed(0))
+    for workers in (together, alone):
+        workers.step([[torch.zeros_like(p) for p in workers.parameters]] * 2)  # lays out state
+    for one, other in zip(together.states, alone.states, strict=True):
+        one.of(stack[0])["Q"].copy_(bases)
+        for parameter, basis in zip(apart, bases, strict=True):
+            other.of(parameter)["Q"].copy_(basis)
+    for step in range(3):
+        gradients = normal(stack, 2, seed=step)
+        (mean,) = together.step(gradients)[0]
+        means = torch.stack(alone.step([list(own[0].unbind()) for own in gradients])[0])
+        bound = 64 * max(size) * torch.finfo(dtype).eps * largest(means)
+        assert largest(mean - means) <= bound, f"step {step}"
+
+
+def test_a_pattern_that_stacks_nothing_is_refused() -> None:
+    named = {"layer.weight": torch.zeros(24, 40), "experts.weight": torch.zeros(8, 24, 40)}
+    PowerSGD(stacked=("experts.*",)).check(named, 2)
+    with pytest.raises(
+        commhooks.SettingsError, match=r"three or more dimensions.*'layer.weight' has the shape \(24, 40\)"
+    ):
+        PowerSGD(stacked=("layer.*",)).check(named, 2)
+    with pytest.raises(commhooks.SettingsError, match="must match a parameter's name"):
+        PowerSGD(stacked=("expert.*",)).check(named, 2)
 
 
 def test_another_seed_or_name_gives_another_basis_and_the_same_gives_the_same() -> None:

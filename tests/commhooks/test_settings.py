@@ -167,7 +167,7 @@ REFUSED: list[tuple[str, str]] = [
         "PowerSGD(skip=('a',), matrices='whole-bucket')",
         r"PowerSGD\(skip=\('a',\)\): skip must be empty if matrices='whole-bucket'",
     ),
-    ("PowerSGD(matrices='any')", "matrices must be one of first-dimension, most-square, whole-bucket"),
+    ("PowerSGD(matrices='any')", "matrices must be one of stacked, first-dimension, most-square, whole-bucket"),
     ("AdaptiveRank(rule='best')", "rule must be one of least-error, fewest-bytes, accordion"),
     ("Int4(block=3)", r"Int4\(block=3\): block must be a multiple of 2\."),
     ("Int8(block=0)", r"Int8\(block=0\): block must be an integer of at least 1\."),

@@ -37,7 +37,7 @@ def gradients_of(
 
 
 def low_rank(
-    parameters: Sequence[Tensor], world_size: int, rank: int, seed: int, rule: str = "first-dimension"
+    parameters: Sequence[Tensor], world_size: int, rank: int, seed: int, rule: str = "stacked"
 ) -> list[list[Tensor]]:
     """Return gradients whose mean has at most `rank`, as matrices by `rule`: all ranks share a left factor.
 
@@ -45,14 +45,18 @@ def low_rank(
     """
     generator = torch.Generator().manual_seed(seed)
     forms = [form_of(p, rule) for p in parameters]
-    left = [torch.randn(form.n if form else 1, rank, generator=generator).double() for form in forms]
+    lead = [() if form is None or form.stack is None else (form.stack,) for form in forms]
+    left = [
+        torch.randn(*k, form.n if form else 1, rank, generator=generator).double()
+        for k, form in zip(lead, forms, strict=True)
+    ]
     gradients = []
     for _ in range(world_size):
         row = []
-        for p, form, factor in zip(parameters, forms, left, strict=True):
+        for p, k, form, factor in zip(parameters, lead, forms, left, strict=True):
             memory = torch.randn(p.numel(), generator=generator).double()
             if form:
-                form.view(memory).copy_(factor @ torch.randn(rank, form.m, generator=generator).double() / rank)
+                form.view(memory).copy_(factor @ torch.randn(*k, rank, form.m, generator=generator).double() / rank)
             row.append(memory.to(p.dtype).as_strided(p.shape, p.stride()))
         gradients.append(row)
     return gradients

@@ -250,6 +250,20 @@ def test_floating_buffers_are_averaged_and_others_are_rank_0s(delay: int) -> Non
         torch.testing.assert_close(own["mean"], torch.full((4,), 3.0))
 
 
+def test_buffers_under_way_are_those_of_the_ranks_that_sent_them() -> None:
+    """A resumed run may have more ranks: of two, the mean of rank 0's bytes is a half, of three it would be a third."""
+    saving, resuming = ([with_buffers(rank) for rank in range(count)] for count in (2, 3))
+    team = team_of(saving, every=2, delay=1)
+    step_in_lockstep(team)
+    state = copy.deepcopy(team[0].state_dict())
+    team = team_of(resuming, every=2, delay=1)
+    for worker in team:
+        worker.load_state_dict(copy.deepcopy(state), world_size="keep")
+    step_in_lockstep(team)
+    for model in resuming:
+        assert int(model.get_buffer("count")) == 5 and model.get_buffer("mean").tolist() == [1.0] * 4
+
+
 def test_complex_buffers_are_averaged_behind_an_odd_number_of_elements() -> None:
     """Complex numbers cannot be views of a message at an odd place."""
     first = nn.Linear(3, 3)

@@ -170,6 +170,27 @@ def a_warning_that_is_an_error_leaves_nothing_attached(rank: int) -> None:
 
 
 @facts
+def a_model_that_is_hardly_compressed_is_told_of_once(rank: int) -> None:
+    model = ddp_core.DistributedDataParallel(nn.ParameterDict({"experts": torch.zeros(8, 64, 96)}))
+    first = PowerSGD(rank=4, matrices="first-dimension")
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        commhooks.attach(model, first).close()
+        commhooks.attach(model, "powersgd:rank=4").close()
+        commhooks.attach(model, PowerSGD(matrices="first-dimension", skip=("experts",))).close()
+    told = [str(one.message) for one in heard if "are sent uncompressed" in str(one.message)]
+    assert len(told) == (rank == 0), told
+    for text in told:
+        assert "100% of the gradients' bytes" in text and "'experts' of shape (8, 64, 96) (100%)" in text
+        assert "24,608 elements would be sent of each matrix 8×6,144, not 2 times fewer" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        told_once = told_by(lambda: commhooks.attach(model, first))
+    assert told_once.error == ("UserWarning" if rank == 0 else "CollectiveError"), told_once
+    commhooks.attach(model, "fp16").close()
+
+
+@facts
 def a_closed_diloco_is_freed_without_a_collection(rank: int) -> None:
     model = nn.Linear(4, 4)
     diloco = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)

@@ -156,7 +156,7 @@ REFUSED: dict[Callable[..., object], list[tuple[Any, str]]] = {
         ({"hooks": ["powersgd:skip=haed"]}, "'haed' must match a parameter's name"),
         ({"hooks": ["sign:blok=64"]}, r"has no setting 'blok'; it takes block, .*Did you mean 'block'"),
         ({"hooks": ["int4:block=3"]}, "block must be a multiple of 2"),
-        ({"hooks": ["powersgd:matrices=round"]}, "matrices must be one of first-dimension"),
+        ({"hooks": ["powersgd:matrices=round"]}, "matrices must be one of stacked, first-dimension"),
         ({"hooks": []}, "name at least one task, one hook"),
         ({"hooks": ["int8:gather=int8"]}, "leave out gather"),
         ({"tasks": ["gpt", "gpt"]}, "gpt:size=small is given twice"),

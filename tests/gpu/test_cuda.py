@@ -22,7 +22,7 @@ from tests.world import run_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-SHAPES: list[Shape] = [(30, 50), (50,), (40, 30), (), (60, 60), (7,)]
+SHAPES: list[Shape] = [(30, 50), (50,), (40, 30), (), (60, 60), (3, 20, 16), (7,)]
 STEPS = 4
 
 

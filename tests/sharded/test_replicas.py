@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -90,10 +91,12 @@ def trained(
     *,
     steps: int = STEPS,
     accumulated: int = 1,
+    factor: float | None = None,
     **of_model: Any,
 ) -> tuple[dict[str, Tensor], float]:
     """Train a new model over replicas with a compressor, or with native HSDP; return this rank's shards and loss."""
     model = sharded(precision, mesh=mesh if compressor is None else mesh["shards"], **of_model)
+    divide_sums(model, factor)
     optimizer, attachment = make(model), None
     if compressor is None:
         model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
@@ -106,6 +109,13 @@ def trained(
         attachment.close()
         assert not attachment.is_attached
     return shards(model), loss
+
+
+def divide_sums(model: Any, factor: float | None) -> None:
+    """Have each module's sum over all ranks divided by a number; Gloo has no sums of terms that were divided."""
+    for module in (model, model.first, model.second["wide"]) if factor is not None else ():
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(factor)
 
 
 def assert_replicas_are_equal(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -122,6 +132,7 @@ WAYS: list[tuple[MixedPrecisionPolicy, dict[str, Any]]] = [
     (UNSAID, {}),
     (FP32, {"frozen": True}),
     (FP32, {"accumulated": 2}),
+    (FP32, {"factor": 1.0}),
     (FP32, {"reshard_after_forward": False}),
 ]
 POLICIES_AND_OPTIMIZERS = list(itertools.product(POLICIES, (sgd, adamw)))
@@ -335,6 +346,43 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(rank: int, policy: s
     resumed.close()
 
 
+@four
+def checkpoints_of_native_hsdp_go_on_over_replicas_bit_for_bit_and_back(rank: int, policy: str, folder: Path) -> None:
+    """Gradients are clipped, too: their norm, over the shards of one replica, is that of HSDP."""
+    mesh = sites()
+    for first, second in ((None, "all-reduce"), ("all-reduce", None)):
+        found = []
+        for compressor in (first, second):
+            model = sharded(mesh=mesh if compressor is None else mesh["shards"])
+            model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # FSDPModule's
+            optimizer = adamw(model)
+            attachment = attached(model, mesh, compressor, policy) if compressor else None
+            if compressor == first:
+                clipped_step(model, optimizer, rank, 0)
+            state: Any = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            if compressor == first:
+                save(state, checkpoint_id=folder / str(first))
+            else:
+                load(state, checkpoint_id=folder / str(first))
+                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            norm = clipped_step(model, optimizer, rank, 1)
+            found.append(shards(model) | {"norm": norm})
+            if attachment is not None:
+                attachment.close()
+        assert furthest(*found) == 0, first
+
+
+def clipped_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> Tensor:
+    """Take a step on gradients whose norm is clipped; return the norm."""
+    backward(model, rank, step)
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    whole: Tensor = norm.full_tensor()
+    assert whole > 0.1
+    return whole
+
+
 def accumulating(name: str, model: Any, step: int) -> bool:
     """Set which modules want an average in a step, as users of HSDP do; return whether the optimizer steps."""
     is_last = step % 3 == 2
@@ -367,6 +415,7 @@ def modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit_for_
         for name in (None, "all-reduce"):
             model: Any = sharded(mesh=mesh if name is None else mesh["shards"])
             model.set_reduce_scatter_unused_params(True)
+            divide_sums(model, 2.0 if which == "all" else None)
             optimizer = adamw(model)
             attachment = attached(model, mesh, name, policy) if name is not None else None
             empty.append([])
@@ -902,10 +951,11 @@ def what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
     mixed = told(model, group=crossed)
     assert mixed.error == "AttachError" and f"shard: {rank % 2 ^ rank // 2} of 2 (rank 0)" in mixed.text, mixed.text
     native = told(sharded(mesh=mesh))
-    assert native.error == "SettingsError" and "average over replicas with commhooks.attach_replicas" in native.text
+    assert native.error == "SettingsError" and "fully_shard(..., mesh=mesh['shards'])" in native.text, native.text
+    assert "attach_replicas(..., process_group=mesh['replicas'].get_group())" in native.text, native.text
     replicated = nn.Linear(4, 4)
     replicate(replicated, mesh=init_device_mesh("cpu", (4,)))
-    assert "over replicas itself, uncompressed" in told(replicated).text
+    assert "shape (ranks, 1)" in (text := told(replicated).text) and "mesh=mesh['shard']" in text
     for settings, error, text in (
         ({"compressor": "int9"}, "SettingsError", "Did you mean 'int8'"),
         ({"policy": "later"}, "SettingsError", "policy must be one of fifo, fused"),

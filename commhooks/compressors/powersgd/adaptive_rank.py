@@ -40,14 +40,15 @@ NORMS = "norms"
 """Norms of the rows of the last measured mean Q; for "accordion", gradient norms at the last two measurements."""
 STEPS_TO_MEASURE = 2
 """A column that was not in use needs one step to align with the current gradients."""
-_UNITS = 1 << 15
-"""A row is squared as integers, with its largest element scaled to this many units."""
+_MOST_BITS = 15
+"""A row is squared as integers, with its largest element scaled to at most 2 to this power."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveRank(Compressor):
     """A compressor that compresses each matrix to its own rank, chosen every `every` steps.
 
+    The matrices of fused experts have one rank.
     It has error feedback, unless it is inside `WithoutFeedback`.
     """
 
@@ -93,8 +94,12 @@ class AdaptiveRank(Compressor):
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return PowerSGD's loss at the lowest rank that a layer may get, for a basis that sees the matrix."""
         lowest = self.rank if self.rule == "accordion" else self.min_rank
-        is_compressed = self._powersgd.compresses(parameter, name)
-        return Loss(error_of_rank(lowest, parameter.numel())) if is_compressed else None
+        form = self._powersgd.paying_form(parameter, name)
+        return None if form is None else Loss(error_of_rank(lowest, form.n * form.m))
+
+    def why_whole(self, place: Place) -> str | None:
+        """Return how large the factors of PowerSGD at `rank` would be, if that is too large."""
+        return self._powersgd.why_whole(place)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Run PowerSGD at the chosen ranks, and measure in the steps for which `measures` is true."""
@@ -119,7 +124,9 @@ class AdaptiveRank(Compressor):
         elif measures:
             factors = zip(plan.groups, exchanged.means, strict=True)
             measured = [
-                (x, _norms_of_rows(Q)) for group, mean in factors for x, Q in zip(group.matrices, mean, strict=True)
+                (x, _norms_of_rows(Q))
+                for group, mean in factors
+                for x, Q in zip(group.matrices, mean.unflatten(0, (len(group.matrices), -1)), strict=True)
             ]
         else:
             return
@@ -149,7 +156,7 @@ class AdaptiveRank(Compressor):
         layers = []
         for form, norms in measured.values():
             ranks = (min(form.n, form.m, rank) for rank in (self.min_rank, self.rank))
-            layers.append(Layer([(norm / largest) ** 2 for norm in norms], form.n + form.m, *ranks))
+            layers.append(Layer([(norm / largest) ** 2 for norm in norms], form.matrices * (form.n + form.m), *ranks))
         chosen = least_error(layers, self._budget(layers)) if self.rule == "least-error" else fewest_bytes(layers)
         return dict(zip(measured, chosen, strict=True))
 
@@ -192,13 +199,15 @@ class _Plans:
 
 
 def _norms_of_rows(Q: Tensor) -> Tensor:
-    """Return the norm of each row, bit for bit the same on every processor, so that all ranks choose the same.
+    """Return the norm of each row, over a stack's matrices k×r×m, with the same bits on every processor.
 
-    Sums of integers do not depend on their order, and every other operation here but the root is correctly rounded. A
-    kernel's root may be off by its last bit. It is rounded to whole units: halves between them are further than that
-    from the root of any integer below 2^48, as these sums are in rows of up to 2^18 elements.
+    All ranks then choose the same. Sums of integers do not depend on their order, and every other operation here but
+    the root is correctly rounded. A kernel's root may be off by its last bit. It is rounded to whole units: halves
+    between them are further than that from the root of any integer up to 2^48, which no sum here exceeds.
     """
-    largest = Q.abs().amax(dim=1)
-    whole = (Q / torch.where(largest > 0, largest, 1.0).unsqueeze(1) * _UNITS).round().to(torch.int64)
-    roots = whole.square().sum(dim=1).double().sqrt().round()
-    return largest * (roots / _UNITS).to(Q.dtype)
+    elements = Q.shape[0] * Q.shape[2]
+    units = 1 << min(_MOST_BITS, (48 - (elements - 1).bit_length()) // 2)
+    largest = Q.abs().amax(dim=(0, 2))
+    whole = (Q / torch.where(largest > 0, largest, 1.0).unsqueeze(1) * units).round().to(torch.int64)
+    roots = whole.square().sum(dim=(0, 2)).double().sqrt().round()
+    return largest * (roots / units).to(Q.dtype)

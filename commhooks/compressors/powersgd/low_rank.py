@@ -1,6 +1,7 @@
 """A low-rank compressor's preparations for a bucket's matrices: their factors, and the products with them.
 
-Matrices of one shape and rank form a group, whose factors are one batch. Large matrices are multiplied one by one: on a
+Matrices of one shape and rank form a group, whose factors are one batch; a stack, such as the fused weights of experts,
+is several of them. Large matrices are multiplied one by one: on a
 CPU in blocks of rows that stay in the cores' caches, on a GPU in one call, since each is a kernel that the host must
 launch. Small ones are copied side by side and multiplied by one call, since a call takes longer than their arithmetic.
 
@@ -44,7 +45,7 @@ TILE_ROWS = 16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LowRankMatrix:
-    """A matrix that is sent as factors."""
+    """A matrix, or a stack of matrices, that is sent as factors."""
 
     key: str
     """Seeds the bases."""
@@ -60,6 +61,15 @@ class LowRankMatrix:
     def kind(self) -> Hashable:
         """The common properties of a group's matrices."""
         return self.form, self.r, self.tile.keeps, TileStack.takes(self.tile), self.layout
+
+    def stacks(self, at_once: int) -> list[LowRankMatrix]:
+        """Return a stack in stacks of at most this many matrices; a single one is a matrix."""
+        n, m, is_transposed, stack = self.form
+        assert stack is not None, "it is a stack"
+        flat = self.tile.rows(MatrixForm(stack, n * m), at_once)
+        sizes = [len(tile.gradient) for tile in flat]
+        forms = [MatrixForm(n, m, is_transposed, None if size == 1 else size) for size in sizes]
+        return [dataclasses.replace(self, form=form, tile=tile) for form, tile in zip(forms, flat, strict=True)]
 
 
 class Factors(NamedTuple):
@@ -89,7 +99,7 @@ class _Banded:
 
     def __init__(self, x: LowRankMatrix, place: int, P: Tensor, Q: Tensor) -> None:
         self.place: int | slice = place
-        n, m, _ = x.form
+        n, m, *_ = x.form
         self._block_rows = n if runs_later(P) else min(n, rows_of_a_block(m, x.r, torch.get_num_threads()))
         self.tiles = x.tile.rows(x.form, self._block_rows)
         self._blocks = list(map(_Block, self.tiles, P.split(self._block_rows, dim=1)))
@@ -134,12 +144,13 @@ class _Banded:
 
 
 class _SideBySide:
-    """Several small matrices."""
+    """Several matrices in one tensor: small ones, which are copied there, or the matrices of a stack."""
 
     def __init__(self, matrices: Sequence[LowRankMatrix], first: int, P: Tensor, Q: Tensor) -> None:
-        self.place: int | slice = slice(first, first + len(matrices))
-        self.tiles = [tile for x in matrices for tile in x.tile.rows(x.form, x.form.n)]
-        self._stack = TileStack(self.tiles, apart=runs_later(P))
+        self.place: int | slice = slice(first, first + len(P))
+        n, _, _, stack = matrices[0].form
+        self.tiles = [tile for x in matrices for tile in x.tile.rows(x.form, stack or n)]
+        self._stack = TileStack(self.tiles, apart=runs_later(P)) if stack is None else self.tiles[0]
         self._P, self._Q = P, Q
 
     def multiply(self, side: Side, probe: Probe | None) -> None:
@@ -153,7 +164,8 @@ class _SideBySide:
 
     def finish(self, mean: Factors, sent: Factors, finite: Tensor) -> None:
         if self._stack.keeps:
-            self._stack.keep(self._stack.form().baddbmm_(sent.P, sent.Q, alpha=-1), finite)
+            M, left = self._stack.form(), self._stack.residual_room(finite)
+            self._stack.keep(torch.baddbmm(M, sent.P, sent.Q, alpha=-1, out=left), finite)
         self.write(mean)
 
     def write(self, mean: Factors) -> None:
@@ -167,24 +179,39 @@ class LowRankGroup:
     """Matrices of one shape and rank, with their factors."""
 
     def __init__(self, matrices: Sequence[LowRankMatrix]) -> None:
-        first, k = matrices[0], len(matrices)
-        (n, m, _), r, gradient = first.form, first.r, first.tile.gradient
-        self.matrices, self.r = matrices, r
+        first, of_one = matrices[0], matrices[0].form.matrices
+        (n, m, *_), r, gradient = first.form, first.r, first.tile.gradient
+        self.matrices, self.r, k = matrices, r, len(matrices) * of_one
         self._runs_later = runs_later(gradient)
         self.P = gradient.new_zeros(k, r, n, dtype=computing_dtype(gradient.dtype))
         self.Q = gradient.new_zeros(k, r, m, dtype=self.P.dtype)
         keys = tuple(x.home.name for x in matrices)
         factors: dict[Side, Tensor] = {"P": self.P, "Q": self.Q}
         self.parts = {
-            side: Part(own, first.layout or Layout(keys, (own[0].numel(),) * k)) for side, own in factors.items()
+            side: Part(own, first.layout or Layout(keys, (own[0].numel() * of_one,) * len(keys)))
+            for side, own in factors.items()
         }
-        is_small = n * m <= SMALL_ELEMENTS and TileStack.takes(first.tile)
-        most = STACK_ELEMENTS // (n * m) if is_small else 1
-        chunks = zip(range(0, k, most), self.P.split(most), self.Q.split(most), strict=True)
-        self.products: list[_Banded | _SideBySide] = [
-            _SideBySide(matrices[at : at + len(P)], at, P, Q) if len(P) > 1 else _Banded(matrices[at], at, P[0], Q[0])
-            for at, P, Q in chunks
-        ]
+        self.products: list[_Banded | _SideBySide] = []
+        at = 0
+        for own in self._together():
+            end = at + sum(x.form.matrices for x in own)
+            P, Q = self.P[at:end], self.Q[at:end]
+            is_one = len(P) == 1
+            self.products.append(_Banded(own[0], at, P[0], Q[0]) if is_one else _SideBySide(own, at, P, Q))
+            at = end
+
+    def _together(self) -> Iterator[Sequence[LowRankMatrix]]:
+        """Yield the matrices that one call multiplies."""
+        first = self.matrices[0]
+        size = first.form.n * first.form.m
+        if first.form.stack is None:
+            is_small = size <= SMALL_ELEMENTS and TileStack.takes(first.tile)
+            most = STACK_ELEMENTS // size if is_small else 1
+            yield from (self.matrices[at : at + most] for at in range(0, len(self.matrices), most))
+        elif self._runs_later:
+            yield from ([x] for x in self.matrices)
+        else:
+            yield from ([part] for x in self.matrices for part in x.stacks(max(1, BLOCK_ELEMENTS // size)))
 
     def factor(self, side: Side) -> Tensor:
         """Return P or Q."""
@@ -362,7 +389,9 @@ def keep_scaled(kept: Sequence[Tensor], means: Sequence[Tensor], rows: Tensor, a
     before = torch.cat([basis.reshape(-1) for basis in kept])
     found = torch.cat([mean.reshape(-1) for mean in means]) / scale
     if allowed.dim():
-        of_rows = [own for own, basis in zip(allowed.unbind(), kept, strict=True) for _ in range(len(basis))]
+        of_rows = [
+            own for own, basis in zip(allowed.unbind(), kept, strict=True) for _ in range(math.prod(basis.shape[:-1]))
+        ]
         allowed = torch.stack(of_rows).index_select(0, rows)
     bases = torch.where((scale > 0) & allowed, found, before).split([basis.numel() for basis in kept])
     torch._foreach_copy_(list(kept), [basis.view(own.shape) for basis, own in zip(bases, kept, strict=True)])

@@ -5,10 +5,11 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compr
 Idea: one step of a power iteration, warm-started from the last one, finds a rank-r basis P of the *mean* gradient, and
 the mean's coefficients Q in that basis; both are linear in the gradient, so they can be summed on the wire. The part
 that a rank's own factors miss stays in its residual and is added to its next gradient.
-Bytes on the wire: (n + m)·r for a matrix n×m; vectors and small matrices are sent uncompressed with the first
-collective. Weakness: two rounds, the second of which cannot start before the first is done (one if alternating).
-Residuals that point in opposite directions on different ranks are sent only as the basis rotates: at rank 1, under one
-constant direction, such residuals grow. A warm-started basis can lose sight of a matrix (see blind_rows.py).
+Bytes on the wire: (n + m)·r for a matrix n×m, and for each of the k matrices of fused experts k×n×m; vectors and small
+matrices are sent uncompressed with the first collective. Weakness: two rounds, the second of which cannot start before
+the first is done (one if alternating). Residuals that point in opposite directions on different ranks are sent only as
+the basis rotates: at rank 1, under one constant direction, such residuals grow. A warm-started basis can lose sight of
+a matrix (see blind_rows.py).
 Range: products overflow before their factors' product does. No mean overflows if |M| ≤ L/(4·√m) on every rank, in the
 Frobenius norm, with L the largest number of the computing dtype; beyond that, all ranks see an inf.
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+import itertools
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,12 +33,14 @@ from commhooks.compressors.powersgd.low_rank import OTHER, LowRankGroup, LowRank
 from commhooks.compressors.powersgd.matrices import (
     MatrixForm,
     MatrixRule,
+    OfMatrices,
     error_of_rank,
     form_of,
     form_of_bucket,
+    stack_of,
 )
 from commhooks.errors import SettingsError
-from commhooks.language import BucketView, Compressor, Context, Entry, Exchange, Loss, Place, setting
+from commhooks.language import BucketView, Context, Entry, Exchange, Loss, Place, setting
 from commhooks.language.entries import Declared
 from commhooks.language.memory import commit_all, surely
 from commhooks.language.randomness import seeded_normal, stable_seed
@@ -59,7 +63,7 @@ Exchanging = Generator[Asked, Any, Exchanged]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PowerSGD(Compressor):
+class PowerSGD(OfMatrices):
     """A compressor that compresses matrices to rank `rank`, with warm start: two collectives per bucket.
 
     It has error feedback, unless it is inside `WithoutFeedback`.
@@ -83,39 +87,56 @@ class PowerSGD(Compressor):
     iterations: int = setting(1, least=1)
     """Higher: this many rounds of both factors per step (of one, if alternating): closer to the best rank r, but more
     sent."""
-    matrices: MatrixRule = "first-dimension"
-    """The matrix of a gradient: the first dimension against the rest; as square as possible; or the whole bucket as one
-    nearly square matrix, vectors included, which is fast but coarse."""
+    matrices: MatrixRule = "stacked"
+    """The matrix of a gradient: the first dimension against the rest, "stacked" where a matrix for each index of the
+    leading dimensions makes smaller factors, as for fused experts; "first-dimension" always, as PyTorch's hook; as
+    square as possible; or the whole bucket as one nearly square matrix, vectors included, which is fast but coarse."""
+    stacked: tuple[str, ...] = ()
+    """Names of parameters, or shell patterns such as "*.experts.*", whose last two dimensions are matrices with a basis
+    each, even where that sends more than the first dimension against the rest."""
     skip: tuple[str, ...] = ()
     """Names of parameters that are never compressed, or shell patterns such as "head.*"."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.skip, tuple) or not all(isinstance(name, str) for name in self.skip):
-            raise refusal(self, "skip", "must be a tuple of names or patterns")
-        if self.skip and self.matrices == "whole-bucket":
-            raise refusal(self, "skip", "must be empty if matrices='whole-bucket', which has no room for exceptions")
+        for setting_of_names in ("stacked", "skip"):
+            patterns = getattr(self, setting_of_names)
+            if not isinstance(patterns, tuple) or not all(isinstance(name, str) for name in patterns):
+                raise refusal(self, setting_of_names, "must be a tuple of names or patterns")
+            if patterns and self.matrices == "whole-bucket":
+                why = "must be empty if matrices='whole-bucket', which has no room for exceptions"
+                raise refusal(self, setting_of_names, why)
 
     needs_equal_kernels = True  # each rank orthogonalizes P, and multiplies it with Q
 
     def check(self, named: Mapping[str, Tensor], world_size: int | None) -> None:
-        """Raise `SettingsError` for a pattern in `skip` that matches no parameter: it is misspelt."""
+        """Raise `SettingsError` for a pattern that matches no parameter, or stacks none: it is misspelt."""
         known = list(named)
-        for pattern in self.skip:
-            if not fnmatch.filter(known, pattern):
+        for given, pattern in [("skip", one) for one in self.skip] + [("stacked", one) for one in self.stacked]:
+            found = fnmatch.filter(known, pattern)
+            written = f"PowerSGD({given}={getattr(self, given)!r}): {pattern!r}"
+            if not found:
                 shown = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
                 raise SettingsError(
-                    f"PowerSGD(skip={self.skip!r}): {pattern!r} must match a parameter's name; there are {shown}. "
+                    f"{written} must match a parameter's name; there are {shown}. "
                     "(A hook learns names from attach, from PowerSGDState.bind, or from ddp_core's DDP.)"
+                )
+            if given == "stacked" and not any(stack_of(named[name]) for name in found):
+                raise SettingsError(
+                    f"{written} must match a parameter of three or more dimensions, the last two of which lie together "
+                    f"in memory; {found[0]!r} has the shape {tuple(named[found[0]].shape)}."
                 )
 
     def state(self, place: Place) -> Declared:
-        """Return the entries for the bases of the next step, r×width, of the parameter's or its bucket's matrix."""
+        """Return the entries for the bases of the next step, r×width, of the parameter's or its bucket's matrix.
+
+        A stack has a basis for each of its matrices, k×r×width.
+        """
         if not self.warm_start:
             return {}
         if self.matrices == "whole-bucket" and place.bucket is not None:
             whole = form_of_bucket(place.bucket.elements, self.rank)
-            return self._declared(_key_of(place.bucket), whole) if self._pays(whole) else {}
+            return self._declared(_key_of(place.bucket), whole) if self.pays(whole) else {}
         form = self.paying_form(place.parameter, place.name)
         return {} if form is None else self._declared(place.name, form)
 
@@ -126,9 +147,10 @@ class PowerSGD(Compressor):
         then the error may be as large as the gradient: for example, after gradients have moved to other rows and
         columns.
         """
-        of_bucket = self.matrices == "whole-bucket"
-        is_compressed = of_bucket or self.compresses(parameter, name)
-        return Loss(error_of_rank(self.rank, parameter.numel()), of_bucket=of_bucket) if is_compressed else None
+        if self.matrices == "whole-bucket":
+            return Loss(error_of_rank(self.rank, parameter.numel()), of_bucket=True)
+        form = self.paying_form(parameter, name)
+        return None if form is None else Loss(error_of_rank(self.rank, form.n * form.m))
 
     def sides(self, step: int) -> tuple[Side, ...]:
         """Return the factors that a step computes and sends, in order."""
@@ -192,30 +214,25 @@ class PowerSGD(Compressor):
         """Return whether a parameter's gradient is sent as its own factors; always False with "whole-bucket"."""
         return self.paying_form(parameter, name) is not None
 
-    def paying_form(self, parameter: Tensor, name: str = "") -> MatrixForm | None:
-        """Return the matrix whose factors are sent for a parameter's gradient; None if that is sent otherwise."""
-        form = self._form(parameter, name)
-        return form if form is not None and self._pays(form) else None
-
     def payload_elements(self, parameter: Tensor, name: str = "", step: int = 0) -> int:
         """Return the number of elements that a step sends for a parameter (see `sides` for why the step matters)."""
         form = self.paying_form(parameter, name)
         if form is None:
             return parameter.numel()
-        r = min(form.n, form.m, self.rank)
+        r = min(form.n, form.m, self.rank) * form.matrices
         return sum(r * (form.n if side == "P" else form.m) for side in self.sides(step))
 
-    def _form(self, parameter: Tensor, name: str) -> MatrixForm | None:
-        skipped = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.skip)
-        if skipped or self.matrices == "whole-bucket" or not parameter.is_floating_point():
+    def matrix(self, parameter: Tensor, name: str) -> MatrixForm | None:
+        """Return the form in which a parameter's gradient is a matrix; None for a vector, and if it is skipped."""
+        if self.matrices == "whole-bucket" or not parameter.is_floating_point() or _matches(name, self.skip):
             return None
-        return form_of(parameter, self.matrices)
+        stack = stack_of(parameter) if _matches(name, self.stacked) else None
+        return stack or form_of(parameter, self.matrices)
 
-    def _pays(self, form: MatrixForm) -> bool:
-        """Return whether a step's factors are more than `min_compression_rate` times smaller than the matrix."""
-        n, m = form.n, form.m
+    def sent(self, form: MatrixForm) -> int:
+        """Return the number of elements of the factors that a step sends of a matrix; of both if it alternates."""
         pairs = (len(self.sides(0)) + 1) // 2
-        return form.is_reduced_by((n + m) * min(n, m, self.rank) * pairs, self.min_compression_rate)
+        return (form.n + form.m) * min(form.n, form.m, self.rank) * pairs
 
     def _plan(self, bucket: BucketView) -> LowRankPlan:
         if self.matrices == "whole-bucket":
@@ -224,7 +241,7 @@ class PowerSGD(Compressor):
 
     def _plan_of_whole(self, bucket: BucketView) -> LowRankPlan:
         form = form_of_bucket(bucket.memory.numel(), self.rank)
-        if not bucket.slots or not self._pays(form):
+        if not bucket.slots or not self.pays(form):
             return LowRankPlan.of([], bucket.tiles)
         (whole,) = bucket.tiles
         r = min(form.n, form.m, self.rank)
@@ -238,7 +255,7 @@ class PowerSGD(Compressor):
         return {
             self._name(side): Entry(
                 kind="replicated",
-                shape=(r, width),
+                shape=(r, width) if form.stack is None else (form.stack, r, width),
                 init=functools.partial(self._random_basis, key, side),
             )
             for side, width in widths.items()
@@ -247,9 +264,11 @@ class PowerSGD(Compressor):
     def _bases(self, group: LowRankGroup, side: Side, context: Context) -> Tensor:
         """Return the factors to start from, k×r×width: the last step's, or random ones, the same on every rank."""
         if self.warm_start:
-            return torch.stack(self._kept(group, side))
-        like = group.factor(side)[0]
-        return torch.stack([self._random_basis(x.key, side, like, context.step) for x in group.matrices])
+            return torch.cat(self._kept(group, side))
+        like = group.factor(side)[: group.matrices[0].form.matrices]
+        like = like[0] if len(like) == 1 else like
+        drawn = [self._random_basis(x.key, side, like, context.step) for x in group.matrices]
+        return torch.cat([basis.view(-1, *basis.shape[-2:]) for basis in drawn])
 
     def _set_at_once(self, plan: LowRankPlan, side: Side, means: Sequence[Tensor]) -> None:
         """Set one side's factors, in one call, to bases of the means, or to the last step's if there is no mean yet."""
@@ -257,14 +276,17 @@ class PowerSGD(Compressor):
         if means:
             torch._foreach_copy_(factors, [orthonormal_rows(mean, self.epsilon) for mean in means])
         else:
-            kept = [basis for group in plan.groups for basis in self._kept(group, side)]
-            torch._foreach_copy_([matrix for factor in factors for matrix in factor.unbind()], kept)
+            kept = [self._kept(group, side) for group in plan.groups]
+            places = [own.split(len(bases[0])) for own, bases in zip(factors, kept, strict=True)]
+            torch._foreach_copy_([*itertools.chain(*places)], [*itertools.chain(*kept)])
 
     def _kept(self, group: LowRankGroup, side: Side) -> list[Tensor]:
-        """Return the memory of the bases, only the rows in use."""
+        """Return the memory of each matrix's or stack's bases, k×r×width, only the rows in use."""
         name, r = self._name(side), group.r
         bases = [x.home.state(name) for x in group.matrices]
-        return bases if len(bases[0]) == r else [basis[:r] for basis in bases]
+        if bases[0].dim() == 2:
+            bases = [basis.unsqueeze(0) for basis in bases]
+        return bases if bases[0].shape[1] == r else [basis[:, :r] for basis in bases]
 
     def _random_basis(self, key: str, side: Side, like: Tensor, *when: int) -> Tensor:
         what = () if side == "Q" else (side,)
@@ -286,13 +308,18 @@ class PowerSGD(Compressor):
         for group, mean in zip(plan.groups, means, strict=True):
             kept = self._kept(group, side)
             largest = mean.abs().amax(dim=-1, keepdim=True)  # r×1
-            bases = torch.where(largest > 0, mean / largest, torch.stack(kept))
+            bases = torch.where(largest > 0, mean / largest, torch.cat(kept))
             if self.alternating:  # the next product is also the last one, and needs an orthonormal basis
                 bases = orthonormal_rows(bases, self.epsilon)
+            bases = bases.unflatten(0, (len(kept), -1))
             commit_all(kept, bases, group.matrices[0].home.scratch.permits_each(kept, finite))
 
     def _name(self, side: Side) -> str:
         return f"{side} of the bucket" if self.matrices == "whole-bucket" else side
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _key_of(bucket: Layout) -> str:

@@ -20,13 +20,13 @@ import math
 from torch import Tensor
 
 from commhooks.compressors.powersgd.low_rank import LowRankPlan
-from commhooks.compressors.powersgd.matrices import MatrixForm, form_of
-from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Loss, setting
+from commhooks.compressors.powersgd.matrices import MatrixForm, OfMatrices
+from commhooks.language import AllReduce, BucketView, Context, Exchange, Loss, setting
 from commhooks.language.randomness import seeded_normal, stable_seed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UnbiasedPowerSGD(Compressor):
+class UnbiasedPowerSGD(OfMatrices):
     """A compressor that averages each matrix times `rank` random vectors: one collective per bucket, without state.
 
     The mean is right on average.
@@ -48,10 +48,12 @@ class UnbiasedPowerSGD(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Average M·U, and multiply the answer by Uᵀ."""
-        plan = bucket.plan(self, lambda: LowRankPlan.of_slots(bucket, self._form, self._r))
+        plan = bucket.plan(self, lambda: LowRankPlan.of_slots(bucket, self.paying_form, self._r))
         for group in plan.groups:
-            for x, Q in zip(group.matrices, group.Q, strict=True):
-                # Uᵀ r×m, with elements of variance 1/r; the same on every rank.
+            of_stacks = group.Q.split(group.matrices[0].form.matrices)
+            for x, of_stack in zip(group.matrices, of_stacks, strict=True):
+                Q = of_stack[0] if len(of_stack) == 1 else of_stack
+                # Uᵀ r×m, with elements of variance 1/r; the same on every rank, and another for each matrix.
                 seed = stable_seed("unbiased powersgd", self.seed, x.key, context.step)
                 Q.copy_(seeded_normal(tuple(Q.shape), seed, Q) / math.sqrt(x.r))
         plan.multiply("P", turn=0)
@@ -65,9 +67,6 @@ class UnbiasedPowerSGD(Compressor):
     def _r(self, form: MatrixForm) -> int:
         return min(form.n, form.m, self.rank)
 
-    def _form(self, parameter: Tensor, name: str) -> MatrixForm | None:
-        """Return the matrix form in which a parameter's gradient is sent; None if it is sent whole."""
-        form = form_of(parameter, "first-dimension")
-        if form is None or not parameter.is_floating_point():
-            return None
-        return form if form.is_reduced_by(form.n * self._r(form), self.min_compression_rate) else None
+    def sent(self, form: MatrixForm) -> int:
+        """Return the number of elements of P."""
+        return form.n * self._r(form)

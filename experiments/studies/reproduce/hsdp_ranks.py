@@ -1,0 +1,139 @@
+"""The work of the ranks of `hsdp`: steps of a model on two sites, in turns with FSDP2's HSDP and with compressors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import commhooks
+from experiments.cluster import INTERFACE, interface_bytes
+from experiments.hooks import make_hook
+from experiments.launch import Send, silent
+from experiments.specs import Spec
+from experiments.tasks import load_task
+from experiments.turns import drawn, on_slowest, turns_of
+
+from ...predicting.sharded import blocks_of
+from .control_ranks import NewRate
+
+WITHIN, HSDP, EVERY = "within sites only", "HSDP", "HSDP, every batch"
+"""Contenders without a compressor: FSDP2 on a site alone, plain HSDP, and HSDP that averages after every batch."""
+_LARGEST_NORM = 1.0
+_SETTING_SECONDS = 1.0  # for the process that made the sites to set the rate of their links: much longer than it takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of the measurement."""
+
+    limited: bool = True  # False: a trial of the code, without sites whose link could change
+    ranks_per_site: int = 2
+    rates: tuple[str, ...] = ("1Gbit/s", "100Mbit/s")
+    task: str = "gpt:size=base"
+    hooks: tuple[str, ...] = ("all-reduce", "fp16", "int8", "powersgd:rank=4")
+    batches: tuple[int, ...] = (1, 4)  # of a step, whose gradients are accumulated
+    turns: int = 9  # at each rate, one step each
+    models: tuple[str, ...] = ("70M (Pythia)", "1.1B (TinyLlama)", "6.7B (Llama 2)")  # of the arithmetic
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The work of a world of ranks: turns at each of the rates, in bits per second."""
+
+    settings: Settings
+    batches: int
+    rates: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """A contender's turns at one rate; lists have a value for each."""
+
+    seconds: list[float]  # of the step, on the rank where it took longest
+    losses: list[float]  # before the step, mean over its batches and all ranks
+    moved: list[float]  # bytes that a site's ranks counted between sites, mean over the sites; 0 without a compressor
+    carried: list[float]  # bytes that a site's interface sent, mean over the sites
+
+
+def run_turns(rank: int, ranks: int, asked: Asked, send: Send) -> None:
+    """Take turns of every contender at every rate; rank 0 sends each rate with `Turns` by contender."""
+    torch.set_num_threads(1)
+    settings, tell = asked.settings, send if rank == 0 else silent
+    names = [WITHIN, HSDP, *([EVERY] if asked.batches > 1 else []), *settings.hooks]
+    workers = {name: _Worker(settings, name, asked.batches) for name in names}
+    for rate, bits in asked.rates.items():
+        if settings.limited:
+            tell(NewRate(bits))
+            time.sleep(_SETTING_SECONDS)
+        tell(f"turns at {rate}")
+        taken = turns_of(workers, settings.turns, warm_up=1, order=drawn, tell=tell)
+        tell((rate, {name: _turns(turns, settings) for name, turns in taken.items()}))
+    for worker in workers.values():
+        worker.close()
+
+
+def _turns(turns: list[list[float]], settings: Settings) -> Turns:
+    seconds, losses, moved, carried = (list(values) for values in zip(*turns, strict=True))
+    sums = torch.tensor([losses, moved, carried], dtype=torch.float64)
+    dist.all_reduce(sums)
+    losses, moved, carried = (sums / dist.get_world_size()).tolist()
+    of_site = [settings.ranks_per_site * one for one in moved]
+    return Turns(seconds=on_slowest(seconds), losses=losses, moved=of_site, carried=carried)
+
+
+class _Worker:
+    """A model of its own under one contender, which takes and times steps."""
+
+    def __init__(self, settings: Settings, name: str, batches: int) -> None:
+        sites = dist.get_world_size() // settings.ranks_per_site
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (sites, settings.ranks_per_site), mesh_dim_names=names)
+        self._task = load_task(Spec.parse(settings.task, "task"))
+        self._model: Any = self._task.model
+        for module in (*blocks_of(self._model), self._model):
+            fully_shard(module, mesh=mesh if name in {HSDP, EVERY} else mesh["shard"])
+        self._optimizer = self._task.optimizer()
+        self._attachment: commhooks.Handle[Any] | None = None
+        if name in settings.hooks:
+            made, group = make_hook(Spec.parse(name)), mesh["replicate"].get_group()
+            self._attachment = commhooks.attach_replicas(self._model, made, process_group=group)
+        self._averages_every = name == EVERY
+        self._batches, self._taken, self._has_sites = batches, 0, settings.limited
+
+    def __call__(self) -> list[float]:
+        """Take a step that begins on all ranks together; return its seconds and loss, the bytes counted and carried."""
+        dist.barrier()
+        moved, carried = self._moved(), self._carried()
+        began, loss = time.perf_counter(), 0.0
+        for number in range(self._batches):
+            self._model.set_requires_all_reduce(self._averages_every or number == self._batches - 1)
+            batch = self._task.batch(self._taken, dist.get_rank(), dist.get_world_size())
+            found = self._task.loss(self._model, batch) / self._batches
+            found.backward()
+            loss += found.item()
+            self._taken += 1
+        nn.utils.clip_grad_norm_(self._model.parameters(), _LARGEST_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        seconds = time.perf_counter() - began
+        dist.barrier()  # what the other ranks still send is this step's
+        return [seconds, loss, float(self._moved() - moved), float(self._carried() - carried)]
+
+    def _moved(self) -> int:
+        return 0 if self._attachment is None else self._attachment.statistics().moved_bytes
+
+    def _carried(self) -> int:
+        return interface_bytes(INTERFACE)[0] if self._has_sites else 0
+
+    def close(self) -> None:
+        """Detach the compressor."""
+        if self._attachment is not None:
+            self._attachment.close()
