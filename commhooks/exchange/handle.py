@@ -145,11 +145,12 @@ class Handle(Mapping[str, One]):
             first.engine.agree("plugged in", "open", first.device)
 
     def _warn_of_whole(self) -> None:
-        feed, ranks = self._feed, self._connection.world_size
+        feed = self._feed
+        ranks = {name: one.engine.connection.world_size for name, one in self._made.items()}
         warn_of_whole(
             feed.caller,
             (
-                (self._made[channel].compressor, Place(name, parameter, ranks, is_sharded=feed.is_sharded))
+                (self._made[channel].compressor, Place(name, parameter, ranks[channel], is_sharded=feed.is_sharded))
                 for channel, named in feed.like().items()
                 for name, parameter in named.items()
             ),

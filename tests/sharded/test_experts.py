@@ -335,7 +335,7 @@ def a_module_that_cannot_be_attached_is_named_once_or_refused(rank: int) -> None
         assert told.error == "SettingsError" and why in told.text, told.text
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            attachment = attach_sharded(model, "int8", hook_timeout=30.0)
+            attachment = attach_sharded(model, "bf16", hook_timeout=30.0)
         assert len(said) == (dist.get_rank(attachment.process_group) == 0), [str(one.message) for one in said]
         assert all("first, 224 B of gradients: " in (text := str(one.message)) and why in text for one in said)
         assert [*attachment] == ["the model"] and [*attachment.not_compressed] == ["first"]
