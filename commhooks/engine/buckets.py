@@ -30,8 +30,9 @@ class Bucket(Protocol):
     which the compressor may then overwrite; by default the mean overwrites the gradients. `buffer()` may also be a
     matrix [world size, width], of any stride between rows, of which each rank gets the mean of one row: `chunks()` then
     returns the number of elements that a row has of each parameter. Row r holds elements r·chunk to (r + 1)·chunk of
-    every parameter, one parameter after another; elements beyond a parameter's last one, and beyond the last parameter,
-    are padding, such as zeros. `output()` is [width] then, by default this rank's row.
+    every parameter, one parameter after another, in the order that `StateTable.cut_along` describes; elements beyond a
+    parameter's last one, and beyond the last parameter, are padding, such as zeros. `output()` is [width] then, by
+    default this rank's row.
     """
 
     def index(self) -> int: ...  # noqa: D102

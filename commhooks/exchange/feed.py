@@ -177,6 +177,14 @@ class Feed(ABC):
     def like(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the channels, by name, with the named tensors that state is kept for: the same ones at each call."""
 
+    def group_of(self, channel: str) -> dist.ProcessGroup:
+        """Return the group whose ranks average a channel, unless the option names another: this one or a part of it.
+
+        Channels of one group share a connection. All ranks have the same channels, in the same order, and the first of
+        them is averaged by all if any is.
+        """
+        return self.process_group
+
     def title(self, channel: str) -> str:
         """Return a channel's name in errors."""
         return "" if channel == ONLY else channel
@@ -224,7 +232,11 @@ class Feed(ABC):
             )
         return None
 
-    def is_own(self, channel: str) -> bool:
+    def saved_as(self, channel: str) -> str:
+        """Return a channel's name in saved state, where those of all ranks lie side by side."""
+        return channel
+
+    def is_own(self, saved: str) -> bool:
         """Return whether this rank loads a channel of a checkpoint; it skips those of ranks with another shard."""
         return True
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -60,31 +61,42 @@ class Handle(Mapping[str, One]):
         self._feed, self._settings = feed, settings
         self._watches: list[Watch | PiecesWatch] = []
         self._is_open = False
-        self._connection: Connection = connection or ProcessGroupConnection(
-            feed.process_group if settings.process_group is None else group_or_default(settings.process_group),
-            label=feed.label,
-            policy=settings.policy,
-            wrap_communicator=settings.wrap_communicator,
-            hook_timeout=settings.hook_timeout,
-            may_bypass=settings.process_group is not None or settings.wrap_communicator is not None,
-            may_be_alone=feed.may_be_alone,
-        )
+        connections: dict[dist.ProcessGroup, Connection] = {}
+        if connection is None and settings.process_group is not None:
+            connection = self._connected(group_or_default(settings.process_group), connections)
+        self._connection = connection or self._connected(feed.process_group, connections)
         self._made: dict[str, One] = {}
         like = feed.like()
         _check_names(feed.caller, like)
         try:
             for name, named in like.items():
                 one = compressor[name] if isinstance(compressor, Mapping) else compressor
-                self._made[name] = self._channel(name, named, one)
+                of_group = connection or self._connected(feed.group_of(name), connections)
+                self._made[name] = self._channel(name, named, one, of_group)
         except Exception:
             self.close()
             raise
 
-    def _channel(self, name: str, named: Mapping[str, Tensor], compressor: Compressor) -> Any:
+    def _connected(self, group: dist.ProcessGroup, known: dict[dist.ProcessGroup, Connection]) -> Connection:
+        """Return the connection beside a process group: the known one, or a new one."""
+        settings = self._settings
+        if group not in known:
+            known[group] = ProcessGroupConnection(
+                group,
+                label=self._feed.label,
+                policy=settings.policy,
+                wrap_communicator=settings.wrap_communicator,
+                hook_timeout=settings.hook_timeout,
+                may_bypass=settings.process_group is not None or settings.wrap_communicator is not None,
+                may_be_alone=self._feed.may_be_alone,
+            )
+        return known[group]
+
+    def _channel(self, name: str, named: Mapping[str, Tensor], compressor: Compressor, connection: Connection) -> Any:
         feed, settings = self._feed, self._settings
         engine = Engine(
             compressor,
-            self._connection,
+            connection,
             fingerprint=feed.facts(name),
             residuals=settings.residuals,
             atomic=settings.atomic,
@@ -133,11 +145,12 @@ class Handle(Mapping[str, One]):
             first.engine.agree("plugged in", "open", first.device)
 
     def _warn_of_whole(self) -> None:
-        feed, ranks = self._feed, self._connection.world_size
+        feed = self._feed
+        ranks = {name: one.engine.connection.world_size for name, one in self._made.items()}
         warn_of_whole(
             feed.caller,
             (
-                (self._made[channel].compressor, Place(name, parameter, ranks, is_sharded=feed.is_sharded))
+                (self._made[channel].compressor, Place(name, parameter, ranks[channel], is_sharded=feed.is_sharded))
                 for channel, named in feed.like().items()
                 for name, parameter in named.items()
             ),
@@ -212,6 +225,7 @@ class Handle(Mapping[str, One]):
         if self._is_plain:
             return f"{title}: {self._only()}"
         summaries = [f"{name}: {one}" for name, one in self.items()]
+        summaries += [f"{name}: not compressed, {one}" for name, one in self.not_compressed.items()]
         return "\n".join(summaries + [str(self.gathers)] * bool(self.gathers))
 
     # --- what users ask -----------------------------------------------------------------------------------------------
@@ -230,6 +244,11 @@ class Handle(Mapping[str, One]):
     def gathers(self) -> Any:
         """The gathers of weights, with `attach_sharded(gather=)`, by module name; frozen modules have one too."""
         return getattr(self._feed, "gathers", {})
+
+    @property
+    def not_compressed(self) -> Mapping[str, Any]:
+        """The modules whose gradients FSDP2 reduces itself, with `attach_sharded`, by name: their bytes, and why."""
+        return getattr(self._feed, "not_compressed", {})
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -259,11 +278,12 @@ class Handle(Mapping[str, One]):
 
     def statistics(self) -> Statistics:
         """Return this rank's totals so far; steps are the most of any channel."""
-        return _together((one.statistics() for one in self._existing().values()), self.gathers.values())
+        every = (one.statistics() for one in self._existing().values())
+        return _together(every, self.gathers.values(), self.not_compressed.values())
 
     def last_step(self) -> Statistics:
         """Return this rank's counts for the last complete step of each channel."""
-        return _together(one.last_step() for one in self._existing().values())
+        return _together((one.last_step() for one in self._existing().values()), (), self.not_compressed.values())
 
     def by_parameter(self) -> dict[str, ParameterTraffic]:
         """Return each parameter's share of this rank's totals so far, by name."""
@@ -422,7 +442,7 @@ class Handle(Mapping[str, One]):
 
     def snapshot(self) -> Saved:
         """Return the same as `state_dict`, with the tensors themselves instead of copies."""
-        return Saved(channels={name: one.snapshot() for name, one in self.items()})
+        return Saved(channels={self._feed.saved_as(name): one.snapshot() for name, one in self.items()})
 
     def gathered(self, *, to: int | None = None) -> dict[str, Any]:
         """Return the `state_dict` with the per-rank state of all ranks, for a checkpoint that one rank writes.
@@ -453,13 +473,20 @@ class Handle(Mapping[str, One]):
 
     def differences(self, saved: Saved, rules: LoadRules) -> list[str]:
         """List every difference between a saved state and this run that would cause an error on loading."""
-        if saved.channels.keys() != self.keys():
-            return [f"it was saved with the channels {', '.join(saved.channels)}, and this run has {', '.join(self)}"]
+        own = self._own_of(saved).channels
+        channels = {self._feed.saved_as(name): one for name, one in self.items()}
+        if own.keys() != channels.keys():
+            return [f"it was saved with the channels {', '.join(own)}, and this run has {', '.join(channels)}"]
         return [
             fault if name == ONLY else f"{name}: {fault}"
-            for name, one in self.items()
-            for fault in one.differences(saved.channels[name], rules)
+            for name, one in channels.items()
+            for fault in one.differences(own[name], rules)
         ]
+
+    def _own_of(self, saved: Saved) -> Saved:
+        """Return a state without the channels of ranks with other experts or shards, unless there are no others."""
+        own = {name: one for name, one in saved.channels.items() if self._feed.is_own(name)}
+        return dataclasses.replace(saved, channels=own) if own else saved
 
     def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
         """Restore the state that `state_dict` returned; call it on every rank, between the same two steps.
@@ -481,15 +508,35 @@ class Handle(Mapping[str, One]):
         """
         for one in self.values():
             one.engine.stand_between_steps("load_state_dict")
-        (first, *_) = self.values()
-        found = differences or self.differences
-        loaded, fingerprint = agreed(first.engine, saved, lambda state: found(state, rules))
+        own: Any = saved if isinstance(saved, CheckpointError) else self._own_of(saved)
+        found = functools.partial(differences or self.differences, own, rules)
+        labels: dict[Connection, dict[str, One]] = {}
         for name, one in self.items():
-            one.restore(loaded.channels[name], rules, fingerprint)
+            labels.setdefault(one.engine.connection, {})[self._feed.saved_as(name)] = one
+        fingerprints, error = dict[Connection, str](), None
+        # The first channel's ranks, which are all of them if any channel has all, agree last: they learn what parts of
+        # them have found.
+        for connection, channels in reversed(labels.items()):
+            part = error or (own if len(labels) == 1 else _only(own, channels))
+            (first, *_) = channels.values()
+            try:
+                fingerprints[connection] = agreed(first.engine, part, found)
+            except CheckpointError as refused:
+                error = refused
+        if error is not None:
+            raise error
+        for connection, channels in labels.items():
+            for label, one in channels.items():
+                one.restore(own.channels[label], rules, fingerprints[connection])
 
-    def is_own(self, name: str) -> bool:
+    def is_own(self, saved: str) -> bool:
         """Return whether this rank loads a channel of a checkpoint; it skips those of ranks with another shard."""
-        return self._feed.is_own(name)
+        return self._feed.is_own(saved)
+
+    def ranks_of(self, saved: str) -> tuple[int, int]:
+        """Return this process's number among the ranks that average a saved channel, and how many these are."""
+        of = {self._feed.saved_as(name): one.engine.connection for name, one in self.items()}
+        return (of[saved].rank, of[saved].world_size) if saved in of else self.rank_and_world_size
 
 
 def open_exchange(feed: Feed, compressor: Compressor | str, **options: Unpack[Options]) -> Handle[Any]:
@@ -501,6 +548,13 @@ def open_exchange(feed: Feed, compressor: Compressor | str, **options: Unpack[Op
     """
     settings = settings_of(feed.way, options, feed.caller)
     return Handle(feed, checked_compressor(feed.caller, compressor), settings).open()
+
+
+def _only(saved: Saved | CheckpointError, labels: Collection[str]) -> Saved | CheckpointError:
+    """Return a state with these channels alone; an error stays one."""
+    if isinstance(saved, CheckpointError):
+        return saved
+    return dataclasses.replace(saved, channels={name: one for name, one in saved.channels.items() if name in labels})
 
 
 def _check_names(caller: str, like: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -516,8 +570,10 @@ def _check_names(caller: str, like: Mapping[str, Mapping[str, Tensor]]) -> None:
             )
 
 
-def _together(counts: Iterable[Statistics], gathers: Iterable[Any] = ()) -> Statistics:
-    every, others = [*counts], [one.statistics() for one in gathers]
-    if len(every) == 1 and not others:
+def _together(counts: Iterable[Statistics], gathers: Iterable[Any], not_compressed: Iterable[Any]) -> Statistics:
+    every, others, left = [*counts], [one.statistics() for one in gathers], [*not_compressed]
+    if len(every) == 1 and not others and not left:
         return every[0]
-    return dataclasses.replace(total([*every, *others]), steps=max((one.steps for one in every), default=0))
+    steps = max((one.steps for one in every), default=0)
+    size = steps * sum(one.gradient_bytes for one in left)
+    return dataclasses.replace(total([*every, *others]), steps=steps, not_compressed_bytes=size)

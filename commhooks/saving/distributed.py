@@ -10,8 +10,9 @@ commhooks.
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -65,9 +66,17 @@ def load_distributed(
     saved: Saved | CheckpointError
     try:
         is_own = getattr(hooks, "is_own", lambda label: True)
+        ranks_of = getattr(hooks, "ranks_of", lambda label: hooks.rank_and_world_size)
         source = DistributedCheckpoint(checkpoint_id, storage_reader, key, is_own)
-        shared, own = read_parts(source, *hooks.rank_and_world_size, allowed)
-        saved = read(joined(shared, own.values()))
+        states = [
+            joined(shared, own.values())
+            for ranks, one in source.by(ranks_of).items()
+            for shared, own in [read_parts(one, *ranks, allowed)]
+        ]
+        state = states[0]
+        for other in states[1:]:
+            state["groups"] |= other["groups"]
+        saved = read(state)
     except CheckpointError as error:
         saved = error
     except Exception as error:  # whatever a damaged file causes in DCP
@@ -106,6 +115,21 @@ class DistributedCheckpoint:
                 f"{checkpoint_id} has no hook's state under the key {key!r}; it has "
                 f"{', '.join(sorted(held)) or 'nothing'}."
             )
+
+    def by(self, ranks_of: Callable[[str], tuple[int, int]]) -> dict[tuple[int, int], DistributedCheckpoint]:
+        """Return sources of the engines whose ranks are the same: this one's number among them, and how many."""
+        labels: dict[tuple[int, int], list[str]] = {}
+        for label in self._labels or [""]:
+            labels.setdefault(ranks_of(label), []).append(label)
+        if len(labels) == 1:
+            return dict.fromkeys(labels, self)
+        return {ranks: self._of(chosen) for ranks, chosen in labels.items()}
+
+    def _of(self, labels: Sequence[str]) -> DistributedCheckpoint:
+        part = copy.copy(self)
+        part._labels = [*labels]
+        part._paths = {n: path for n, path in self._paths.items() if path[0] != "groups" or path[1] in labels}
+        return part
 
     def shared(self) -> dict[str, Any]:
         """Return the part that all ranks share."""

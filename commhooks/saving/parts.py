@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from commhooks.errors import CheckpointError
 from commhooks.saving.rules import LoadRules
-from commhooks.saving.saved import Saved
+from commhooks.saving.saved import Saved, untitled
 
 Part = Mapping[str, Any]
 OWN = ("local", "inventory")
@@ -49,7 +49,10 @@ def joined(shared: Part, own: Iterable[Part]) -> dict[str, Any]:
     parts = list(own)
     if "groups" not in shared:
         return {**shared, **{name: {k: held for one in parts for k, held in one[name].items()} for name in OWN}}
-    groups = {label: joined(one, [part["groups"][label] for part in parts]) for label, one in shared["groups"].items()}
+    groups = {
+        label: joined(one, [part["groups"][label] for part in parts if label in part["groups"]])
+        for label, one in shared["groups"].items()
+    }
     return {**shared, "groups": groups}
 
 
@@ -71,17 +74,26 @@ def merge_state_dicts(states: Sequence[Part]) -> dict[str, Any]:
     if not states:
         raise CheckpointError("merge_state_dicts: expected at least one state_dict().")
     saved = [Saved.from_dict(state) for state in states]
-    first, seen = saved[0], set[int]()
+    first, seen = saved[0], dict[str, set[int]]()
+    known = first.channels  # ranks that keep other experts have channels of their own, which differ in a number
     for one in saved:
-        if one.digest() != first.digest():
+        known = {**one.channels, **known}
+        alike = Saved(channels={name: known[name] for name in one.channels}, shared=first.shared)
+        names = [sorted(map(untitled, state.channels)) for state in (one, first)]
+        if names[0] != names[1] or one.digest() != alike.digest():
             raise CheckpointError(
                 f"merge_state_dicts: the states are not from the same step of one run (rank {_ranks(first.ranks)} has "
                 f"step {first.step}, rank {_ranks(one.ranks)} step {one.step}, or settings or replicated state differ)."
             )
-        if twice := seen & one.ranks:
-            raise CheckpointError(f"merge_state_dicts: rank {_ranks(twice)} occurs twice.")
-        seen |= one.ranks
-    return joined(shared_part(states[0]), map(own_part, states))
+        for name, channel in one.channels.items():
+            if twice := seen.setdefault(name, set()) & channel.local.keys():
+                raise CheckpointError(f"merge_state_dicts: rank {_ranks(twice)} occurs twice.")
+            seen[name] |= channel.local.keys()
+    shared = shared_part(states[0])
+    if "groups" in shared:
+        groups = {name: of for state in reversed(states) for name, of in shared_part(state)["groups"].items()}
+        shared["groups"] = {name: groups[name] for name in known}
+    return joined(shared, map(own_part, states))
 
 
 def _ranks(numbers: Iterable[int]) -> str:

@@ -87,10 +87,8 @@ def differences(engine: Engine, saved: SavedChannel, rules: LoadRules) -> list[s
     return misfits(saved, declaration_of(engine, saved.world_size), rules)
 
 
-def agreed(
-    engine: Engine, saved: Saved | CheckpointError, differences_from: Callable[[Saved], Sequence[str]]
-) -> tuple[Saved, str]:
-    """Return the state to continue from, and its fingerprint, once every rank has found that it matches.
+def agreed(engine: Engine, saved: Saved | CheckpointError, differences: Callable[[], Sequence[str]]) -> str:
+    """Return the fingerprint of the state to continue from, once every rank has found that it matches.
 
     Raises `CheckpointError` on every rank if it does not match on any rank, or if ranks pass different ones. A rank
     that cannot even read its state passes the error instead. If the connection is not open yet, ranks compare the
@@ -99,7 +97,7 @@ def agreed(
     checked = saved
     if isinstance(saved, Saved):
         try:
-            faults = differences_from(saved)
+            faults = differences()
         except Exception as error:  # whatever damaged data cause: the other ranks are waiting for an answer
             faults = [f"it is damaged ({type(error).__name__}: {error})"]
         checked = refuse(f"rank {engine.connection.rank}: the checkpoint does not fit", faults) if faults else saved
@@ -115,7 +113,7 @@ def agreed(
                 raise CheckpointError(f"load_state_dict: nothing was loaded. {error}") from error
     if isinstance(checked, CheckpointError):
         raise checked
-    return checked, fingerprint
+    return fingerprint
 
 
 @torch.inference_mode(False)  # as Engine.run

@@ -26,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,16 @@ from commhooks.version import VERSION
 ONLY = "gradients"
 """The channel of a handle that has one; its state is saved without the name."""
 _LINES_TO_LIST = 12
+
+
+def titled(name: str, kind: str, number: int, of: int) -> str:
+    """Return a channel's name in saved state, with the number of the ranks' part of the model if others have others."""
+    return f"{name} ({kind} {number} of {of})" if of > 1 else name
+
+
+def untitled(name: str) -> str:
+    """Return the name without that number."""
+    return re.sub(r" \((part|shard) \d+ of \d+\)$", "", name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

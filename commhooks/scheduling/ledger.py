@@ -54,6 +54,8 @@ class Statistics:
     by_kind: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
     by_group: dict[str, KindTraffic] = dataclasses.field(default_factory=dict)
     """The traffic among some of the ranks: "inner" inside machines, "outer" between them; see `Hierarchical`."""
+    not_compressed_bytes: int = 0
+    """The size of the gradients that FSDP2 reduced itself in these steps; `Handle.not_compressed` lists them."""
 
     @property
     def ratio(self) -> float:
@@ -68,6 +70,9 @@ class Statistics:
             ("in messages", bytes_in_words(self.payload_bytes), smaller),
             ("sent by this rank", bytes_in_words(self.moved_bytes), self._a_step(self.moved_bytes)),
         ]
+        if self.not_compressed_bytes:
+            size = self.not_compressed_bytes
+            rows.insert(1, ("not compressed", bytes_in_words(size), self._a_step(size)))
         for kind, traffic in (self.by_kind | self.by_group).items():
             rows.append((f"  {kind}", bytes_in_words(traffic.moved_bytes), counted(traffic.collectives, "collective")))
         for what, seconds in (

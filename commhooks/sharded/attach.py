@@ -19,10 +19,12 @@ from commhooks.errors import AttachError, SettingsError
 from commhooks.exchange.checks import checked_compressor
 from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.handle import Handle, open_exchange
-from commhooks.exchange.options import Options, settings_of
+from commhooks.exchange.options import Options, check_flags, settings_of
 from commhooks.exchange.watching import ReductionsGuard
 from commhooks.language.compressor import Compressor
 from commhooks.language.lending import Pool
+from commhooks.saving.saved import titled
+from commhooks.sharded.choosing import Choice, NotCompressed, Part, Patterns
 from commhooks.sharded.fsdp import TrainedParameters, Unit, check_nothing_is_left, group_of, is_default, units_of
 from commhooks.sharded.gathering import Code, Gather, Gathers, check_can_be_gathered, code_of
 from commhooks.sharded.reducing import CompressedReduceScatter, Memory
@@ -36,6 +38,9 @@ def attach_sharded(
     compressor: Compressor | str,
     *,
     gather: Codec | torch.dtype | str | None = None,
+    modules: Patterns | None = None,
+    except_modules: Patterns = (),
+    strict: bool = False,
     **options: Unpack[Options],
 ) -> Handle[Channel]:
     """Average the gradients of a model that FSDP2 shards, with `compressor`; each rank gets its shard of the mean.
@@ -52,6 +57,10 @@ def attach_sharded(
       that the codes represent, while the optimizer trains the shards at full precision. Elements beyond the last whole
       block of a parameter's shard are sent uncoded. "fp32" only counts bytes and names a rank that fails. None: FSDP2's
       own all-gather. The handle's `gathers` count them.
+    - `modules` and `except_modules`: shell patterns for names of modules that `fully_shard` was called with, such as
+      "layers.*.experts"; "the model" is the root. The first limits the compressor to those modules, the second leaves
+      some out. FSDP2 reduces and gathers the rest itself; the handle's `not_compressed` lists it.
+    - `strict`: by default everything that can be attached is, and rank 0 warns of the rest. True: that is an error.
     - `Options` describes the options, of which `hook_timeout`, `scaler`, `residuals` and `wrap_communicator` apply.
       Each rank sends its gradient of the *whole* parameter, a shard to each rank, so on every rank the residual has the
       whole parameter's size: `residuals="bf16"` halves it, "host" moves it to the host's memory, and
@@ -60,18 +69,49 @@ def attach_sharded(
       `set_reduce_scatter_unused_params(True)`.
 
     Raises `AttachError` if nothing in the model is sharded, if a trained parameter is outside what is, if something is
-    attached already, or if ranks disagree; `SettingsError` for a compressor that cannot return shards, for FSDP2's own
-    replication (HSDP), and for settings that cannot work.
+    attached already, or if ranks disagree; `SettingsError` for a compressor that cannot return shards, if no module can
+    be attached to, for a pattern that matches no module, and for settings that cannot work.
     """
+    whole = group_of(model)
     try:
         settings_of("attach_sharded", options)
+        check_flags("attach_sharded", strict=strict)
         compressor = checked_compressor("attach_sharded", compressor)
-        feed = ModulesFeed(model, None if gather is None else code_of(gather))
+        code = None if gather is None else code_of(gather)
+        choice = _choice(model, whole, modules, except_modules, code, strict=strict)
+        facts = choice.facts() + (f"gather: {code}\n" if code is not None else "")
     except Exception as error:  # whatever it is, the other ranks are waiting for an answer
-        agree("attach_sharded", group_of(model), error, AttachError)
+        agree("attach_sharded", whole, error, AttachError)
         raise
-    agree("attach_sharded", feed.process_group, feed.names, AttachError)  # a rank with one more would wait for others
-    return open_exchange(feed, compressor, **options)
+    assert whole is not None, "the units have one"
+    agree("attach_sharded", whole, facts, AttachError)  # a rank with one more would wait for others
+    parts = choice.parts(whole)
+    if whole.rank() == 0:
+        choice.warn()
+    return open_exchange(ModulesFeed(model, choice, facts, whole, parts, code), compressor, **options)
+
+
+def _choice(
+    model: Module,
+    whole: dist.ProcessGroup | None,
+    modules: Patterns | None,
+    except_modules: Patterns,
+    code: Code | None,
+    *,
+    strict: bool,
+) -> Choice:
+    """Return what to attach to; raise if something is attached already, or a trained parameter is left out."""
+    found = units_of("attach_sharded", model)
+    choice = Choice("attach_sharded", found, modules, except_modules, strict=strict, frozen=code is not None)
+    assert whole is not None, "the units have one"
+    check_nothing_is_left("attach_sharded", model, found, whole)
+    for unit in choice.trained:
+        _refuse_another("reduce-scatter", unit, unit.reduce_scatter())
+    if code is not None:
+        for unit in choice.units:
+            _refuse_another("all-gather", unit, unit.all_gather())
+            check_can_be_gathered(unit, code)
+    return choice
 
 
 class ModulesFeed(Feed):
@@ -84,24 +124,28 @@ class ModulesFeed(Feed):
     label = "FSDP"
     is_sharded = True
 
-    def __init__(self, model: Module, code: Code | None) -> None:
-        found = units_of(self.caller, model, frozen=code is not None)
-        self._units = {unit.name: unit for unit in found if unit.parameters()}
-        first = next(iter(self._units.values()))
-        self._gathered = [] if code is None else found
+    def __init__(
+        self,
+        model: Module,
+        choice: Choice,
+        names: str,
+        whole: dist.ProcessGroup,
+        parts: Mapping[str, Part],
+        code: Code | None,
+    ) -> None:
+        # Those of the largest group first: its ranks agree over the first channel's connection.
+        units = sorted(choice.trained, key=lambda unit: parts[unit.name].group is not whole)
+        self._units = {unit.name: unit for unit in units}
+        self._whole, self._parts = whole, parts
+        # Frozen modules are gathered over a connection that others have.
+        groups = {parts[unit.name].group for unit in units}
+        self._gathered = [unit for unit in choice.units if code is not None and parts[unit.name].group in groups]
         self._code = code
-        check_nothing_is_left(self.caller, model, found, first.process_group)
-        for unit in self._units.values():
-            _refuse_another("reduce-scatter", unit, unit.reduce_scatter())
-        if code is not None:
-            for unit in self._gathered:
-                _refuse_another("all-gather", unit, unit.all_gather())
-                check_can_be_gathered(unit, code)
-        self.names = f"modules: {', '.join(self._units)}\n"
+        self.names = names
         """What ranks compare before any of their modules."""
-        if code is not None:
-            self.names += f"gather: {code} of {', '.join(unit.name for unit in found)}\n"
-        self.may_be_alone = first.is_inner
+        self.not_compressed: Mapping[str, NotCompressed] = choice.not_compressed
+        """The modules whose gradients FSDP2 reduces itself, by name."""
+        self.may_be_alone = units[0].is_inner or len(groups) > 1
         self._before = {name: unit.reduce_scatter() for name, unit in self._units.items()}
         self._like = {
             name: {parameter.name: parameter.like() for parameter in unit.parameters()}
@@ -109,14 +153,39 @@ class ModulesFeed(Feed):
         }
         self._memory = Memory()
         self._model = weakref.ref(unwrapped(model))
+        self._every = choice.found
         self._check: RemovableHandle | None = None
         self._runs: dict[str, CompressedReduceScatter] = {}
         self.gathers = Gathers()
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group of the ranks that have the shards."""
-        return next(iter(self._units.values())).process_group
+        """The largest group of ranks that have shards."""
+        return self._whole
+
+    def group_of(self, channel: str) -> dist.ProcessGroup:
+        """Return the group of the ranks that have a module's shards."""
+        return self._parts[channel].group
+
+    def title(self, channel: str) -> str:
+        """Return a module's name, with the ranks that have its shards if these are not all: errors number them anew."""
+        group = self.group_of(channel)
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+        return channel if group is self._whole else f"{channel} (of ranks {ranks})"
+
+    def saved_as(self, channel: str) -> str:
+        """Return a module's name, with the number of the ranks that have its experts if others have other ones."""
+        return titled(channel, "part", *self._parts[channel][1:])
+
+    def is_own(self, saved: str) -> bool:
+        """Return whether this rank has the experts whose state this is."""
+        others = (
+            titled(name, "part", number, part.groups)
+            for name, part in self._parts.items()
+            for number in range(part.groups)
+            if number != part.number
+        )
+        return saved not in others
 
     def like(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return each module's trained parameters, whole, by name."""
@@ -137,22 +206,30 @@ class ModulesFeed(Feed):
 
     def plug(self, channels: Mapping[str, Any]) -> None:
         """Register the modules' reduce-scatters and all-gathers."""
-        pool, (first, *_) = Pool(), channels.values()
+        pool = Pool()
+        lines = {self.group_of(name): channels[name] for name in reversed(self._units)}
         for unit in self._gathered:
             assert self._code is not None, "nothing is gathered without"
             facts = self.names + unit.fingerprint(frozen=True)
+            first = lines[self.group_of(unit.name)]
             self.gathers[unit.name] = gather = Gather(unit, self._code, first.engine.connection, facts, pool)
             gather.engine.open(first.device)
         # From here on nothing waits for other ranks.
         model = self._model()
         assert model is not None, "attach_sharded holds it"
-        self._check = TrainedParameters(self.caller, model, [*self._units.values()], first.engine.fail).follow(model)
+        fail = channels[next(iter(self._units))].engine.fail
+        self._check = TrainedParameters(self.caller, model, self._every, fail).follow(model)
         for name, unit in self._units.items():
-            self._runs[name] = runs = CompressedReduceScatter(unit, channels[name].engine, self._memory)
-            unit.module.set_custom_reduce_scatter(runs)  # type: ignore[arg-type]  # it has the methods of FSDP2's class
+            engine, own = channels[name].engine, self.group_of(name)
+            others = [first.engine for group, first in lines.items() if group is not own]
+            engine.state.cut_along(
+                {self._like[name][one.name]: one.dimension for one in unit.parameters() if one.dimension}
+            )
+            self._runs[name] = runs = CompressedReduceScatter(unit, engine, self._memory, others)
+            unit.set_reduce_scatter(runs)
             unit.send_unused()  # a step's size must not differ
         for unit in self._gathered:
-            unit.module.set_custom_all_gather(self.gathers[unit.name])  # type: ignore[arg-type]  # as above
+            unit.set_all_gather(self.gathers[unit.name])
 
     def unplug(self) -> None:
         """Restore FSDP2's own reduce-scatters and all-gathers."""
@@ -162,7 +239,7 @@ class ModulesFeed(Feed):
             name, runs = self._runs.popitem()
             unit = self._units[name]
             if unit.is_there and unit.reduce_scatter() is runs:
-                unit.module.set_custom_reduce_scatter(self._before[name])
+                unit.set_reduce_scatter(self._before[name])
             if unit.is_there:
                 unit.end_sending_unused()
         for gather in self.gathers.values():
@@ -186,7 +263,11 @@ class ModulesFeed(Feed):
     def memory(self, channels: Iterable[Channel]) -> MemoryReport:
         """Return the bytes in use, by purpose; `gradients` are the largest module's input and output."""
         report = added((one.memory() for one in channels), self._memory.bytes())
-        return dataclasses.replace(report, working=report.working + self.gathers.working_bytes())
+        return dataclasses.replace(
+            report,
+            working=report.working + self.gathers.working_bytes(),
+            not_compressed=sum(one.gradient_bytes for one in self.not_compressed.values()),
+        )
 
 
 def guard_of_reductions(channel: Channel, averaged: Mapping[Tensor, str], seam: str) -> Guard | None:

@@ -4,9 +4,11 @@ FSDP2 lets others run its collectives (`set_custom_reduce_scatter`, `set_custom_
 does not describe their content. Its private attributes do: `PRIVATE_NAMES` lists them, this file alone looks them up,
 and never asks for a version. If a version of PyTorch lacks one of them, an error names it.
 
-FSDP2 runs a reduce-scatter for each module that has parameters of its own, in every backward pass that synchronises.
-Its input is a matrix with one row for each rank: the rank's shard of every parameter in turn, a range of the first
-dimension, padded with zeros to the same size on every rank. An all-gather's output is the same matrix, of parameters.
+FSDP2 runs a reduce-scatter for each module that has parameters of its own, in every backward pass that synchronises;
+for each group of them, if `shard_placement_fn` placed them on several meshes. Its input is a matrix with one row for
+each rank: the rank's shard of every parameter in turn, a range of the first dimension, padded with zeros to the same
+size on every rank, or of another one, `Shard(1)`, which the ranks divide evenly. An all-gather's output is the same
+matrix, of parameters.
 
 The dtype of the reduction is `MixedPrecisionPolicy`'s `reduce_dtype`. If that is None, PyTorch 2.13 and 2.14 reduce in
 `param_dtype`. From 2.15 on the parameters' `grad_dtype` decides, which is their own dtype unless it was set: a module
@@ -110,6 +112,8 @@ class ShardedParameter:
     """True if it holds codes of a layer's weights, whatever its dtype says: a Linear's weight in another shape."""
     chunk: int
     """The number of its elements in a row of the reduce-scatter's input, padding included; the same for every rank."""
+    dimension: int
+    """The dimension along which it is cut."""
 
     def like(self) -> Tensor:
         """Return a tensor of the whole parameter's shape and dtype, without memory."""
@@ -134,19 +138,18 @@ def has_hooks(shard: Tensor) -> bool:
 
 
 class Unit:
-    """A module whose parameters FSDP2 gathers and reduces together."""
+    """Parameters of a module that FSDP2 gathers and reduces together: all, or those on one of several meshes."""
 
-    def __init__(self, caller: str, name: str, module: FSDPModule, names: Mapping[Module, str]) -> None:
+    def __init__(self, caller: str, name: str, module: FSDPModule, names: Mapping[Module, str], number: int) -> None:
+        groups = len(_held(module._get_fsdp_state(), "_fsdp_param_groups"))
         self._caller = caller
-        self.name = name or "the model"
-        """Its name in the model."""
+        self.of_module = name or "the model"
+        """The module's name in the model."""
+        self.name = f"{self.of_module} (group {number} of {groups})" if groups > 1 else self.of_module
+        """The module's name, with the number of the group of parameters if there are several."""
+        self._number, self._is_only = number, groups == 1
         self._module = weakref.ref(module)  # who holds a unit must not keep the model alive
         self._prefixes = {id(one): f"{prefix}." if prefix else "" for one, prefix in names.items()}
-        if len(_held(module._get_fsdp_state(), "_fsdp_param_groups")) > 1:
-            raise SettingsError(
-                f"{caller}: {self.name} shards its parameters over several meshes; FSDP2 runs others' "
-                "collectives only for modules with one."
-            )
         self.keep_unfrozen()
 
     @property
@@ -164,7 +167,7 @@ class Unit:
 
     @property
     def _group(self) -> Any:
-        return _held(self.module._get_fsdp_state(), "_fsdp_param_groups")[0]
+        return _held(self.module._get_fsdp_state(), "_fsdp_param_groups")[self._number]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -207,8 +210,7 @@ class Unit:
         """Return the parameters that are trained, in the order in which they are reduced, or all, in that of a gather.
 
         Raises:
-            SettingsError: A parameter is sharded along a dimension other than the first, or nothing tells the dtype of
-                its gradient beforehand.
+            SettingsError: Nothing tells the dtype of a parameter's gradient beforehand.
 
         """
         found, held = [], _held(self._group, "fsdp_params")
@@ -223,11 +225,6 @@ class Unit:
                     "model given; pass a module that contains both."
                 )
             name = self._prefixes[id(owner)] + _held(where, "param_name")
-            dimension = _held(one, "fsdp_placement").dim
-            if dimension != 0:
-                raise SettingsError(
-                    f"{self._caller}: {name!r} is sharded along dimension {dimension}; only the first one is supported."
-                )
             if shard.requires_grad and reduced_in is None:
                 raise SettingsError(
                     f"{self._caller}: {name!r} is reduced with a parameter whose grad_dtype is None, so nothing tells "
@@ -250,6 +247,7 @@ class Unit:
                     gathered_in=_held(one, "mp_policy").param_dtype or shard.dtype,
                     is_packed=is_packed,
                     chunk=chunk,
+                    dimension=_held(one, "fsdp_placement").dim,
                 )
             )
         return found
@@ -302,15 +300,41 @@ class Unit:
     def fingerprint(self, *, frozen: bool = False) -> str:
         """Return the text that must be the same on every rank, about the trained parameters or, with `frozen`, all."""
         found = self.parameters(frozen=frozen)
-        return "\n".join(f"parameter {p.name}: shape {tuple(p.shape)}, {p.shard.dtype}" for p in found)
+        cuts = [f", Shard({one.dimension})" * (one.dimension > 0) for one in found]
+        return "\n".join(
+            f"parameter {p.name}: shape {tuple(p.shape)}, {p.shard.dtype}{cut}"
+            for p, cut in zip(found, cuts, strict=True)
+        )
+
+    def gradient_bytes(self) -> int:
+        """Return the size of the trained parameters' whole gradients, in the dtype of the reduction."""
+        held, dtype = _held(self._group, "fsdp_params"), self._reduced_in()
+        trained = [held[index] for index in self.trained()]
+        return sum(
+            _held(one, "_orig_size").numel() * (dtype or _held(one, "sharded_param").dtype).itemsize for one in trained
+        )
 
     def reduce_scatter(self) -> Any:
         """Return the object that runs the reduce-scatter."""
         return _held(self._group, "_reduce_scatter_comm")
 
+    def set_reduce_scatter(self, communication: Any) -> None:
+        """Set the object that runs the reduce-scatter; the module's method refuses if it has several groups."""
+        if self._is_only:
+            self.module.set_custom_reduce_scatter(communication)
+        else:
+            self._group._reduce_scatter_comm = communication
+
     def all_gather(self) -> Any:
         """Return the object that runs the all-gather."""
         return _held(self._group, "_all_gather_comm")
+
+    def set_all_gather(self, communication: Any) -> None:
+        """Set the object that runs the all-gather, as above."""
+        if self._is_only:
+            self.module.set_custom_all_gather(communication)
+        else:
+            self._group._all_gather_comm = communication
 
     def all_reduce_hook(self) -> Any:
         """Return the hook that runs after the reduce-scatter; None if there is none."""
@@ -345,7 +369,7 @@ class Unit:
         """Send zeros for parameters without a gradient, until `end_sending_unused` has been called equally often."""
         times, before = _sending_unused.get(self._group, (0, _held(self._group, "reduce_scatter_unused_params")))
         _sending_unused[self._group] = times + 1, before
-        self.module.set_reduce_scatter_unused_params(True, recurse=False)
+        self._group.reduce_scatter_unused_params = True  # not for the module's other groups
 
     def end_sending_unused(self) -> None:
         """Undo one `send_unused`; the last one restores the setting from before the first."""
@@ -353,19 +377,17 @@ class Unit:
         if times > 1:
             _sending_unused[self._group] = times - 1, before
         else:
-            self.module.set_reduce_scatter_unused_params(before, recurse=False)
+            self._group.reduce_scatter_unused_params = before
 
 
-def units_of(caller: str, model: Module, *, frozen: bool = False) -> list[Unit]:
-    """Return the FSDP modules of a model that have trained parameters, in the order of `model.named_modules()`.
+def units_of(caller: str, model: Module) -> list[Unit]:
+    """Return the FSDP modules of a model, by groups of parameters, in the order of `model.named_modules()`.
 
-    With `frozen`, also those whose parameters are all frozen. Modules sharded together, with `fully_shard([one,
-    other])`, count as one, under the first one's name. Names leave out `torch.compile` and activation checkpointing, so
-    that a checkpoint loads with and without them.
+    Modules sharded together, with `fully_shard([one, other])`, count as one, under the first one's name. Names leave
+    out `torch.compile` and activation checkpointing, so that a checkpoint loads with and without them.
 
     Raises:
-        AttachError: There are none, `model` is no module, or a backward pass is under way.
-        SettingsError: FSDP2 averages over replicas itself, or modules are sharded over different ranks.
+        AttachError: There are none, all parameters are frozen, `model` is no module, or a backward pass is under way.
 
     """
     _held(FSDPModule, "set_reduce_scatter_unused_params")  # the newest of its methods that is called here
@@ -384,23 +406,14 @@ def units_of(caller: str, model: Module, *, frozen: bool = False) -> list[Unit]:
         first = "call torch.distributed.fsdp.fully_shard on it and its layers first"
         advice = "every rank has all of them, so use commhooks.attach" if is_ddp(unwrapped(model)) else first
         raise AttachError(f"{caller}: {type(model).__name__} has no parameters that FSDP2 shards; {advice}.")
-    found = [Unit(caller, *one, names) for one in sharded]
-    trained = [unit for unit in found if unit.parameters()]
-    if not trained:
+    found = [
+        Unit(caller, name, module, names, number)
+        for name, module in sharded
+        for number in range(len(_held(module._get_fsdp_state(), "_fsdp_param_groups")))
+    ]
+    if not any(unit.trained() for unit in found):
         raise AttachError(f"{caller}: all parameters are frozen.")
-    units = found if frozen else trained
-    for unit in units:
-        if unit.is_replicated:
-            replicas, shards = unit.dimensions
-            raise SettingsError(
-                f"{caller}: FSDP2 averages the gradients of {unit.name} over replicas itself, uncompressed (HSDP: a "
-                "mesh of two dimensions; or replicate; take a mesh of shape (ranks, 1) instead). Shard over one "
-                f"dimension, fully_shard(..., mesh=mesh[{shards!r}]), and let commhooks.attach_replicas(..., "
-                f"process_group=mesh[{replicas!r}].get_group()) average over the other."
-            )
-        if unit.process_group is not units[0].process_group:
-            raise SettingsError(f"{caller}: {unit.name} and {units[0].name} are sharded over different ranks.")
-    return units
+    return found
 
 
 def check_nothing_is_left(caller: str, model: Module, units: Sequence[Unit], group: dist.ProcessGroup) -> None:
@@ -482,11 +495,20 @@ def changed_since(caller: str) -> str:
 
 
 def group_of(model: object) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that have the first FSDP module's shards, or None if there is none."""
+    """Return the largest group of ranks over which FSDP modules are sharded, of equals the first; None without one.
+
+    Modules over whose replicas FSDP2 averages count only if there are no others.
+    """
     modules = model.modules() if isinstance(model, Module) else ()
     sharded = (module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule))
-    held = (group for state in sharded for group in _held(state, "_fsdp_param_groups"))
-    return next((getattr(_held(group, "mesh_info"), "shard_process_group", None) for group in held), None)
+    held = [_held(group, "mesh_info") for state in sharded for group in _held(state, "_fsdp_param_groups")]
+    of_replicas = [hasattr(mesh, "replicate_process_group") for mesh in held]
+    groups = [
+        getattr(mesh, "shard_process_group", None)
+        for mesh, has_replicas in zip(held, of_replicas, strict=True)
+        if all(of_replicas) or not has_replicas
+    ]
+    return max((group for group in groups if group is not None), key=lambda group: group.size(), default=None)
 
 
 def is_default(communication: object) -> bool:

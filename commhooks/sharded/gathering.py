@@ -241,7 +241,7 @@ class Gather:
     def detach(self) -> None:
         """Restore the module's previous all-gather, and close the lane."""
         if self.is_attached:
-            self._unit.module.set_custom_all_gather(self._before)
+            self._unit.set_all_gather(self._before)
         self.engine.stop()
 
     @property

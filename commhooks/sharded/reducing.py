@@ -50,8 +50,9 @@ class Memory:
 class CompressedReduceScatter:
     """The reduce-scatter that FSDP2 calls for one module, in each backward pass that synchronises."""
 
-    def __init__(self, unit: Unit, engine: Engine, memory: Memory) -> None:
-        self._unit, self._engine, self._memory = unit, engine, memory
+    def __init__(self, unit: Unit, engine: Engine, memory: Memory, others: Sequence[Engine] = ()) -> None:
+        """Reduce with an engine; if that fails, `others`, on other connections, are told."""
+        self._unit, self._engine, self._memory, self._others = unit, engine, memory, others
         self._like = [*engine.state.named().values()]
         self._chunks = [parameter.chunk for parameter in unit.parameters()]
         self._trained = unit.trained()
@@ -69,6 +70,14 @@ class CompressedReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Write the mean of this rank's row, or the sum that `op` asks for, in the order of the current stream."""
+        try:
+            self._reduce(output_tensor, input_tensor, op)
+        except Exception as error:  # other ranks may wait for this one on the other connections only
+            for other in self._others:
+                other.stop(str(error))
+            raise
+
+    def _reduce(self, output_tensor: Tensor, input_tensor: Tensor, op: Any) -> None:
         ranks, width = self._engine.connection.world_size, sum(self._chunks)
         if input_tensor.numel() != ranks * width:
             self._engine.fail(
@@ -81,4 +90,6 @@ class CompressedReduceScatter:
         output_tensor.copy_(mean)
         self._memory.read(input_tensor.device)
         if op != dist.ReduceOp.AVG:
-            output_tensor.mul_(ranks if op == dist.ReduceOp.SUM else ranks / (self._unit.divide_factor or ranks))
+            output_tensor.mul_(ranks)
+            if op != dist.ReduceOp.SUM:  # of terms that FSDP2 wants divided by its factor; other sums it divides itself
+                output_tensor.div_(self._unit.divide_factor or ranks)

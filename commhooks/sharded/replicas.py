@@ -28,8 +28,10 @@ from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.handle import Handle, open_exchange
 from commhooks.exchange.options import Options, settings_of
 from commhooks.language.compressor import Compressor
+from commhooks.saving.saved import titled
 from commhooks.scheduling.policy import PolicyName
 from commhooks.sharded.attach import guard_of_reductions
+from commhooks.sharded.choosing import refusal_of
 from commhooks.sharded.fsdp import (
     ShardedParameter,
     TrainedParameters,
@@ -403,7 +405,7 @@ class ReplicasFeed(TensorFeed):
         self._is_fused = policy == "fused"
         self._shard = units[0].shard
         groups = {"all modules": units} if self._is_fused else {unit.name: [unit] for unit in units}
-        self._units = {_titled(name, *self._shard): of_group for name, of_group in groups.items()}
+        self._units = {titled(name, "shard", *self._shard): of_group for name, of_group in groups.items()}
         like = {
             name: {one.name: _like(one, policy) for unit in of_group for one in unit.parameters()}
             for name, of_group in self._units.items()
@@ -472,10 +474,10 @@ class ReplicasFeed(TensorFeed):
             unit.is_there and unit.all_reduce_hook() is hook for unit, hook in self._hooks.items()
         )
 
-    def is_own(self, channel: str) -> bool:
+    def is_own(self, saved: str) -> bool:
         """Return whether this rank loads a channel of a checkpoint; it skips other shards' channels."""
         number, ranks = self._shard
-        return not any(channel.endswith(_titled("", other, ranks)) for other in range(ranks) if other != number)
+        return not any(saved.endswith(titled("", "shard", other, ranks)) for other in range(ranks) if other != number)
 
     def memory(self, channels: Iterable[Channel]) -> MemoryReport:
         """Return the bytes in use, by purpose; `gradients` are copies that are sent and received, or kept aside."""
@@ -533,7 +535,7 @@ def attach_replicas(model: Module, compressor: Compressor | str, **options: Unpa
                 "cannot be undone; use policy='fused'."
             )
         compressor = checked_compressor("attach_replicas", compressor)
-        units = units_of("attach_replicas", model)
+        units = [unit for unit in units_of("attach_replicas", model) if unit.trained()]
         _check(model, units, group, settings.policy)
         check_nothing_is_left("attach_replicas", model, units, group)
         feed = ReplicasFeed(model, units, group, settings.policy)
@@ -548,6 +550,14 @@ def attach_replicas(model: Module, compressor: Compressor | str, **options: Unpa
 
 def _check(model: Module, units: Sequence[Unit], group: dist.ProcessGroup, policy: PolicyName) -> None:
     """Raise `AttachError` or `SettingsError` if the model cannot be averaged over this group's ranks."""
+    for unit in units:
+        if why := refusal_of(unit):
+            raise SettingsError(f"attach_replicas: {unit.name}: {why}.")
+        if unit.process_group is not units[0].process_group:
+            raise SettingsError(
+                f"attach_replicas: {unit.name} and {units[0].name} are sharded over different ranks, so no process "
+                "group connects the ranks that keep the same shards of both; shard the model over one mesh."
+            )
     both = {*dist.get_process_group_ranks(units[0].process_group)} & {*dist.get_process_group_ranks(group)}
     if len(both) > 1:
         raise SettingsError(
@@ -574,10 +584,6 @@ def _like(parameter: ShardedParameter, policy: PolicyName) -> Tensor:
     if policy == "fused":
         return without_memory(kept.shape, parameter.grad_dtype, kept.device)
     return without_memory(kept.shape, parameter.reduced_in, parameter.device)
-
-
-def _titled(name: str, number: int, ranks: int) -> str:
-    return f"{name} (shard {number} of {ranks})" if ranks > 1 else name
 
 
 def _queue(callback: Callable[[], None]) -> None:

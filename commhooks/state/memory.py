@@ -34,6 +34,8 @@ class MemoryReport:
     """Factors, messages and scratch memory, kept between steps."""
     by_parameter: dict[str, int]
     """The state of each parameter, by name."""
+    not_compressed: int = 0
+    """Whole gradients that FSDP2 reduces itself, see `Handle.not_compressed`; not part of the total."""
 
     @property
     def total(self) -> int:
@@ -52,6 +54,8 @@ class MemoryReport:
         ]
         largest = sorted(self.by_parameter.items(), key=lambda item: -item[1])[:_PARAMETERS_TO_PRINT]
         left_out = len(self.by_parameter) - len(largest)
+        if self.not_compressed:
+            rows.append(("not compressed", bytes_in_words(self.not_compressed), "of gradients that FSDP2 reduces"))
         rows += [(f"of {name}", bytes_in_words(size), "") for name, size in largest]
         return in_columns(rows) + (f"\nand of {counted(left_out, 'parameter')} more" if left_out else "")
 

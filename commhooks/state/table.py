@@ -66,6 +66,8 @@ class StateTable:
         self.in_phase: tuple[Compressor, int] | None = None
         """The compressor, and its phase's first step, to which state was handed over; None while loaded state has not
         been."""
+        self._dimensions: Mapping[Tensor, int] = {}
+        """The dimensions along which parameters are cut into rows, one for each rank, if these are not the first."""
         self._states: dict[Tensor, ParameterState] = {}
         self._names: dict[Tensor, str] = {}
         self._loaded: dict[str, _Loaded] | None = None
@@ -121,6 +123,14 @@ class StateTable:
     def place(self, name: str, parameter: Tensor, world_size: int | None = None, step: int | None = None) -> Place:
         """Return a parameter's place among so many ranks, by default this run's, for use outside its bucket."""
         return Place(name, parameter, world_size or self.world_size, is_sharded=self.is_sharded, step=step)
+
+    def cut_along(self, dimensions: Mapping[Tensor, int]) -> None:
+        """Learn that buckets of shards hold parts of these parameters along other dimensions than the first.
+
+        A parameter's elements are then in the order of the rows, the parts one after another; saved state has them in
+        the order of the parameter, as any other number of ranks needs them.
+        """
+        self._dimensions = dimensions
 
     def lay_out(self, bucket: BucketView, compressor: Compressor) -> None:
         """Lay out a compressor's state for a bucket's parameters."""
@@ -203,7 +213,7 @@ class StateTable:
             for name, kept in state.tensors.items():
                 held = own if state.entries[name].is_own else replicated
                 is_by_element = state.entries[name].by_element
-                held.setdefault(state.key, {})[name] = _shaped(kept, parameter) if is_by_element else kept
+                held.setdefault(state.key, {})[name] = self._shaped(kept, parameter) if is_by_element else kept
         return replicated, own
 
     def kinds(self) -> Kinds:
@@ -283,7 +293,9 @@ class StateTable:
         for name, saved, entry in loaded.items():
             kept = state.tensors.get(name)
             declared = entry if kept is None else state.entries[name]
-            values = _flat(saved, parameter) if declared.by_element else saved.detach().to(parameter.device, copy=True)
+            values = (
+                self._flat(saved, parameter) if declared.by_element else saved.detach().to(parameter.device, copy=True)
+            )
             if kept is None:
                 state.entries[name] = entry
                 state.tensors[name] = values
@@ -291,6 +303,23 @@ class StateTable:
                 kept.copy_(values)
         if self._loaded is not None:
             self._loaded.pop(state.key, None)
+
+    def _shaped(self, kept: Tensor, parameter: Tensor) -> Tensor:
+        """Return element-wise state in its parameter's shape, copied only if parts must be put together."""
+        dimension = self._dimensions.get(parameter)
+        if dimension is None or kept.numel() != parameter.numel():
+            return _shaped(kept, parameter)
+        part = [*parameter.shape]
+        part[dimension] //= self.world_size
+        return torch.cat([row.view(part) for row in kept.view(self.world_size, -1)], dimension)
+
+    def _flat(self, saved: Tensor, parameter: Tensor) -> Tensor:
+        """Return a copy of the result of `_shaped`, in the order and on the device of this run's parameter."""
+        dimension = self._dimensions.get(parameter)
+        if dimension is None or saved.shape != parameter.shape:
+            return _flat(saved, parameter)
+        parts = saved.detach().to(parameter.device).chunk(self.world_size, dimension)
+        return torch.cat([part.reshape(-1) for part in parts])
 
     def _empty(self, key: str, entry: Entry, gradient: Tensor, elements: int) -> Tensor:
         """Allocate memory for an entry, on the device and in the dtype in which it is kept."""
