@@ -135,7 +135,8 @@ class ModulesFeed(Feed):
             assert self._code is not None, "nothing is gathered without"
             facts = self.names + unit.fingerprint(frozen=True)
             self.gathers[unit.name] = gather = Gather(unit, self._code, first.engine.connection, facts, pool)
-            gather.engine.open(first.device)
+            for engine in gather.engines:
+                engine.open(first.device)
         # From here on nothing waits for other ranks.
         for name, unit in self._units.items():
             self._runs[name] = runs = CompressedReduceScatter(unit, channels[name].engine, self._memory)

@@ -56,6 +56,8 @@ PRIVATE_NAMES = (
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.fsdp_params",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.gradient_divide_factor",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.mesh_info",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.reduce_grads",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.reduce_scatter_unused_params",
     # How a gradient's dtype and place in a row are chosen: up to 2.14 by the policy and the parameters' order alone.
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._reduce_scatter_param_indices | "
@@ -74,7 +76,9 @@ PRIVATE_NAMES = (
     "torch.utils:_pytree",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.mp_policy",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.padded_sharded_param_size",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.reduce_dtype",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.sharded_param",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.unsharded_accumulated_grad",
     "torch.distributed.fsdp._fully_shard._fsdp_param:ParamModuleInfo.module",
     "torch.distributed.fsdp._fully_shard._fsdp_param:ParamModuleInfo.param_name",
 )
@@ -242,6 +246,25 @@ class Unit:
             )
         return found
 
+    def check_dtypes(self) -> None:
+        """Raise `SettingsError` for trained parameters of two dtypes; FSDP2 fails only in the first forward pass."""
+        of_dtype = {one.shard.dtype: one.name for one in self.parameters()}
+        if len(of_dtype) > 1:
+            (dtype, name), (other, others) = list(of_dtype.items())[:2]
+            raise SettingsError(
+                f"{self._caller}: {self.name} trains {name!r} in {dtype} and {others!r} in {other}; FSDP2 reduces only "
+                "parameters of one dtype together. Call fully_shard on the module of either first, so that it is "
+                "reduced by itself; or keep all in fp32, and compute in bf16 with "
+                "MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
+            )
+
+    def gathered_in(self) -> list[torch.dtype]:
+        """Return the dtype in which each parameter is gathered, in the order of a gather."""
+        held = [
+            (_held(one, "sharded_param").dtype, _held(one, "mp_policy")) for one in _held(self._group, "fsdp_params")
+        ]
+        return [policy.param_dtype or own if own.is_floating_point else own for own, policy in held]
+
     def _reduced_in(self) -> torch.dtype | None:
         """Return the dtype of the reduction, if zeros are sent for unused parameters; None if gradients decide it."""
         held = _held(self._group, "fsdp_params")
@@ -323,6 +346,8 @@ class Unit:
         times, before = _sending_unused.get(self._group, (0, _held(self._group, "reduce_scatter_unused_params")))
         _sending_unused[self._group] = times + 1, before
         self.module.set_reduce_scatter_unused_params(True, recurse=False)
+        if not _follows_grad_dtype(_held(self._group, "fsdp_params")[0]):
+            self._group.post_backward = functools.partial(_reduce_in_one_dtype, weakref.ref(self._group))
 
     def end_sending_unused(self) -> None:
         """Undo one `send_unused`; the last one restores the setting from before the first."""
@@ -331,6 +356,7 @@ class Unit:
             _sending_unused[self._group] = times - 1, before
         else:
             self.module.set_reduce_scatter_unused_params(before, recurse=False)
+            vars(self._group).pop("post_backward", None)
 
 
 def units_of(caller: str, model: Module, *, frozen: bool = False) -> list[Unit]:
@@ -367,6 +393,7 @@ def units_of(caller: str, model: Module, *, frozen: bool = False) -> list[Unit]:
         raise AttachError(f"{caller}: all parameters are frozen.")
     units = found if frozen else trained
     for unit in units:
+        unit.check_dtypes()
         if unit.is_replicated:
             replicas, shards = unit.dimensions
             raise SettingsError(
@@ -422,6 +449,24 @@ def group_of(model: object) -> dist.ProcessGroup | None:
 def is_default(communication: object) -> bool:
     """Return whether the object that runs a collective is PyTorch's own."""
     return type(communication).__module__.startswith("torch.")
+
+
+def _reduce_in_one_dtype(of_group: weakref.ref[Any], *unused: Any) -> None:
+    """Run a parameter group's `post_backward`; if gradients have accumulated, let every other start from zeros.
+
+    Up to PyTorch 2.14 a gradient that accumulates without being reduced is kept in `reduce_dtype`, while zeros for a
+    parameter without one, and the gradient of one that only the last pass uses, have the dtype of the computation.
+    FSDP2 then fails: "expects uniform gradient dtype".
+    """
+    group = of_group()
+    trained = [one for one in _held(group, "fsdp_params") if _held(one, "sharded_param").requires_grad]
+    kept = [one for one in trained if _held(one, "unsharded_accumulated_grad") is not None]
+    if kept and _held(group, "reduce_grads"):
+        for one in trained:
+            if one.unsharded_accumulated_grad is None:
+                whole, dtype = _held(one, "_unsharded_param"), _held(one, "reduce_dtype")
+                one.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
+    _held(type(group), "post_backward")(group, *unused)
 
 
 def _follows_grad_dtype(parameter: Any) -> bool:
