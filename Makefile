@@ -21,7 +21,7 @@ CORES := $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 WORKERS := $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo leaderboard test test-fast test-all test-eager test-frameworks test-processors test-torch test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard mutants gpu gpu-cost many-ranks clean
+.PHONY: help demo leaderboard test test-fast test-all test-eager test-frameworks test-processors test-torch test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard models mutants gpu gpu-cost many-ranks clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
@@ -39,6 +39,8 @@ help:
 	@echo "make mutants      sixty seeded faults, each with the tests that come by it, until one finds it (up to an hour);"
 	@echo "                  continues where it was stopped; MUTANTS=--fast: only those of make test-fast; MUTANTS=--all: then the whole suite"
 	@echo "make guard        programs whose replicas drift apart, and sound ones, under every wrapper: which the guard notices (5 minutes)"
+	@echo "make models       eight kinds of model, through five ways in, with three compressors: equal replicas, bytes by formula, and the loss;"
+	@echo "                  continues where it was stopped (15 minutes)"
 	@echo "make test-virtual-device  the CUDA code, late and in odd orders, on a device that lives in the CPU (needs g++)"
 	@echo "make check        lint, format, types, and the documentation built strictly"
 	@echo "make docs         build the documentation into site/"
@@ -117,6 +119,10 @@ mutants: $(STAMP)
 
 guard: $(STAMP)
 	$(BIN)/python -m tests.guard
+
+# `python -m tests.models --page` also writes the page.
+models: $(STAMP)
+	$(BIN)/python -m tests.models
 
 # A process of its own: the device stays until it ends. VIRTUAL_DEVICE_REQUIRED=1: a device that cannot be built is an error.
 test-virtual-device: $(STAMP)

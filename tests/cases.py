@@ -113,10 +113,13 @@ class TwoHopBytes:
     up to that."""
     flaw: int = 0
     """Bytes that tell of an inf which the code cannot show, of a bucket with blocks."""
+    names: Sequence[str] = ()
+    """The parameters' names, if they are not called layer0, layer1, ...: a name decides which rank serves first."""
 
     def __call__(self, parameters: Sequence[Tensor], step: int, world_size: int) -> int:
         width = max(parameters[0].element_size(), 4)
-        blocks = {f"layer{number}": self._coded(p, world_size) for number, p in enumerate(parameters)}
+        names = self.names or [f"layer{number}" for number in range(len(parameters))]
+        blocks = {name: self._coded(p, world_size) for name, p in zip(names, parameters, strict=True)}
         rest = sum(p.numel() for p in parameters) - sum(blocks.values()) * self.block
         served = [
             sum(len(blocks_served(*one, rank, world_size)) for one in blocks.items()) for rank in range(world_size)

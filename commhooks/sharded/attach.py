@@ -213,7 +213,8 @@ class ModulesFeed(Feed):
             facts = self.names + unit.fingerprint(frozen=True)
             first = lines[self.group_of(unit.name)]
             self.gathers[unit.name] = gather = Gather(unit, self._code, first.engine.connection, facts, pool)
-            gather.engine.open(first.device)
+            for engine in gather.engines:
+                engine.open(first.device)
         # From here on nothing waits for other ranks.
         model = self._model()
         assert model is not None, "attach_sharded holds it"

@@ -60,6 +60,8 @@ PRIVATE_NAMES = (
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.fsdp_params",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.gradient_divide_factor",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.mesh_info",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.reduce_grads",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.reduce_scatter_unused_params",
     # How a gradient's dtype and place in a row are chosen: up to 2.14 by the policy and the parameters' order alone.
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._reduce_scatter_param_indices | "
@@ -78,7 +80,9 @@ PRIVATE_NAMES = (
     "torch.utils:_pytree",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.mp_policy",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.padded_sharded_param_size",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.reduce_dtype",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.sharded_param",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.unsharded_accumulated_grad",
     "torch.distributed.fsdp._fully_shard._fsdp_param:ParamModuleInfo.module",
     "torch.distributed.fsdp._fully_shard._fsdp_param:ParamModuleInfo.param_name",
 )
@@ -217,14 +221,7 @@ class Unit:
         order = range(len(held)) if frozen else self.trained()
         reduced_in = self._reduced_in()
         for one in (held[index] for index in order):
-            where, shard = _held(one, "_module_info"), _held(one, "sharded_param")
-            owner = _held(where, "module")
-            if id(owner) not in self._prefixes:
-                raise AttachError(
-                    f"{self._caller}: {self.name} is sharded together with a {type(owner).__name__} that is not in the "
-                    "model given; pass a module that contains both."
-                )
-            name = self._prefixes[id(owner)] + _held(where, "param_name")
+            name, shard = self._name_of(one), _held(one, "sharded_param")
             if shard.requires_grad and reduced_in is None:
                 raise SettingsError(
                     f"{self._caller}: {name!r} is reduced with a parameter whose grad_dtype is None, so nothing tells "
@@ -233,6 +230,8 @@ class Unit:
                 )
             reduces = reduced_in or shard.dtype  # the latter only if the parameter is frozen
             shape, chunk = _held(one, "_orig_size"), _held(one, "padded_sharded_param_size").numel()
+            where = _held(one, "_module_info")
+            owner = _held(where, "module")
             is_packed = isinstance(owner, Linear) and _held(where, "param_name") == "weight"
             # A shard of tensor parallelism has one of the two.
             is_packed = is_packed and shape[0] != owner.out_features and shape[-1] != owner.in_features
@@ -244,13 +243,37 @@ class Unit:
                     device=_held(self._group, "device"),
                     reduced_in=reduces,
                     grad_dtype=_grad_dtype(one) or reduces,
-                    gathered_in=_held(one, "mp_policy").param_dtype or shard.dtype,
+                    gathered_in=_gathered_in(one),
                     is_packed=is_packed,
                     chunk=chunk,
                     dimension=_held(one, "fsdp_placement").dim,
                 )
             )
         return found
+
+    def _name_of(self, parameter: Any) -> str:
+        """Return the name in the model of one of FSDP2's parameters; raise `AttachError` if it is not in the model."""
+        where = _held(parameter, "_module_info")
+        owner = _held(where, "module")
+        if id(owner) not in self._prefixes:
+            raise AttachError(
+                f"{self._caller}: {self.name} is sharded together with a {type(owner).__name__} that is not in the "
+                "model given; pass a module that contains both."
+            )
+        return self._prefixes[id(owner)] + str(_held(where, "param_name"))
+
+    def check_dtypes(self) -> None:
+        """Raise `SettingsError` for trained parameters of two dtypes; FSDP2 fails only in the first forward pass."""
+        held = _held(self._group, "fsdp_params")
+        of_dtype = {_held(held[one], "sharded_param").dtype: self._name_of(held[one]) for one in self.trained()}
+        if len(of_dtype) > 1:
+            (dtype, name), (other, others) = list(of_dtype.items())[:2]
+            raise SettingsError(
+                f"{self._caller}: {self.name} trains {name!r} in {dtype} and {others!r} in {other}; FSDP2 reduces only "
+                "parameters of one dtype together. Call fully_shard on the module of either first, so that it is "
+                "reduced by itself; or keep all in fp32, and compute in bf16 with "
+                "MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
+            )
 
     def _reduced_in(self) -> torch.dtype | None:
         """Return the dtype of the reduction, if zeros are sent for unused parameters; None if gradients decide it."""
@@ -370,6 +393,8 @@ class Unit:
         times, before = _sending_unused.get(self._group, (0, _held(self._group, "reduce_scatter_unused_params")))
         _sending_unused[self._group] = times + 1, before
         self._group.reduce_scatter_unused_params = True  # not for the module's other groups
+        if not _follows_grad_dtype(_held(self._group, "fsdp_params")[0]):
+            self._group.post_backward = functools.partial(_reduce_in_one_dtype, weakref.ref(self._group))
 
     def end_sending_unused(self) -> None:
         """Undo one `send_unused`; the last one restores the setting from before the first."""
@@ -378,6 +403,7 @@ class Unit:
             _sending_unused[self._group] = times - 1, before
         else:
             self._group.reduce_scatter_unused_params = before
+            vars(self._group).pop("post_backward", None)
 
 
 def units_of(caller: str, model: Module) -> list[Unit]:
@@ -413,6 +439,8 @@ def units_of(caller: str, model: Module) -> list[Unit]:
     ]
     if not any(unit.trained() for unit in found):
         raise AttachError(f"{caller}: all parameters are frozen.")
+    for unit in found:
+        unit.check_dtypes()
     return found
 
 
@@ -514,6 +542,30 @@ def group_of(model: object) -> dist.ProcessGroup | None:
 def is_default(communication: object) -> bool:
     """Return whether the object that runs a collective is PyTorch's own."""
     return type(communication).__module__.startswith("torch.")
+
+
+def _reduce_in_one_dtype(of_group: weakref.ref[Any], *unused: Any) -> None:
+    """Run a parameter group's `post_backward`; if gradients have accumulated, let every other start from zeros.
+
+    Up to PyTorch 2.14 a gradient that accumulates without being reduced is kept in `reduce_dtype`, while zeros for a
+    parameter without one, and the gradient of one that only the last pass uses, have the dtype of the computation.
+    FSDP2 then fails: "expects uniform gradient dtype".
+    """
+    group = of_group()
+    trained = [one for one in _held(group, "fsdp_params") if _held(one, "sharded_param").requires_grad]
+    kept = [one for one in trained if _held(one, "unsharded_accumulated_grad") is not None]
+    if kept and _held(group, "reduce_grads"):
+        for one in trained:
+            if one.unsharded_accumulated_grad is None:
+                whole, dtype = _held(one, "_unsharded_param"), _held(one, "reduce_dtype")
+                one.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
+    _held(type(group), "post_backward")(group, *unused)
+
+
+def _gathered_in(parameter: Any) -> torch.dtype:
+    """Return the dtype in which one of FSDP2's parameters is gathered; a policy is for floating-point ones."""
+    own: torch.dtype = _held(parameter, "sharded_param").dtype
+    return (_held(parameter, "mp_policy").param_dtype or own) if own.is_floating_point else own
 
 
 def _follows_grad_dtype(parameter: Any) -> bool:

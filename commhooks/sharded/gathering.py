@@ -23,7 +23,7 @@ from commhooks.compressors.kernels.codes import CodePlaces, passes_for, payloads
 from commhooks.compressors.two_hop import TwoHop
 from commhooks.engine.engine import Engine
 from commhooks.engine.rows import RowsBucket
-from commhooks.errors import SettingsError
+from commhooks.errors import AttachError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Compressor, Context, Exchange
 from commhooks.language.lending import Pool
@@ -92,17 +92,9 @@ def _within(compressor: object) -> object:
 def check_can_be_gathered(unit: Unit, code: Code) -> None:
     """Raise `SettingsError` for a module whose weights cannot be sent in this form."""
     held = unit.parameters(frozen=True)
-    of_dtype = {one.gathered_in: one.name for one in held}
-    is_floating = all(dtype.is_floating_point for dtype in of_dtype)
-    if len(of_dtype) > 1 or not is_floating:
-        found = " and ".join(f"{dtype} ({name!r})" for dtype, name in of_dtype.items())
-        advice = "set MixedPrecisionPolicy(param_dtype=...)" if is_floating else "pass others to ignored_params"
-        raise SettingsError(
-            f"attach_sharded(gather={code}): {unit.name} gathers {found}; a module must gather one floating-point "
-            f"dtype: {advice} of fully_shard, or leave out gather."
-        )
-    is_exact = isinstance(code, torch.dtype) and code.itemsize >= held[0].gathered_in.itemsize
-    if (packed := next((one for one in held if one.is_packed), None)) is not None and not is_exact:
+    for packed in (one for one in held if one.is_packed and one.gathered_in.is_floating_point):
+        if isinstance(code, torch.dtype) and code.itemsize >= packed.gathered_in.itemsize:
+            continue  # nothing is coded
         raise SettingsError(
             f"attach_sharded(gather={code}): {packed.name!r}, of shape {tuple(packed.shape)}, holds codes of its "
             "layer's weights, which would be coded a second time and destroyed. Leave out gather: codes are small "
@@ -214,35 +206,68 @@ class GatherCodes(Compressor):
             rows[:, run.first : run.first + run.elements] = rests[:, run.sent : run.sent + run.elements]
 
 
+class OfDtype(NamedTuple):
+    """The parameters of a module that are gathered in one dtype."""
+
+    dtype: torch.dtype
+    numbers: Sequence[int]
+    """Their numbers among all."""
+    like: Sequence[Tensor]
+    chunks: Sequence[int]
+    """The elements that a row has of each."""
+    engine: Engine | None
+    """What runs their gather; None: FSDP2's own all-gather does, as they hold no floating-point numbers."""
+
+
 class Gather:
-    """The all-gather that FSDP2 calls for one module in place of its own, with its statistics."""
+    """The all-gather that FSDP2 calls for one module in place of its own, with its statistics.
+
+    FSDP2 gathers parameters of several dtypes together, as bytes. Then each dtype has an exchange of its own here.
+    """
 
     def __init__(self, unit: Unit, code: Code, connection: Connection, facts: str, pool: Pool) -> None:
         held = unit.parameters(frozen=True)
-        names, self._chunks = tuple(one.name for one in held), tuple(one.chunk for one in held)
+        dtypes = [one.gathered_in for one in held]
         self.code = code
         """The codec or dtype of the module's weights."""
         self._unit = unit
         self._before = unit.all_gather()
-        self._like = [one.like() for one in held]
-        self.engine = Engine(
-            GatherCodes(code, Cut(code.block, names, self._chunks)) if isinstance(code, Codec) else GatherCast(code),
-            connection,
-            fingerprint=facts,
-            by_parameter=False,
-            policy="fifo",
-            name=f"gather of {unit.name}",
-        )
-        """What runs it."""
-        self.engine.bind([*zip(names, self._like, strict=True)])
-        self.engine.buckets.layouts[sum(self._chunks)] = Layout(names, self._chunks)
-        self.engine.buckets.pool = pool
+        self._bytes = [one.chunk * dtype.itemsize for one, dtype in zip(held, dtypes, strict=True)]
+        """The bytes that a row has of each parameter."""
+        self._parts = list[OfDtype]()
+        for dtype in dict.fromkeys(dtypes):
+            numbers = [number for number, own in enumerate(dtypes) if own is dtype]
+            names, chunks = tuple(held[one].name for one in numbers), tuple(held[one].chunk for one in numbers)
+            like = [held[one].like() for one in numbers]
+            engine = None
+            if dtype.is_floating_point:
+                codes = (
+                    GatherCodes(code, Cut(code.block, names, chunks)) if isinstance(code, Codec) else GatherCast(code)
+                )
+                engine = Engine(
+                    codes,
+                    connection,
+                    fingerprint=f"{facts}\ngathered in {', '.join(map(str, dtypes))}",
+                    by_parameter=False,
+                    policy="fifo",
+                    name=f"gather of {unit.name}" + (f" in {dtype}" if len(numbers) < len(held) else ""),
+                )
+                engine.bind([*zip(names, like, strict=True)])
+                engine.buckets.layouts[sum(chunks)] = Layout(names, chunks)
+                engine.buckets.pool = pool
+            self._parts.append(OfDtype(dtype, numbers, like, chunks, engine))
+
+    @property
+    def engines(self) -> list[Engine]:
+        """What runs it, one for each dtype of floating-point numbers."""
+        return [part.engine for part in self._parts if part.engine is not None]
 
     def detach(self) -> None:
         """Restore the module's previous all-gather, and close the lane."""
         if self.is_attached:
             self._unit.set_all_gather(self._before)
-        self.engine.stop()
+        for engine in self.engines:
+            engine.stop()
 
     @property
     def is_attached(self) -> bool:
@@ -251,11 +276,12 @@ class Gather:
 
     def statistics(self) -> Statistics:
         """Return this rank's totals: a step is a gather, and its gradients are the weights of this rank's shards."""
-        return self.engine.statistics()
+        counts = [engine.statistics() for engine in self.engines]
+        return dataclasses.replace(total(counts), steps=max((one.steps for one in counts), default=0))
 
     def by_parameter(self) -> dict[str, ParameterTraffic]:
         """Return each parameter's share of the totals, by name."""
-        return self.engine.lane.ledger.by_parameter()
+        return {name: share for one in self.engines for name, share in one.lane.ledger.by_parameter().items()}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return new memory for the weights of all ranks."""
@@ -274,15 +300,37 @@ class Gather:
         """
         if group is not self._unit.process_group:  # reshard_after_forward=number
             return self._before(output_tensor, input_tensor, group, async_op)
-        width = sum(self._chunks)
-        if input_tensor.numel() != width or not input_tensor.is_floating_point():
-            self.engine.fail(
-                f"FSDP2 gathers {input_tensor.numel():,} elements of {input_tensor.dtype} in place of {width:,} "
-                "floating-point ones; parameters whose dtype has changed, or of a class that gathers something else, "
+        first, *others = self._parts
+        if not others:
+            self._check(input_tensor, first.dtype, sum(first.chunks))
+            return self._run(first, output_tensor, input_tensor, group)
+        self._check(input_tensor, torch.uint8, sum(self._bytes))
+        own, wholes = input_tensor.split(self._bytes), output_tensor.view(group.size(), -1).split(self._bytes, 1)
+        for part in self._parts:  # in memory of its own, as bytes side by side are not aligned
+            row = torch.cat([own[number] for number in part.numbers]).view(part.dtype)
+            rows = self.allocate((group.size(), row.numel()), dtype=part.dtype, device=row.device)
+            self._run(part, rows.view(-1), row, group)
+            sizes = [self._bytes[number] for number in part.numbers]
+            for number, whole in zip(part.numbers, rows.view(torch.uint8).split(sizes, 1), strict=True):
+                wholes[number].copy_(whole)
+        return None
+
+    def _run(self, part: OfDtype, rows: Tensor, row: Tensor, group: dist.ProcessGroup) -> Any:
+        if part.engine is None:
+            return self._before(rows, row, group)
+        part.engine.run(RowsBucket(row, rows, part.like, part.chunks)).wait()
+        return None
+
+    def _check(self, row: Tensor, dtype: torch.dtype, elements: int) -> None:
+        if row.numel() != elements or row.is_floating_point() != dtype.is_floating_point:
+            text = (
+                f"FSDP2 gathers {row.numel():,} elements of {row.dtype} in place of {elements:,} of {dtype}; if "
+                "parameters changed their dtype, close and attach again; those of a class that gathers something else "
                 "cannot be gathered as codes: leave out gather="
             )
-        self.engine.run(RowsBucket(input_tensor, output_tensor, self._like, self._chunks)).wait()
-        return None
+            for engine in self.engines[:1]:
+                engine.fail(text)
+            raise AttachError(f"{self._unit.name}: {text}")
 
 
 class Gathers(dict[str, Gather]):
@@ -299,7 +347,12 @@ class Gathers(dict[str, Gather]):
 
     def working_bytes(self) -> int:
         """Return the bytes of memory for messages, which is kept between gathers."""
-        memories = [memory.untyped_storage() for gather in self.values() for memory in gather.engine.working_memory()]
+        memories = [
+            memory.untyped_storage()
+            for gather in self.values()
+            for engine in gather.engines
+            for memory in engine.working_memory()
+        ]
         return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
 
     def by_parameter(self) -> dict[str, ParameterTraffic]:

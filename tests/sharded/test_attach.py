@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from commhooks import Handle, attach_replicas, attach_sharded
 from tests.commhooks.ranks import survived
@@ -148,6 +148,33 @@ def test_gradients_have_the_grad_dtype_of_their_parameters_as_with_fsdp2(rank: i
             assert 0 < furthest(kept[0], kept[2]) < 0.1, (policy, wanted, later)
 
 
+@follows_grad_dtype
+@on_ranks(2)
+def test_a_policy_may_leave_some_parameters_in_fp32(rank: int) -> None:
+    for reduce_dtype in (None, torch.float32, torch.bfloat16):
+        kept = []
+        for compressor, gather in ((None, None), ("all-reduce", None), ("all-reduce", "fp32"), ("int8", "int8")):
+            model, computed = Network(), set[torch.dtype]()
+            narrow: Any = MixedPrecisionPolicy  # which older versions let choose by parameter in no way
+            keep = {*model.head.parameters()}
+            policy = narrow(
+                torch.bfloat16,
+                reduce_dtype,
+                param_dtype_override_fn=lambda one, keep=keep: torch.float32 if one in keep else None,
+            )
+            model.head.register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+            model.head.register_forward_hook(lambda _, __, y, seen=computed: seen.add(y.dtype))
+            sharded(policy, model=model)
+            attachment = attach_sharded(model, compressor, gather=gather, hook_timeout=30.0) if compressor else None
+            train(model, sgd(model), rank, 0, 3)
+            kept.append(shards(model))
+            assert computed == {torch.float32}
+            if attachment is not None:
+                attachment.close()
+        assert furthest(kept[0], kept[1]) == furthest(kept[0], kept[2]) == 0, reduce_dtype
+        assert 0 < furthest(kept[0], kept[3]) < 0.02, reduce_dtype
+
+
 class Three(nn.Module):
     """Three layers, the last of which is used for nothing."""
 
@@ -227,6 +254,81 @@ def checkpointed_activations_tied_weights_and_clipped_norms_change_nothing(rank:
         if attachment is not None:
             attachment.close()
     assert furthest(kept[0], kept[1]) == furthest(kept[0], kept[2]) == 0
+
+
+class Later(Network):
+    """The network with a head that passes before the last one leave out, or use for nothing."""
+
+    def __init__(self, *, leaves_out: bool) -> None:
+        super().__init__()
+        self.leaves_out, self.is_last = leaves_out, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second["wide"](self.first(x).tanh()).tanh()
+        y: Tensor = self.scale * x[:, :CLASSES]
+        if self.is_last or not self.leaves_out:
+            y = y + float(self.is_last) * self.head(x)
+        return y
+
+
+@facts
+def gradients_accumulate_in_mixed_precision_if_a_parameter_is_never_used_or_only_in_the_last_pass(rank: int) -> None:
+    """Bit for bit as with FSDP2, which up to 2.14 adds up in fp32 and has zeros and last gradients in bf16."""
+    kept = []
+    for compressor in (None, "all-reduce", "int8"):
+        model = Later(leaves_out=compressor is not None)
+        sharded(MIXED, model=model)
+        attachment = attach_sharded(model, compressor, hook_timeout=30.0) if compressor else None
+        optimizer, groups = sgd(model), sharded_groups(model)
+        for step in range(6):
+            model.is_last = bool(step % 2)
+            model.set_requires_gradient_sync(model.is_last)  # type: ignore[operator]  # FSDPModule's
+            backward(model, rank, step)
+            if model.is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+        kept.append(shards(model))
+        if attachment is not None:
+            attachment.close()
+        assert not any("post_backward" in vars(group) for group in groups)
+    assert furthest(kept[0], kept[1]) == 0
+    assert 0 < furthest(kept[0], kept[2]) < 0.02
+
+
+def sharded_groups(model: nn.Module) -> list[Any]:
+    modules: list[Any] = [one for one in model.modules() if isinstance(one, FSDPModule)]
+    return [group for one in modules for group in one._get_fsdp_state()._fsdp_param_groups]
+
+
+def with_head_in_fp32(*, apart: bool) -> Network:
+    """Return the network in bf16 with a head in fp32, which is an FSDP module of its own if it is sharded apart."""
+    model = Network().bfloat16()
+    model.head.float()
+    model.head.register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+    model.first.register_forward_pre_hook(lambda _, inputs: inputs[0].bfloat16())
+    if apart:
+        fully_shard(model.head, mesh=everyone())
+    return sharded(model=model)
+
+
+@facts
+def a_layer_in_fp32_among_others_in_bf16_is_a_module_of_its_own(rank: int) -> None:
+    kept = []
+    for compressor, gather in ((None, None), ("all-reduce", None), ("all-reduce", "fp32"), ("int8", "int8")):
+        model = with_head_in_fp32(apart=True)
+        optimizer = sgd(model)
+        attachment = attach_sharded(model, compressor, gather=gather, hook_timeout=30.0) if compressor else None
+        train(model, optimizer, rank, 0, 3)
+        kept.append(shards(model))
+        if attachment is not None:
+            attachment.close()
+    assert {str(one.dtype) for one in kept[0].values()} == {"torch.bfloat16", "torch.float32"}
+    assert furthest(kept[0], kept[1]) == furthest(kept[0], kept[2]) == 0 < furthest(kept[0], kept[3]) < 0.05
+    model = with_head_in_fp32(apart=False)
+    for attach in (attach_sharded, attach_replicas):
+        told = told_by(lambda attach=attach: attach(model, "int8"))  # type: ignore[misc]  # mypy: cannot infer a lambda
+        assert told.error == "SettingsError" and "fully_shard on the module of either first" in told.text, told.text
+        assert "trains 'scale' in torch.bfloat16 and 'head.bias' in torch.float32" in told.text, told.text
 
 
 @on_ranks(4)

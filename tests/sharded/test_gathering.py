@@ -231,17 +231,58 @@ def what_cannot_be_gathered_is_refused_in_words(rank: int) -> None:
     )
     attach_sharded(model, "int8").close()
     model.first.set_custom_all_gather(attachment.gathers["first"]._before)  # type: ignore[operator]  # as above
-    mixed = nn.Linear(4, 4)
-    mixed.bias = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)
-    fully_shard(mixed, mesh=everyone())
-    told = told_by(lambda: attach_sharded(mixed, "all-reduce", gather="int8"))
-    assert told.error == "SettingsError" and "float32 ('weight') and torch.bfloat16 ('bias'); a module" in told.text
     later = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
     fully_shard(later, mesh=everyone())
     attach_sharded(later, "all-reduce", gather="int8")
     later[1].bfloat16()
     told = told_by(lambda: later(torch.zeros(1, 4)))
-    assert told.error == "AttachError" and "elements of torch.uint8 in place of 20 floating-point ones" in told.text
+    assert told.error == "AttachError" and "elements of torch.uint8 in place of 20 of torch.float32" in told.text
+    attachment = attach_sharded(sharded(), "int8", gather="int8")
+    told = told_by(lambda: attachment.gathers["first"](torch.empty(6), torch.empty(3), everyone().get_group()))
+    assert told.error == "AttachError" and "FSDP2 gathers 3 elements of torch.float32 in place of 693" in told.text
+
+
+class Several(nn.Linear):
+    """A layer with weights of three dtypes, the last of which is no multiple of four bytes away from the first."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(40, 6)
+        self.bias = nn.Parameter(torch.randn(6, dtype=torch.bfloat16), requires_grad=False)
+        self.codes = nn.Parameter(torch.arange(5, dtype=torch.uint8), requires_grad=False)
+        self.tail = nn.Parameter(torch.randn(6))
+        self.seen: list[dict[str, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append({name: one.detach().clone() for name, one in self.named_parameters()})
+        y: Tensor = nn.functional.linear(x, self.weight, self.bias.float()) * self.tail + self.codes.sum() / 100
+        return y
+
+
+@facts
+def parameters_of_several_dtypes_are_gathered_each_in_its_own(rank: int) -> None:
+    kept = []
+    for gather in (None, "fp32", "int8:block=32"):
+        model = Several()
+        fully_shard(model, mesh=everyone())
+        attachment = attach_sharded(model, "all-reduce", gather=gather, hook_timeout=30.0)
+        optimizer = sgd(model)
+        for _ in range(3):
+            model(torch.ones(2, 40)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.inference_mode():
+            model(torch.ones(2, 40))
+        kept.append(model.seen[-1])
+        if gather is not None:
+            counts = attachment.gathers["the model"].statistics()
+            assert counts.steps == 4 and counts.gradient_bytes == 4 * (123 * 4 + 3 * 2), "codes are not coded again"
+        attachment.close()
+    plain, ours, coded = kept
+    assert all(torch.equal(plain[name], ours[name]) and plain[name].dtype == ours[name].dtype for name in plain)
+    assert torch.equal(coded["bias"], plain["bias"]) and torch.equal(coded["codes"], plain["codes"])
+    assert 0 < (coded["weight"] - plain["weight"]).abs().max() < 0.05
+    assert all(torch.equal(coded[name], other) for name in coded for other in of_every_rank(coded[name]))
 
 
 test_on_two_ranks = facts.tests()
