@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from commhooks.communicators.beginning import agree
 from commhooks.compressors.codecs.codec import Codec
@@ -21,10 +23,11 @@ from commhooks.exchange.options import Options, settings_of
 from commhooks.exchange.watching import ReductionsGuard
 from commhooks.language.compressor import Compressor
 from commhooks.language.lending import Pool
-from commhooks.sharded.fsdp import Unit, check_nothing_is_left, group_of, is_default, units_of
-from commhooks.sharded.gathering import Code, Gather, Gathers, code_of
+from commhooks.sharded.fsdp import TrainedParameters, Unit, check_nothing_is_left, group_of, is_default, units_of
+from commhooks.sharded.gathering import Code, Gather, Gathers, check_can_be_gathered, code_of
 from commhooks.sharded.reducing import CompressedReduceScatter, Memory
 from commhooks.state.memory import MemoryReport, added
+from commhooks.unwrapping import unwrapped
 from ddp_core.guard import Guard
 
 
@@ -90,8 +93,10 @@ class ModulesFeed(Feed):
         check_nothing_is_left(self.caller, model, found, first.process_group)
         for unit in self._units.values():
             _refuse_another("reduce-scatter", unit, unit.reduce_scatter())
-        for unit in self._gathered:
-            _refuse_another("all-gather", unit, unit.all_gather())
+        if code is not None:
+            for unit in self._gathered:
+                _refuse_another("all-gather", unit, unit.all_gather())
+                check_can_be_gathered(unit, code)
         self.names = f"modules: {', '.join(self._units)}\n"
         """What ranks compare before any of their modules."""
         if code is not None:
@@ -103,6 +108,8 @@ class ModulesFeed(Feed):
             for name, unit in self._units.items()
         }
         self._memory = Memory()
+        self._model = weakref.ref(unwrapped(model))
+        self._check: RemovableHandle | None = None
         self._runs: dict[str, CompressedReduceScatter] = {}
         self.gathers = Gathers()
 
@@ -138,6 +145,9 @@ class ModulesFeed(Feed):
             for engine in gather.engines:
                 engine.open(first.device)
         # From here on nothing waits for other ranks.
+        model = self._model()
+        assert model is not None, "attach_sharded holds it"
+        self._check = TrainedParameters(self.caller, model, [*self._units.values()], first.engine.fail).follow(model)
         for name, unit in self._units.items():
             self._runs[name] = runs = CompressedReduceScatter(unit, channels[name].engine, self._memory)
             unit.module.set_custom_reduce_scatter(runs)  # type: ignore[arg-type]  # it has the methods of FSDP2's class
@@ -147,6 +157,8 @@ class ModulesFeed(Feed):
 
     def unplug(self) -> None:
         """Restore FSDP2's own reduce-scatters and all-gathers."""
+        if self._check is not None:
+            self._check.remove()
         while self._runs:
             name, runs = self._runs.popitem()
             unit = self._units[name]

@@ -89,6 +89,18 @@ def _within(compressor: object) -> object:
     return compressor.dtype if isinstance(compressor, Cast) else compressor
 
 
+def check_can_be_gathered(unit: Unit, code: Code) -> None:
+    """Raise `SettingsError` for a module whose weights cannot be sent in this form."""
+    for one in unit.parameters(frozen=True):
+        is_exact = isinstance(code, torch.dtype) and code.itemsize >= one.gathered_in.itemsize
+        if one.is_packed and one.gathered_in.is_floating_point and not is_exact:
+            raise SettingsError(
+                f"attach_sharded(gather={code}): {one.name!r}, of shape {tuple(one.shape)}, holds codes of its "
+                "layer's weights, which would be coded a second time and destroyed. Leave out gather: codes are small "
+                "already. Or pass them to fully_shard's ignored_params."
+            )
+
+
 class Span(NamedTuple):
     """Neighbouring elements of a row, and their place in the message."""
 
@@ -213,7 +225,8 @@ class Gather:
     """
 
     def __init__(self, unit: Unit, code: Code, connection: Connection, facts: str, pool: Pool) -> None:
-        held, dtypes = unit.parameters(frozen=True), unit.gathered_in()
+        held = unit.parameters(frozen=True)
+        dtypes = [one.gathered_in for one in held]
         self.code = code
         """The codec or dtype of the module's weights."""
         self._unit = unit
