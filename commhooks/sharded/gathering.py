@@ -91,15 +91,14 @@ def _within(compressor: object) -> object:
 
 def check_can_be_gathered(unit: Unit, code: Code) -> None:
     """Raise `SettingsError` for a module whose weights cannot be sent in this form."""
-    held = unit.parameters(frozen=True)
-    for packed in (one for one in held if one.is_packed and one.gathered_in.is_floating_point):
-        if isinstance(code, torch.dtype) and code.itemsize >= packed.gathered_in.itemsize:
-            continue  # nothing is coded
-        raise SettingsError(
-            f"attach_sharded(gather={code}): {packed.name!r}, of shape {tuple(packed.shape)}, holds codes of its "
-            "layer's weights, which would be coded a second time and destroyed. Leave out gather: codes are small "
-            "already. Or pass them to fully_shard's ignored_params."
-        )
+    for one in unit.parameters(frozen=True):
+        is_exact = isinstance(code, torch.dtype) and code.itemsize >= one.gathered_in.itemsize
+        if one.is_packed and one.gathered_in.is_floating_point and not is_exact:
+            raise SettingsError(
+                f"attach_sharded(gather={code}): {one.name!r}, of shape {tuple(one.shape)}, holds codes of its "
+                "layer's weights, which would be coded a second time and destroyed. Leave out gather: codes are small "
+                "already. Or pass them to fully_shard's ignored_params."
+            )
 
 
 class Span(NamedTuple):

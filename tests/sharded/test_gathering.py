@@ -231,15 +231,15 @@ def what_cannot_be_gathered_is_refused_in_words(rank: int) -> None:
     )
     attach_sharded(model, "int8").close()
     model.first.set_custom_all_gather(attachment.gathers["first"]._before)  # type: ignore[operator]  # as above
+    attachment = attach_sharded(sharded(), "int8", gather="int8")
+    told = told_by(lambda: attachment.gathers["first"](torch.empty(6), torch.empty(3), everyone().get_group()))
+    assert told.error == "AttachError" and "FSDP2 gathers 3 elements of torch.float32 in place of 693" in told.text
     later = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
     fully_shard(later, mesh=everyone())
     attach_sharded(later, "all-reduce", gather="int8")
     later[1].bfloat16()
     told = told_by(lambda: later(torch.zeros(1, 4)))
     assert told.error == "AttachError" and "elements of torch.uint8 in place of 20 of torch.float32" in told.text
-    attachment = attach_sharded(sharded(), "int8", gather="int8")
-    told = told_by(lambda: attachment.gathers["first"](torch.empty(6), torch.empty(3), everyone().get_group()))
-    assert told.error == "AttachError" and "FSDP2 gathers 3 elements of torch.float32 in place of 693" in told.text
 
 
 class Several(nn.Linear):
