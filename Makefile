@@ -30,7 +30,7 @@ help:
 	@echo "make test         the test suite: every compressor, every mechanism and command once"
 	@echo "make test-all     every row, exit, processor, framework and device, and another PyTorch; continues where it was stopped"
 	@echo "make test-eager   the compressors' laws again without the passes that are compiled, with the kernels of a processor that has SSE4 alone"
-	@echo "make test-frameworks  the integrations with Lightning, Accelerate, Trainer, Ray and torchft, in .venv-frameworks; and the wheel by itself"
+	@echo "make test-frameworks  the integrations with Lightning, Accelerate, Trainer, Ray and torchft, and PEFT, in .venv-frameworks; and the wheel by itself"
 	@echo "make test-processors  what depends on a processor's kernels, under two others than its own"
 	@echo "make test-torch TORCH=2.15.0  what depends on PyTorch, with this version in an environment of its own, which KEEP=1 keeps;"
 	@echo "                  PAGE=1 writes a row of docs/versions.md, PYTHON=python3.12 chooses the interpreter (about 10 minutes and a download),"
@@ -74,7 +74,7 @@ $(FRAMEWORKS_STAMP): pyproject.toml constraints.txt constraints-frameworks.txt
 	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install --quiet $(FRAMEWORKS_PINS) torch setuptools
 	.venv-frameworks/bin/python -m pip install --quiet $(FRAMEWORKS_PINS) --no-build-isolation \
-		-e '.[lightning,accelerate,transformers,ray,torchft]' hypothesis pytest pytest-timeout pytest-xdist tensorboard
+		-e '.[lightning,accelerate,transformers,ray,torchft]' peft hypothesis pytest pytest-timeout pytest-xdist tensorboard
 	touch $@
 
 demo: $(STAMP)

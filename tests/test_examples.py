@@ -115,6 +115,14 @@ def test_a_compressor_of_your_own_trains_on_pytorchs_ddp() -> None:
     assert max(losses) < 1e-3
 
 
+def test_each_way_to_train_an_adapter_sends_what_the_page_says() -> None:
+    page = (EXAMPLES.parent / "guide" / "adapters.md").read_text(encoding="utf-8")
+    (sent, other) = run_example("adapters.py", "1", "1", wanted="sent")
+    assert sent == other and len(sent) == 9
+    for way, number in sent.items():
+        assert not number or f"| {way} | {number:,.0f} |" in page, (way, number)  # a round of DiLoCo takes more steps
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_a_page_shows_the_example(path: Path) -> None:
     line = f'--8<-- "docs/examples/{path.name}"'  # ruff formats it to pieces in a fence that begins with ```py

@@ -60,7 +60,7 @@ PARTS = {
     ),
     "DiLoCo": "tests/diloco",
     "FSDP2": (
-        "tests/sharded tests/commhooks/test_sharded_steps.py "
+        "tests/sharded tests/commhooks/test_sharded_steps.py tests/commhooks/test_adapters.py "
         "tests/test_examples.py::test_a_sharded_model_resumes_bit_for_bit"
     ),
     "README": (

@@ -42,7 +42,7 @@ from commhooks.scheduling.policy import PolicyName
 from commhooks.state.loss_scale import Scaler
 from commhooks.state.memory import MemoryReport
 from commhooks.state.table import ResidualStorage, StateTable
-from commhooks.unwrapping import plain_name, unwrapped
+from commhooks.unwrapping import is_ddp, plain_name, trained_parameters, unwrapped
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype
 from ddp_core.guard import hook_ran
 
@@ -216,7 +216,10 @@ class PowerSGDState(Handle[Channel]):
         self._make_compressor().check(dict(named), engine.connection.world_size)
         if engine.state.knows_none_of(parameter for _, parameter in named):
             engine = self._begin_anew(engine)
-        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        if is_ddp(model):  # what is in buckets, also if an adapter is frozen now
+            trained = trained_parameters(model, model)
+        else:
+            trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         engine.bind(trained, may_be_unused=searches_for_unused(model))
         assert isinstance(self._feed, StateFeed), "it makes no other"
         self._feed.bind(model)

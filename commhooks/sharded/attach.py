@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from commhooks.communicators.beginning import agree
 from commhooks.compressors.codecs.codec import Codec
@@ -23,10 +25,11 @@ from commhooks.language.compressor import Compressor
 from commhooks.language.lending import Pool
 from commhooks.saving.saved import titled
 from commhooks.sharded.choosing import Choice, NotCompressed, Part, Patterns
-from commhooks.sharded.fsdp import Unit, check_nothing_is_left, group_of, is_default, units_of
-from commhooks.sharded.gathering import Code, Gather, Gathers, code_of
+from commhooks.sharded.fsdp import TrainedParameters, Unit, check_nothing_is_left, group_of, is_default, units_of
+from commhooks.sharded.gathering import Code, Gather, Gathers, check_can_be_gathered, code_of
 from commhooks.sharded.reducing import CompressedReduceScatter, Memory
 from commhooks.state.memory import MemoryReport, added
+from commhooks.unwrapping import unwrapped
 from ddp_core.guard import Guard
 
 
@@ -85,7 +88,7 @@ def attach_sharded(
     parts = choice.parts(whole)
     if whole.rank() == 0:
         choice.warn()
-    return open_exchange(ModulesFeed(choice, facts, whole, parts, code), compressor, **options)
+    return open_exchange(ModulesFeed(model, choice, facts, whole, parts, code), compressor, **options)
 
 
 def _choice(
@@ -104,8 +107,11 @@ def _choice(
     check_nothing_is_left("attach_sharded", model, found, whole)
     for unit in choice.trained:
         _refuse_another("reduce-scatter", unit, unit.reduce_scatter())
-    for unit in choice.units if code is not None else ():
+    if code is None:
+        return choice
+    for unit in choice.units:
         _refuse_another("all-gather", unit, unit.all_gather())
+        check_can_be_gathered(unit, code)
     return choice
 
 
@@ -120,8 +126,15 @@ class ModulesFeed(Feed):
     is_sharded = True
 
     def __init__(
-        self, choice: Choice, names: str, whole: dist.ProcessGroup, parts: Mapping[str, Part], code: Code | None
+        self,
+        model: Module,
+        choice: Choice,
+        names: str,
+        whole: dist.ProcessGroup,
+        parts: Mapping[str, Part],
+        code: Code | None,
     ) -> None:
+        self._found = choice.found
         # Those of the largest group first: its ranks agree over the first channel's connection.
         units = sorted(choice.trained, key=lambda unit: parts[unit.name].group is not whole)
         self._units = {unit.name: unit for unit in units}
@@ -141,6 +154,8 @@ class ModulesFeed(Feed):
             for name, unit in self._units.items()
         }
         self._memory = Memory()
+        self._model = weakref.ref(unwrapped(model))
+        self._check: RemovableHandle | None = None
         self._runs: dict[str, CompressedReduceScatter] = {}
         self.gathers = Gathers()
 
@@ -201,6 +216,10 @@ class ModulesFeed(Feed):
             self.gathers[unit.name] = gather = Gather(unit, self._code, first.engine.connection, facts, pool)
             gather.engine.open(first.device)
         # From here on nothing waits for other ranks.
+        model = self._model()
+        assert model is not None, "attach_sharded holds it"
+        (of_all, *_) = channels.values()
+        self._check = TrainedParameters(self.caller, model, self._found, of_all.engine.fail).follow(model)
         for name, unit in self._units.items():
             engine, own = channels[name].engine, self.group_of(name)
             others = [first.engine for group, first in lines.items() if group is not own]
@@ -215,6 +234,8 @@ class ModulesFeed(Feed):
 
     def unplug(self) -> None:
         """Restore FSDP2's own reduce-scatters and all-gathers."""
+        if self._check is not None:
+            self._check.remove()
         while self._runs:
             name, runs = self._runs.popitem()
             unit = self._units[name]

@@ -61,6 +61,8 @@ class Choice:
     ) -> None:
         """Choose by patterns and by what each unit is; raise `SettingsError` if a pattern matches none, or all go."""
         self._caller, self._is_strict = caller, strict
+        self.found = [unit for unit in found if unit.trained()]
+        """All units that have a trained parameter."""
         self.units: list[Unit] = []
         """The units to attach to."""
         self.not_compressed: dict[str, NotCompressed] = {}

@@ -29,14 +29,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn import Module
+from torch.nn import Linear, Module
+from torch.utils.hooks import RemovableHandle
 
 from commhooks.errors import AttachError, SettingsError
 from commhooks.tensors import local
 from commhooks.units import counted
-from commhooks.unwrapping import is_ddp, plain_name, unwrapped
+from commhooks.unwrapping import difference_of, is_ddp, plain_name, unwrapped
 
 PRIVATE_NAMES = (
     "torch:Tensor._backward_hooks",
@@ -104,6 +106,10 @@ class ShardedParameter:
     """The dtype in which the module's gradients are reduced."""
     grad_dtype: torch.dtype
     """The dtype of the shard's `.grad`."""
+    gathered_in: torch.dtype
+    """The dtype in which it is gathered."""
+    is_packed: bool
+    """True if it holds codes of a layer's weights, whatever its dtype says: a Linear's weight in another shape."""
     chunk: int
     """The number of its elements in a row of the reduce-scatter's input, padding included; the same for every rank."""
     dimension: int
@@ -144,6 +150,7 @@ class Unit:
         self._number, self._is_only = number, groups == 1
         self._module = weakref.ref(module)  # who holds a unit must not keep the model alive
         self._prefixes = {id(one): f"{prefix}." if prefix else "" for one, prefix in names.items()}
+        self.keep_unfrozen()
 
     @property
     def module(self) -> FSDPModule:
@@ -225,15 +232,20 @@ class Unit:
                     "MixedPrecisionPolicy(reduce_dtype=...), or a grad_dtype."
                 )
             reduces = reduced_in or shard.dtype  # the latter only if the parameter is frozen
-            chunk = _held(one, "padded_sharded_param_size").numel()
+            shape, chunk = _held(one, "_orig_size"), _held(one, "padded_sharded_param_size").numel()
+            is_packed = isinstance(owner, Linear) and _held(where, "param_name") == "weight"
+            # A shard of tensor parallelism has one of the two.
+            is_packed = is_packed and shape[0] != owner.out_features and shape[-1] != owner.in_features
             found.append(
                 ShardedParameter(
                     name=name,
                     shard=shard,
-                    shape=_held(one, "_orig_size"),
+                    shape=shape,
                     device=_held(self._group, "device"),
                     reduced_in=reduces,
                     grad_dtype=_grad_dtype(one) or reduces,
+                    gathered_in=_held(one, "mp_policy").param_dtype or shard.dtype,
+                    is_packed=is_packed,
                     chunk=chunk,
                     dimension=_held(one, "fsdp_placement").dim,
                 )
@@ -273,6 +285,17 @@ class Unit:
                 of_dtype.setdefault(_grad_dtype(one), []).append(index)
             order = itertools.chain.from_iterable(of_dtype.values())
         return [index for index in order if _held(held[index], "sharded_param").requires_grad]
+
+    def keep_unfrozen(self) -> None:
+        """Let shards require a gradient if what stands in their place does; FSDP2 forgets that when it reshards.
+
+        A root is gathered after a pass without gradients, at whose end libraries of adapters unfreeze what they froze.
+        """
+        for one in _held(self._group, "fsdp_params"):
+            where, whole = _held(one, "_module_info"), getattr(one, "_unsharded_param", None)
+            is_gathered = whole is _held(where, "module")._parameters.get(_held(where, "param_name"))
+            if whole is not None and is_gathered and whole.requires_grad:
+                _held(one, "sharded_param").requires_grad_(True)
 
     def fingerprint(self, *, frozen: bool = False) -> str:
         """Return the text that must be the same on every rank, about the trained parameters or, with `frozen`, all."""
@@ -422,6 +445,53 @@ def check_nothing_is_left(caller: str, model: Module, units: Sequence[Unit], gro
             f"{'them' if more else 'it'} alone, unless something else averages {'their gradients' if more else 'it'}.",
             stacklevel=3,
         )
+
+
+class TrainedParameters:
+    """The parameters that were trained on attaching, besides which a forward pass must find no others.
+
+    `fail` is called, and must raise, if it does: nobody would average their gradients as the attachment promises.
+    """
+
+    def __init__(self, caller: str, model: Module, units: Sequence[Unit], fail: Callable[[str], Any]) -> None:
+        self._caller, self._units, self._fail = caller, units, fail
+        self._before = self._holders(model)
+        self._trained = self._holders(model, trained=True).keys()
+
+    def follow(self, model: Module) -> RemovableHandle:
+        """Check before each forward pass, and before FSDP2's own hooks, which overwrite what replaced a shard."""
+        return model.register_forward_pre_hook(self._check, prepend=True)
+
+    @_disable_dynamo  # a compiled training step would trace the engine
+    def _check(self, model: Module, _inputs: object) -> None:
+        for unit in self._units:
+            unit.keep_unfrozen()
+        now = self._holders(model, trained=True)
+        before = {name: self._before[name] for name in now if name in self._before}
+        if unfrozen := sorted(before.keys() - self._trained):
+            self._fail(f"{unfrozen[0]!r} now requires a gradient: {changed_since(self._caller)}")
+        if change := difference_of(before, now):
+            self._fail(
+                f"{change}, which FSDP2 does not shard, so that each rank would train it alone: call fully_shard and "
+                f"{self._caller} after adding or replacing parameters"
+            )
+
+    def _holders(self, model: Module, *, trained: bool = False) -> dict[str, object]:
+        """Return, by name, weak references to what keeps each parameter: FSDP2, for shards, or the module itself."""
+        kept = {id(form): holder for unit in self._units for holder, form in unit.forms()}
+        return {
+            plain_name(name): weakref.ref(kept.get(id(parameter), parameter))
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad or not trained
+        }
+
+
+def changed_since(caller: str) -> str:
+    """Return why an attachment ends if other parameters are trained than on attaching, and what to do."""
+    return (
+        f"parameters were frozen or unfrozen since {caller}, or grad_dtype was set; close, and attach again (adapters "
+        "that are trained in turn must all stay unfrozen)"
+    )
 
 
 def group_of(model: object) -> dist.ProcessGroup | None:

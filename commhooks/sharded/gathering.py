@@ -89,6 +89,27 @@ def _within(compressor: object) -> object:
     return compressor.dtype if isinstance(compressor, Cast) else compressor
 
 
+def check_can_be_gathered(unit: Unit, code: Code) -> None:
+    """Raise `SettingsError` for a module whose weights cannot be sent in this form."""
+    held = unit.parameters(frozen=True)
+    of_dtype = {one.gathered_in: one.name for one in held}
+    is_floating = all(dtype.is_floating_point for dtype in of_dtype)
+    if len(of_dtype) > 1 or not is_floating:
+        found = " and ".join(f"{dtype} ({name!r})" for dtype, name in of_dtype.items())
+        advice = "set MixedPrecisionPolicy(param_dtype=...)" if is_floating else "pass others to ignored_params"
+        raise SettingsError(
+            f"attach_sharded(gather={code}): {unit.name} gathers {found}; a module must gather one floating-point "
+            f"dtype: {advice} of fully_shard, or leave out gather."
+        )
+    is_exact = isinstance(code, torch.dtype) and code.itemsize >= held[0].gathered_in.itemsize
+    if (packed := next((one for one in held if one.is_packed), None)) is not None and not is_exact:
+        raise SettingsError(
+            f"attach_sharded(gather={code}): {packed.name!r}, of shape {tuple(packed.shape)}, holds codes of its "
+            "layer's weights, which would be coded a second time and destroyed. Leave out gather: codes are small "
+            "already. Or pass them to fully_shard's ignored_params."
+        )
+
+
 class Span(NamedTuple):
     """Neighbouring elements of a row, and their place in the message."""
 
@@ -257,8 +278,8 @@ class Gather:
         if input_tensor.numel() != width or not input_tensor.is_floating_point():
             self.engine.fail(
                 f"FSDP2 gathers {input_tensor.numel():,} elements of {input_tensor.dtype} in place of {width:,} "
-                "floating-point ones; parameters of several dtypes, or of a class that gathers something else, cannot "
-                "be gathered as codes: leave out gather="
+                "floating-point ones; parameters whose dtype has changed, or of a class that gathers something else, "
+                "cannot be gathered as codes: leave out gather="
             )
         self.engine.run(RowsBucket(input_tensor, output_tensor, self._like, self._chunks)).wait()
         return None

@@ -13,9 +13,9 @@ from torch._compile import _disable_dynamo
 from commhooks.devices import Mark, mark_of
 from commhooks.engine.engine import Engine
 from commhooks.engine.rows import RowsBucket
-from commhooks.sharded.fsdp import Unit
+from commhooks.sharded.fsdp import Unit, changed_since
 
-_CHANGED = "parameters were frozen or unfrozen since attach_sharded, or grad_dtype was set; close, and attach again"
+_CHANGED = changed_since("attach_sharded")
 
 
 class Memory:

@@ -32,17 +32,26 @@ from commhooks.saving.saved import titled
 from commhooks.scheduling.policy import PolicyName
 from commhooks.sharded.attach import guard_of_reductions
 from commhooks.sharded.choosing import refusal_of
-from commhooks.sharded.fsdp import ShardedParameter, Unit, check_nothing_is_left, has_hooks, units_of, without_memory
+from commhooks.sharded.fsdp import (
+    ShardedParameter,
+    TrainedParameters,
+    Unit,
+    changed_since,
+    check_nothing_is_left,
+    has_hooks,
+    units_of,
+    without_memory,
+)
 from commhooks.state.memory import MemoryReport
 from commhooks.tensors import local
 from commhooks.units import counted
-from commhooks.unwrapping import difference_of, everything_kept, kept_buffers, plain_name, unwrapped
+from commhooks.unwrapping import everything_kept, kept_buffers, unwrapped
 from ddp_core.guard import Guard
 
 Hook = Callable[[Tensor], None]
 """A hook that FSDP2 calls with a module's reduced gradients: 1-D, each parameter's shard padded to the largest
 rank's."""
-_CHANGED = "parameters were frozen or unfrozen since attach_replicas, or grad_dtype was set; close, and attach again"
+_CHANGED = changed_since("attach_replicas")
 _ACTS_EARLY = (
     "has a hook that runs as soon as its gradient is there (register_post_accumulate_grad_hook), which is before the "
     "replicas have averaged it; pass policy='fifo'."
@@ -415,9 +424,8 @@ class ReplicasFeed(TensorFeed):
         share_from_rank_0(self.caller, everything_kept(model), caches, self.process_group, AttachError)
         self._is_first = next(iter(channels.values())).engine.connection.rank == 0
         every = [unit for units in self._units.values() for unit in units]
-        check = functools.partial(_check_parameters, _held_by(model, every), every, next(iter(channels.values())))
-        # Before FSDP2's own, which overwrites what was put in a shard's place.
-        self._on_model = [model.register_forward_pre_hook(check, prepend=True)]
+        trained = TrainedParameters(self.caller, model, every, next(iter(channels.values())).engine.fail)
+        self._on_model = [trained.follow(model)]
         # as Any: for mypy, FSDPModule is no Module
         modules: dict[Any, Unit | None] = {model: None} | {unit.module: unit for unit in every}
         self._on_model += self._passes.follow(modules)
@@ -568,29 +576,6 @@ def _check(model: Module, units: Sequence[Unit], group: dist.ProcessGroup, polic
         for one in unit.parameters():
             if policy == "fused" and has_hooks(one.shard):
                 raise SettingsError(f"attach_replicas: {one.name!r} {_ACTS_EARLY}")
-
-
-def _held_by(model: Module, units: Sequence[Unit], *, trained: bool = False) -> dict[str, object]:
-    """Return, by name, weak references to what keeps each parameter: FSDP2, for shards, or the module itself."""
-    kept = {id(form): holder for unit in units for holder, form in unit.forms()}
-    return {
-        plain_name(name): weakref.ref(kept.get(id(parameter), parameter))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad or not trained
-    }
-
-
-@_disable_dynamo  # as in Passes
-def _check_parameters(
-    before: Mapping[str, object], units: Sequence[Unit], exchanger: TensorChannel, model: Module, _inputs: object
-) -> None:
-    """Fail if a trained parameter was added or replaced: nobody would average its gradient."""
-    now = _held_by(model, units, trained=True)
-    if change := difference_of({name: before[name] for name in now if name in before}, now):
-        exchanger.fail(
-            f"{change}, which FSDP2 does not shard, so that each rank would train it alone: call fully_shard and "
-            "attach_replicas after adding or replacing parameters."
-        )
 
 
 def _like(parameter: ShardedParameter, policy: PolicyName) -> Tensor:

@@ -120,7 +120,10 @@ class WrapperGuard(Guard):
     def cause(self, known: bool, within: bool) -> str:
         """Return the likely cause of a step on local gradients, and a remedy."""
         if not known:
-            return "it was frozen when the model was wrapped, or added or replaced afterwards; wrap the model again"
+            return (
+                "it was frozen when the model was wrapped, or added or replaced afterwards; wrap the model again "
+                "(adapters trained in turn: while all require a gradient, with find_unused_parameters=True)"
+            )
         if within:
             return "the optimizer steps in a gradient's hook, before the mean is there; step after the backward pass"
         if not self.wrapper.require_backward_grad_sync:

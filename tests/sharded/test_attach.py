@@ -351,7 +351,7 @@ def what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
     of_one_size[0].requires_grad_(False)
     of_one_size[1].requires_grad_(True)
     assert (
-        "the model: parameters were frozen or unfrozen since"
+        "the model: '1.weight' now requires a gradient: parameters were frozen or unfrozen since"
         in told_by(lambda: of_one_size(torch.ones(1, 4)).sum().backward()).text
     )
     replicated = nn.Linear(4, 4)

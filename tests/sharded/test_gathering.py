@@ -234,9 +234,14 @@ def what_cannot_be_gathered_is_refused_in_words(rank: int) -> None:
     mixed = nn.Linear(4, 4)
     mixed.bias = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)
     fully_shard(mixed, mesh=everyone())
-    attachment = attach_sharded(mixed, "all-reduce", gather="int8")
-    told = told_by(lambda: mixed(torch.zeros(1, 4)))
-    assert told.error == "AttachError" and "elements of torch.uint8 in place of 10 floating-point ones" in told.text
+    told = told_by(lambda: attach_sharded(mixed, "all-reduce", gather="int8"))
+    assert told.error == "SettingsError" and "float32 ('weight') and torch.bfloat16 ('bias'); a module" in told.text
+    later = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
+    fully_shard(later, mesh=everyone())
+    attach_sharded(later, "all-reduce", gather="int8")
+    later[1].bfloat16()
+    told = told_by(lambda: later(torch.zeros(1, 4)))
+    assert told.error == "AttachError" and "elements of torch.uint8 in place of 20 floating-point ones" in told.text
 
 
 test_on_two_ranks = facts.tests()

@@ -1,0 +1,330 @@
+"""Fine-tuning of adapters: a frozen model with small trained matrices, several of them in turn, and passes without."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import commhooks
+from commhooks import attach, attach_replicas, attach_sharded
+from commhooks.tensors import local
+from tests.commhooks.models import wrap
+from tests.commhooks.ranks import of_every_rank
+from tests.commhooks.told import told_by
+from tests.ddp_core.facts import BOTH_DDPS, Facts
+from tests.sharded.models import alone, everyone
+
+INPUTS, WIDTH, CLASSES, RANK = 20, 64, 7, 4
+facts = Facts()
+
+
+class Adapted(nn.Module):
+    """A frozen layer and its adapters, by name; DoRA's have a magnitude for each output too."""
+
+    def __init__(self, layer: nn.Linear, names: tuple[str, ...], *, magnitudes: bool = False) -> None:
+        super().__init__()
+        self.base = layer.requires_grad_(False)
+        outputs, inputs = layer.weight.shape
+        self.down = nn.ParameterDict({name: torch.randn(RANK, inputs) / inputs**0.5 for name in names})
+        self.up = nn.ParameterDict({name: torch.zeros(outputs, RANK) for name in names})
+        norms = layer.weight.norm(dim=1)
+        self.magnitude = nn.ParameterDict({name: norms.clone() for name in names if magnitudes})
+        self.active = names[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.active:
+            return self.base(x)  # type: ignore[no-any-return]  # nn.Linear's
+        down, up = self.down[self.active], self.up[self.active]
+        if not self.magnitude:
+            y: Tensor = self.base(x) + x @ down.T @ up.T
+            return y
+        weight = self.base.weight + up @ down
+        scale = self.magnitude[self.active] / weight.norm(dim=1).detach()
+        return nn.functional.linear(x, scale.unsqueeze(1) * weight, self.base.bias)
+
+
+class Network(nn.Sequential):
+    """Two layers with adapters, and a last one that is trained as a whole."""
+
+    def __init__(self, *names: str, **settings: Any) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(INPUTS, WIDTH), nn.Linear(WIDTH, WIDTH)]
+        first, second = (Adapted(layer, names or ("one",), **settings) for layer in layers)
+        super().__init__(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+
+    @property
+    def adapted(self) -> list[Adapted]:
+        return [layer for layer in self if isinstance(layer, Adapted)]
+
+    def use(self, name: str, *, train: tuple[str, ...] = ()) -> None:
+        """Compute with one adapter, and freeze the others unless they are named."""
+        for layer in self.adapted:
+            layer.active = name
+            for kind in (layer.down, layer.up, layer.magnitude):
+                for key, parameter in kind.items():
+                    parameter.requires_grad_(key in (train or (name,)))
+
+    @contextlib.contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Compute without any, and freeze all meanwhile, as libraries of adapters do."""
+        before, last = self.adapted[0].active, self[4]
+        self.use("")
+        last.requires_grad_(False)
+        yield
+        self.use(before)
+        last.requires_grad_(True)
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(8, INPUTS, generator=generator)
+    return inputs, inputs[:, :CLASSES].argmax(dim=1)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    inputs, targets = batch(rank, step)
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def sharded(model: Network, mesh: DeviceMesh, **settings: Any) -> Network:
+    for module in (*model.adapted, model):
+        fully_shard(module, mesh=mesh, **settings)
+    return model
+
+
+def attached(way: str, compressor: str, model: Network, **settings: Any) -> tuple[nn.Module, commhooks.Handle[Any]]:
+    """Return what to call, a wrapper or the sharded model, and the handle."""
+    if way == "attach_sharded":
+        return model, attach_sharded(sharded(model, everyone()), compressor, **settings)
+    if way == "attach_replicas":
+        return model, attach_replicas(sharded(model, alone()["shards"]), compressor, **settings)
+    ddp = wrap(way, model, **settings)
+    return ddp, attach(ddp, compressor)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
+    loss_of(model, rank, number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def refer(model: Network, called: nn.Module, rank: int, number: int) -> float:
+    """Return the loss without adapters, as DPO needs it."""
+    with torch.no_grad(), model.without_adapters():
+        return loss_of(called, rank, number).item()
+
+
+def kept_by(model: nn.Module) -> dict[str, Tensor]:
+    return {name: local(parameter).detach().clone() for name, parameter in model.named_parameters()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def in_turn(way: str, compressor: str, rank: int, numbers: list[int], **settings: Any) -> dict[str, Tensor]:
+    """Train "one" in odd steps and "two" in even ones; return the adapters, on which ranks must agree."""
+    model = Network("one", "two")
+    model[4].requires_grad_(False)
+    if not settings:  # only one of them
+        model.use(NAMES[numbers[0]])
+    called, handle = attached(way, compressor, model, **settings)
+    optimizer = adamw(model)
+    handle.watch(optimizer)
+    for number in numbers:
+        model.use(NAMES[number])
+        step(called, optimizer, rank, number)
+    handle.close()
+    kept = kept_by(model)
+    assert all(same(kept, other) for other in of_every_rank(kept))
+    return kept
+
+
+NAMES = ["two", "one"] * 2
+"""The adapter of each step."""
+
+
+@facts
+def adapters_trained_in_turn_become_what_each_becomes_alone(rank: int) -> None:
+    """So does what the compressor keeps of the one that rests; a wrapper that was made while one was frozen says so."""
+    for way, compressor in zip(BOTH_DDPS, ("int8:stochastic=false", "top-k"), strict=True):
+        both = in_turn(way, compressor, rank, [*range(4)], find_unused_parameters=True)
+        for first, name in enumerate(("two", "one")):
+            only = in_turn(way, compressor, rank, [*range(first, 4, 2)])
+            assert not [key for key in both if key.endswith(name) and not torch.equal(both[key], only[key])]
+        told = told_by(lambda: in_turn(way, compressor, rank, [0, 1]))  # noqa: B023  # called at once
+        assert told.error == "NotAveragedError" and "up.one" in told.text, told.text
+        assert "while all require a gradient, with find_unused_parameters=True" in told.text
+
+
+@facts
+def a_powersgd_state_knows_the_names_of_adapters_that_rest(rank: int) -> None:
+    for way in BOTH_DDPS:
+        model = Network("one", "two")
+        ddp, state = wrap(way, model, find_unused_parameters=True), commhooks.PowerSGDState(None)
+        model.use("one")
+        state.bind(ddp)
+        ddp.register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]  # a DDP's
+        optimizer = adamw(model)
+        for number, name in enumerate(NAMES):
+            model.use(name)
+            step(ddp, optimizer, rank, number)
+        assert all(same(kept_by(model), other) for other in of_every_rank(kept_by(model)))
+        assert {name for name in state.by_parameter() if ".up." in name} == {f"{i}.up.{n}" for i in "02" for n in NAMES}
+        state.close()
+
+
+@facts
+def a_pass_without_adapters_changes_nothing(rank: int) -> None:
+    """Neither before a step nor between its forward and its backward pass; with DoRA, and a last layer that trains."""
+    for way in (*BOTH_DDPS, "attach_sharded", "attach_replicas"):
+        found = []
+        for refers in (False, True):
+            model = Network(magnitudes=True)
+            called, handle = attached(way, "int8", model)
+            optimizer = adamw(model)
+            handle.watch(optimizer)
+            for number in range(3):
+                other = refer(model, called, rank, number) if refers else 0.0
+                loss = loss_of(called, rank, number)
+                again = refer(model, called, rank, number) if refers else 0.0
+                assert other == again
+                (loss - again).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            handle.close()
+            found.append(kept_by(model))
+        assert same(*found), way
+        assert way == "attach_sharded" or all(same(found[0], one) for one in of_every_rank(found[0])), way
+
+
+@facts
+def a_sharded_model_that_trains_something_else_is_stopped(rank: int) -> None:
+    """Also what is in a module that was frozen as a whole, or that FSDP2 does not shard: nobody would average it."""
+
+    def unfreeze(model: Network) -> None:
+        model.adapted[1].up["one"].requires_grad_(True)
+
+    def add(model: Network) -> None:
+        for layer in model.adapted:
+            layer.up["new"] = nn.Parameter(torch.zeros(WIDTH, RANK))
+            layer.down["new"] = nn.Parameter(layer.down["one"].full_tensor().detach())
+        model.use("new")
+
+    changes: list[tuple[Callable[[Network], None], str]] = [
+        (unfreeze, "'2.up.one' now requires a gradient: parameters were frozen or unfrozen since {}"),
+        (add, "'0.down.new' now requires a gradient, which FSDP2 does not shard, so that each rank would train it"),
+    ]
+    for way, (change, text) in itertools.product(("attach_sharded", "attach_replicas"), changes):
+        model = Network()
+        model[2].requires_grad_(False)
+        model[4].requires_grad_(False)
+        called, handle = attached(way, "int8", model)
+        optimizer = adamw(model)
+        step(called, optimizer, rank, 0)
+        change(model)
+        told = told_by(lambda: step(called, optimizer, rank, 1))  # noqa: B023  # called at once
+        assert told.error == "AttachError" and text.format(way) in told.text, told
+        handle.close()
+
+
+@facts
+def seldom_averages_are_of_what_is_trained(rank: int) -> None:
+    """Of one adapter, whatever passes without it; a switch is named. An `Exchanger` has a channel for each."""
+    for way in (commhooks.DiLoCo, commhooks.ModelAverager):
+        model = Network("one", "two", magnitudes=True)
+        model.use("one")
+        optimizer = adamw(model)
+        seldom = way(model, optimizer, every=2)
+
+        def count(optimizer: torch.optim.Optimizer = optimizer, seldom: Any = seldom) -> None:
+            is_diloco = isinstance(seldom, commhooks.DiLoCo)
+            seldom.step() if is_diloco else seldom.average_parameters(optimizer.param_groups)
+
+        for number in range(3):
+            refer(model, model, rank, number)
+            step(model, optimizer, rank, number)
+            count()
+            refer(model, model, rank, number)
+        sent = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert sent <= seldom.statistics().traffic.moved_bytes <= sent + 64, "one round"
+        model.use("two")
+        step(model, optimizer, rank, 3)
+        told = told_by(count)
+        assert told.error == "CompressorError" and "'0.down.one' no longer requires a gradient" in told.text, told
+        seldom.close()
+    model = Network("one", "two")
+    channels = {name: {key: p for key, p in model.named_parameters() if key.endswith(name)} for name in ("one", "two")}
+    exchanger, optimizer = commhooks.Exchanger(channels, "int8"), adamw(model)
+    model[4].requires_grad_(False)
+    for number, name in enumerate(NAMES):
+        model.use(name)
+        loss_of(model, rank, number).backward()
+        exchanger[name].average({key: p.grad for key, p in channels[name].items() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [exchanger[name].steps for name in channels] == [2, 2]
+    assert all(same(kept_by(model), other) for other in of_every_rank(kept_by(model)))
+    exchanger.close()
+
+
+class Packed(nn.Linear):
+    """A layer whose weight holds codes of 8 bits, four of them in the memory of an fp32 number."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features)
+        self.load_state_dict(layer.state_dict())
+        codes = (layer.weight.detach() * 100).round().to(torch.int8)
+        self.weight = nn.Parameter(codes.view(-1).view(torch.float32).view(-1, 1), requires_grad=False)
+        self.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.view(-1).view(torch.int8).view(self.out_features, self.in_features)
+        return nn.functional.linear(x, weight / 100, self.bias)
+
+
+@facts
+def a_frozen_base_is_gathered_as_codes_but_not_if_it_is_coded_or_ignored(rank: int) -> None:
+    for gather, of_block in (("fp32", 4 * 64), ("int8:block=64", 68)):
+        model = Network()
+        called, handle = attached("attach_sharded", "all-reduce", model, gather=gather)
+        step(called, adamw(model), rank, 0)
+        widths = [INPUTS * WIDTH // 2 // 64 * of_block, WIDTH * WIDTH // 2 // 64 * of_block]
+        for name, width in zip("02", widths, strict=True):
+            share = handle.gathers.by_parameter()[f"{name}.base.weight"]
+            assert share.moved_bytes == 2 * width, "in the forward and in the backward pass"
+        handle.close()
+
+    for held, gather in itertools.product((False, True), ("fp32", "int8")):
+        model = Network()
+        for layer in model.adapted:
+            layer.base = Packed(layer.base)
+        codes = [layer.base.weight for layer in model.adapted]
+        before = [one.view(torch.int32).clone() for one in codes]  # some are NaN as fp32
+        sharded(model, everyone(), ignored_params=set(codes) if held else None)
+        if gather == "int8" and not held:
+            told = told_by(lambda: attach_sharded(model, "int8", gather=gather))  # noqa: B023  # called at once
+            assert "'0.base.weight', of shape (320, 1), holds codes of its layer's weights" in told.text, told.text
+            continue
+        handle = attach_sharded(model, "int8", gather=gather)
+        optimizer, first = adamw(model), loss_of(model, rank, 0).item()
+        for _ in range(6):
+            step(model, optimizer, rank, 0)
+        assert loss_of(model, rank, 0).item() < 0.7 * first
+        handle.close()
+        for layer, own, value in zip(model.adapted, codes, before, strict=True):
+            assert not held or (layer.base.weight is own and torch.equal(own.view(torch.int32), value))
+
+
+test_on_two_ranks = facts.tests()
