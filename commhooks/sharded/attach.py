@@ -133,6 +133,7 @@ class ModulesFeed(Feed):
         parts: Mapping[str, Part],
         code: Code | None,
     ) -> None:
+        self._found = choice.found
         # Those of the largest group first: its ranks agree over the first channel's connection.
         units = sorted(choice.trained, key=lambda unit: parts[unit.name].group is not whole)
         self._units = {unit.name: unit for unit in units}
@@ -153,7 +154,6 @@ class ModulesFeed(Feed):
         }
         self._memory = Memory()
         self._model = weakref.ref(unwrapped(model))
-        self._every = choice.found
         self._check: RemovableHandle | None = None
         self._runs: dict[str, CompressedReduceScatter] = {}
         self.gathers = Gathers()
@@ -218,8 +218,8 @@ class ModulesFeed(Feed):
         # From here on nothing waits for other ranks.
         model = self._model()
         assert model is not None, "attach_sharded holds it"
-        fail = channels[next(iter(self._units))].engine.fail
-        self._check = TrainedParameters(self.caller, model, self._every, fail).follow(model)
+        (of_all, *_) = channels.values()
+        self._check = TrainedParameters(self.caller, model, self._found, of_all.engine.fail).follow(model)
         for name, unit in self._units.items():
             engine, own = channels[name].engine, self.group_of(name)
             others = [first.engine for group, first in lines.items() if group is not own]
