@@ -365,9 +365,9 @@ _SHARDED = [
         name="the divide factor is ignored",
         room="sharded",
         says="A sum that FSDP2 wants divided by a factor of its own is divided by nothing.",
-        at="commhooks.sharded.reducing:CompressedReduceScatter.__call__",
-        old="output_tensor.mul_(ranks if op == dist.ReduceOp.SUM else ranks / (self._unit.divide_factor or ranks))",
-        new="output_tensor.mul_(ranks)",
+        at="commhooks.sharded.reducing:CompressedReduceScatter._reduce",
+        old="output_tensor.div_(self._unit.divide_factor or ranks)",
+        new="pass",
     ),
     Fault(
         name="blocks after the first run",
