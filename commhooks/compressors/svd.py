@@ -83,7 +83,7 @@ def _factors(M: Tensor, r: int) -> tuple[Tensor, Tensor]:
     """Return U·S n×r and Vᵀ r×m, or k of each; U·S is all NaN if M is not finite, and so has no decomposition."""
     finite = M.isfinite().all()
     U, S, Vt = torch.linalg.svd(torch.where(finite, M, 0.0), full_matrices=False)
-    return U[..., :r] * S[..., None, :r] + torch.where(finite, 0.0, torch.nan), Vt[..., :r, :]
+    return U[..., :r] * S[..., :r].unsqueeze(-2) + torch.where(finite, 0.0, torch.nan), Vt[..., :r, :]
 
 
 def _sum(slot: Slot, form: MatrixForm, US: Tensor, Vt: Tensor) -> Tensor:

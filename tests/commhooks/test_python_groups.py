@@ -36,11 +36,11 @@ NO_NAME = r"'around' \(Around\) has no name and store.*process_group="
 
 @contextmanager
 def bypass_warned(times: int) -> Iterator[None]:
-    """Expect so many warnings that name a bypassed group, and no others."""
+    """Expect so many warnings that name a bypassed group, and no others about the exchange."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         yield
-    texts = [str(warning.message) for warning in said]
+    texts = [text for one in said if "are sent uncompressed" not in (text := str(one.message))]  # the model is tiny
     assert len(texts) == times, texts
     for text in texts:
         assert re.search(BYPASSED, text), text
