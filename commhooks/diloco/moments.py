@@ -153,7 +153,7 @@ class Moments(RoundPart):
     def _part_of(self, name: str, key: str, value: object, parameter: Tensor) -> object:
         own = local(value) if isinstance(value, Tensor) else value
         if isinstance(own, int | float) or (
-            isinstance(own, Tensor) and own.numel() == 1 and (key == "step" or own.shape != parameter.shape)
+            isinstance(own, Tensor) and own.numel() == 1 and (key == "step" or own.dim() == 0 < parameter.dim())
         ):
             return _number(own)
         if isinstance(own, Tensor) and has_own_bytes(own) and (own.is_floating_point() or own.is_complex()):

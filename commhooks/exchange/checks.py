@@ -61,6 +61,6 @@ def warn_of_whole(caller: str, sent: Iterable[tuple[Compressor, Place]]) -> None
     warnings.warn(
         f"commhooks, {caller}: {share:.0%} of the gradients' bytes are sent uncompressed, as matrices are too small: "
         f"{largest}{more}. Of the first, {whole[0][2]}. Use lower ranks or smaller blocks, or PerParameter with "
-        "another compressor for them, such as int8 or top-k.",
+        "another compressor for them.",
         stacklevel=2,
     )

@@ -152,6 +152,7 @@ class Handle(Mapping[str, One]):
             (
                 (self._made[channel].compressor, Place(name, parameter, ranks[channel], is_sharded=feed.is_sharded))
                 for channel, named in feed.like().items()
+                if feed.is_replaceable(channel)  # others, such as buffers, are no gradients
                 for name, parameter in named.items()
             ),
         )

@@ -72,7 +72,10 @@ class PiecesWatch:
     @_disable_dynamo  # it would be compiled into a compiled step
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._end()  # of a step that raised, after which no hook is called
-        if self._left:
+        # A closure runs the model, whose products are of activations too. Looks of two watches would end in the order
+        # in which they began, and a mode can only be left if it was entered last: another one looks at a later step.
+        has_closure = any(callable(one) for one in (*args, *kwargs.values()) if one is not optimizer)
+        if self._left and not has_closure and not isinstance(_get_current_dispatch_mode(), _Look):
             self._left -= 1
             self._look = _Look({*self._pieces, *(piece[::-1] for piece in self._pieces)})
             self._look.__enter__()  # type: ignore[no-untyped-call]  # of PyTorch

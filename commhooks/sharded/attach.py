@@ -133,14 +133,13 @@ class ModulesFeed(Feed):
         parts: Mapping[str, Part],
         code: Code | None,
     ) -> None:
-        self._found = choice.found
+        self._found, self._left = choice.found, choice.left
         # Those of the largest group first: its ranks agree over the first channel's connection.
         units = sorted(choice.trained, key=lambda unit: parts[unit.name].group is not whole)
         self._units = {unit.name: unit for unit in units}
         self._whole, self._parts = whole, parts
-        # Frozen modules are gathered over a connection that others have.
         groups = {parts[unit.name].group for unit in units}
-        self._gathered = [unit for unit in choice.units if code is not None and parts[unit.name].group in groups]
+        self._gathered = choice.units if code is not None else []  # frozen ones over a connection that others have
         self._code = code
         self.names = names
         """What ranks compare before any of their modules."""
@@ -219,7 +218,7 @@ class ModulesFeed(Feed):
         model = self._model()
         assert model is not None, "attach_sharded holds it"
         (of_all, *_) = channels.values()
-        self._check = TrainedParameters(self.caller, model, self._found, of_all.engine.fail).follow(model)
+        self._check = TrainedParameters(self.caller, model, self._found, of_all.engine.fail, self._left).follow(model)
         for name, unit in self._units.items():
             engine, own = channels[name].engine, self.group_of(name)
             others = [first.engine for group, first in lines.items() if group is not own]

@@ -69,15 +69,19 @@ class Choice:
         """The trained units that stay with FSDP2, by name."""
         self._refused: list[str] = []
         """Those of them that nobody asked to leave."""
+        self._not_gathered: dict[str, str] = {}
+        """The frozen units that FSDP2 gathers itself although nobody asked for that, and why."""
+        self.left: list[Unit] = []
+        """All units that stay with FSDP2."""
         wanted = None if modules is None else _matching(caller, "modules", modules, found)
         unwanted = _matching(caller, "except_modules", except_modules, found)
         for unit in found:
             asked = "not among modules=" if wanted is not None and unit not in wanted else ""
             asked = "among except_modules=" if unit in unwanted else asked
             why = asked or refusal_of(unit)
-            if why and unit.trained():
-                self._leave(unit, why, is_refused=not asked)
-            elif not why and (frozen or unit.trained()):
+            if why:
+                self._leave(unit, why, is_refused=not asked, is_gathered=frozen)
+            elif frozen or unit.trained():
                 self.units.append(unit)
         self._check()
 
@@ -86,15 +90,22 @@ class Choice:
         """Those of the units that have a trained parameter."""
         return [unit for unit in self.units if unit.trained()]
 
-    def _leave(self, unit: Unit, why: str, *, is_refused: bool) -> None:
-        self.not_compressed[unit.name] = NotCompressed(unit.gradient_bytes(), why)
-        if is_refused:
-            self._refused.append(unit.name)
+    def _leave(self, unit: Unit, why: str, *, is_refused: bool = True, is_gathered: bool = True) -> None:
+        self.left.append(unit)
+        if unit.trained():
+            self.not_compressed[unit.name] = NotCompressed(unit.gradient_bytes(), why)
+            if is_refused:
+                self._refused.append(unit.name)
+        elif is_refused and is_gathered:
+            self._not_gathered[unit.name] = why
 
     def _check(self) -> None:
         if self._refused and (self._is_strict or not self.trained):
             name = self._refused[0]
             raise SettingsError(f"{self._caller}: {name}: {self.not_compressed[name].why}.")
+        if self._not_gathered and self._is_strict:
+            name, why = next(iter(self._not_gathered.items()))
+            raise SettingsError(f"{self._caller}(gather=): {name}: {why}.")
         if not self.trained:
             raise SettingsError(f"{self._caller}: modules= and except_modules= leave no module that is trained.")
 
@@ -119,15 +130,26 @@ class Choice:
             if all({*one} <= {*ours} for one in every):
                 group = groups.setdefault(ranks, unit.process_group)
                 parts[unit.name] = Part(group, every.index(ranks), len(every))
-            elif unit.trained():
-                outside = f"it is sharded over ranks that are not among the {len(ours)} of the rest"
-                self._leave(unit, outside, is_refused=True)
+            else:
+                self._leave(unit, f"it is sharded over ranks that are not among the {len(ours)} of the rest")
+        connected = {parts[unit.name].group for unit in self.trained if unit.name in parts}
+        for unit in self.units:
+            if unit.name in parts and parts[unit.name].group not in connected:
+                self._leave(unit, "it is frozen, and no module that is trained is sharded over its ranks")
+                del parts[unit.name]
         self.units = [unit for unit in self.units if unit.name in parts]
         self._check()
         return parts
 
     def warn(self) -> None:
         """Warn of the units that stay with FSDP2 although nobody asked for that."""
+        if self._not_gathered:
+            each = "; ".join(f"{name}: {why}" for name, why in self._not_gathered.items())
+            warnings.warn(
+                f"commhooks, {self._caller}: FSDP2 gathers {counted(len(self._not_gathered), 'frozen module')} itself, "
+                f"uncompressed: {each}. Pass except_modules= to say so, or strict=True to have an error instead.",
+                stacklevel=3,
+            )
         if self._refused:
             size = bytes_in_words(sum(self.not_compressed[name].gradient_bytes for name in self._refused))
             each = "; ".join(f"{name}, {self.not_compressed[name]}" for name in self._refused)

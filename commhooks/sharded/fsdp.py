@@ -154,7 +154,8 @@ class Unit:
         self._number, self._is_only = number, groups == 1
         self._module = weakref.ref(module)  # who holds a unit must not keep the model alive
         self._prefixes = {id(one): f"{prefix}." if prefix else "" for one, prefix in names.items()}
-        self.keep_unfrozen()
+        self._frozen: weakref.WeakSet[Any] = weakref.WeakSet()
+        """FSDP2's objects of the parameters whose shards were frozen at the last look."""
 
     @property
     def module(self) -> FSDPModule:
@@ -310,15 +311,22 @@ class Unit:
         return [index for index in order if _held(held[index], "sharded_param").requires_grad]
 
     def keep_unfrozen(self) -> None:
-        """Let shards require a gradient if what stands in their place does; FSDP2 forgets that when it reshards.
+        """Let shards require a gradient if what stands in their place was unfrozen; FSDP2 forgets that on resharding.
 
-        A root is gathered after a pass without gradients, at whose end libraries of adapters unfreeze what they froze.
+        A root is gathered after a pass without gradients, at whose end libraries of adapters unfreeze what they froze
+        before it: such a shard was frozen at the last call. One that was frozen since then is what a user froze.
         """
         for one in _held(self._group, "fsdp_params"):
-            where, whole = _held(one, "_module_info"), getattr(one, "_unsharded_param", None)
+            where, shard = _held(one, "_module_info"), _held(one, "sharded_param")
+            whole = getattr(one, "_unsharded_param", None)
             is_gathered = whole is _held(where, "module")._parameters.get(_held(where, "param_name"))
-            if whole is not None and is_gathered and whole.requires_grad:
-                _held(one, "sharded_param").requires_grad_(True)
+            if whole is not None and is_gathered and whole.requires_grad and one in self._frozen:
+                shard.requires_grad_(True)
+            (self._frozen.discard if shard.requires_grad else self._frozen.add)(one)
+
+    def names(self) -> set[str]:
+        """Return the names of its parameters in the model."""
+        return {self._name_of(one) for one in _held(self._group, "fsdp_params")}
 
     def fingerprint(self, *, frozen: bool = False) -> str:
         """Return the text that must be the same on every rank, about the trained parameters or, with `frozen`, all."""
@@ -481,8 +489,17 @@ class TrainedParameters:
     `fail` is called, and must raise, if it does: nobody would average their gradients as the attachment promises.
     """
 
-    def __init__(self, caller: str, model: Module, units: Sequence[Unit], fail: Callable[[str], Any]) -> None:
+    def __init__(
+        self,
+        caller: str,
+        model: Module,
+        units: Sequence[Unit],
+        fail: Callable[[str], Any],
+        left: Sequence[Unit] = (),
+    ) -> None:
+        """Follow all units of a model; those that were left to FSDP2 may be frozen and unfrozen."""
         self._caller, self._units, self._fail = caller, units, fail
+        self._left = {name for unit in left for name in unit.names()}
         self._before = self._holders(model)
         self._trained = self._holders(model, trained=True).keys()
 
@@ -496,7 +513,7 @@ class TrainedParameters:
             unit.keep_unfrozen()
         now = self._holders(model, trained=True)
         before = {name: self._before[name] for name in now if name in self._before}
-        if unfrozen := sorted(before.keys() - self._trained):
+        if unfrozen := sorted(before.keys() - self._trained - self._left):
             self._fail(f"{unfrozen[0]!r} now requires a gradient: {changed_since(self._caller)}")
         if change := difference_of(before, now):
             self._fail(

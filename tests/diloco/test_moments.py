@@ -46,6 +46,21 @@ class Quadratic(nn.Module):
         self.weight = nn.Parameter(start.clone())
 
 
+def test_factors_with_one_element_are_moments_and_no_counts() -> None:
+    team, states = [], []
+    for rank, connection in enumerate(lockstep_connections(2)):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.Adafactor(model.parameters())
+        team.append(DiLoCo(model, optimizer, every=1, optimizer_state="mean", connection=connection))
+        states.append(optimizer.state)
+        model(torch.full((2, 6), rank + 1.0)).sum().backward()
+        optimizer.step()
+    step_in_lockstep(team)
+    one, other = (next(iter(of_rank.values())) for of_rank in states)
+    assert torch.equal(one["row_var"], other["row_var"]) and one["row_var"].numel() == 1
+
+
 @pytest.mark.parametrize("optimizer_state", ["local", "mean"])
 def test_post_local_sgd_with_momentum_is_a_reference_in_integers(optimizer_state: Any) -> None:
     """Bit for bit: 12 steps on small integers and powers of two are exact in fp32."""

@@ -69,6 +69,33 @@ def test_products_and_factors_of_a_piece_are_warned_of_once(of: Callable[[Tensor
     assert one.endswith("Do.")
 
 
+def test_two_looks_at_one_optimizer_leave_no_mode_behind() -> None:
+    parameter = torch.zeros(4, 6)
+    parameter.grad = torch.ones(4, 6)
+    optimizer = Custom([parameter], lambda g: g @ g.mT)
+    watches = [PiecesWatch(optimizer, {"w": half_of((8, 6))}, advice) for advice in ("One.", "Two.")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.step()
+            assert _get_current_dispatch_mode() is None
+    assert [str(one.message)[-4:] for one in caught] == ["One.", "Two."]
+    for watch in watches:
+        watch.remove()
+
+
+def test_a_closure_is_not_looked_into() -> None:
+    parameter = torch.zeros(4, 6)
+    parameter.grad = torch.ones(4, 6)
+    optimizer = Custom([parameter], lambda g: g @ g.mT)
+    watch = PiecesWatch(optimizer, {"w": half_of((8, 6))}, "Do.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(lambda: None)
+        optimizer.step(closure=lambda: None)
+    watch.remove()
+
+
 def test_a_kernel_is_a_matrix_of_its_rows() -> None:
     (one,) = told(lambda g: g.flatten(1) @ g.flatten(1).mT, (4, 3, 2, 2))
     assert "'w', 4 x 12, as the whole matrix, which is 8 x 12" in one

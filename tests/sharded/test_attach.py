@@ -295,6 +295,42 @@ def gradients_accumulate_in_mixed_precision_if_a_parameter_is_never_used_or_only
     assert 0 < furthest(kept[0], kept[2]) < 0.02
 
 
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    for module in (model[0], model):
+        fully_shard(module, mesh=everyone())
+    return model
+
+
+@facts
+def what_a_user_freezes_while_it_is_gathered_stays_frozen(rank: int) -> None:
+    model = two_layers()
+    shards = list(model[1].parameters())
+    attachment = attach_sharded(model, "fp16", hook_timeout=20.0)
+    model(torch.ones(4, 8)).square().sum().backward()
+    with torch.no_grad():
+        model(torch.ones(4, 8))  # the root stays gathered
+    for shard in shards:
+        shard.requires_grad_(False)
+    told = told_by(lambda: model(torch.ones(4, 8)).square().sum().backward())
+    assert told.error == "AttachError" and "frozen or unfrozen since attach_sharded" in told.text
+    assert not any(shard.requires_grad for shard in shards)
+    attachment.close()
+
+
+@facts
+def what_is_left_to_fsdp2_may_be_unfrozen(rank: int) -> None:
+    model = two_layers()
+    model[0].requires_grad_(False)
+    attachment = attach_sharded(model, "fp16", except_modules="0", hook_timeout=20.0)
+    for is_frozen in (True, False):
+        model[0].requires_grad_(not is_frozen)
+        model(torch.ones(4, 8)).square().sum().backward()
+    assert attachment.steps == 2
+    attachment.close()
+
+
 def sharded_groups(model: nn.Module) -> list[Any]:
     modules: list[Any] = [one for one in model.modules() if isinstance(one, FSDPModule)]
     return [group for one in modules for group in one._get_fsdp_state()._fsdp_param_groups]
