@@ -4,11 +4,11 @@ FSDP2 lets others run its collectives (`set_custom_reduce_scatter`, `set_custom_
 does not describe their content. Its private attributes do: `PRIVATE_NAMES` lists them, this file alone looks them up,
 and never asks for a version. If a version of PyTorch lacks one of them, an error names it.
 
-FSDP2 runs a reduce-scatter for each module that has parameters of its own, in every backward pass that synchronises;
-for each group of them, if `shard_placement_fn` placed them on several meshes. Its input is a matrix with one row for
-each rank: the rank's shard of every parameter in turn, a range of the first dimension, padded with zeros to the same
-size on every rank, or of another one, `Shard(1)`, which the ranks divide evenly. An all-gather's output is the same
-matrix, of parameters.
+FSDP2 runs a reduce-scatter for each module that has parameters of its own, in every backward pass that synchronises.
+If `shard_placement_fn` placed them on several meshes, it runs one for each group of them. The input is a matrix with
+one row for each rank: the rank's shard of every parameter in turn, padded with zeros to the same size on every rank.
+A shard is a range of the first dimension or, with `Shard(1)`, of the second, which the ranks then divide evenly. An
+all-gather's output is the same matrix, of parameters.
 
 The dtype of the reduction is `MixedPrecisionPolicy`'s `reduce_dtype`. If that is None, PyTorch 2.13 and 2.14 reduce in
 `param_dtype`. From 2.15 on the parameters' `grad_dtype` decides, which is their own dtype unless it was set: a module
@@ -311,10 +311,11 @@ class Unit:
         return [index for index in order if _held(held[index], "sharded_param").requires_grad]
 
     def keep_unfrozen(self) -> None:
-        """Let shards require a gradient if what stands in their place was unfrozen; FSDP2 forgets that on resharding.
+        """Unfreeze shards whose gathered parameter was unfrozen, which FSDP2 forgets when it reshards.
 
-        A root is gathered after a pass without gradients, at whose end libraries of adapters unfreeze what they froze
-        before it: such a shard was frozen at the last call. One that was frozen since then is what a user froze.
+        A root stays gathered after a pass without gradients. Libraries of adapters freeze parameters before such a pass
+        and unfreeze them after it; their shards were frozen at the last call. A shard that was frozen since then was
+        frozen by the user, and stays so.
         """
         for one in _held(self._group, "fsdp_params"):
             where, shard = _held(one, "_module_info"), _held(one, "sharded_param")
