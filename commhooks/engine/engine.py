@@ -137,13 +137,14 @@ class Engine:
             raise SettingsError(f"bucket {bucket.index()} consists of shards, one for each rank: {why}.")
         handed = Handed(bucket, view, future_on(memory.device), mark_of(memory.device))
         view.future = handed.future
+        tasks = [self._task(unit) for unit in self._units.add(handed, may_join=self._may_join_others(handed))]
         is_last = bucket.is_last()
         if is_last and not self._names_are_checked:
             self._names_are_checked = True
             self.compressor.check(self.state.described(), self.connection.world_size)
             self.state.end_loading()
-        for unit in self._units.add(handed, may_join=self._may_join_others(handed)):
-            self._start(unit)
+        for task in tasks:
+            (self.scheduler or self.scheduler_for(memory.device)).submit(self.lane, task)
         if is_last:
             self.end_step()
         return handed.future
@@ -154,15 +155,18 @@ class Engine:
         is_plain = bool(view.slots) and not view.is_sharded and weight is None and self.compressor.takes(view.memory)
         return is_plain and self.compressor.may_join_buckets(self.step)
 
-    def _start(self, unit: Sequence[Handed]) -> None:
-        """Start averaging the buckets of a unit."""
+    def _task(self, unit: Sequence[Handed]) -> BucketTask:
+        """Return the task of averaging the buckets of a unit."""
         view = self.buckets.joined([handed.view for handed in unit])
         buckets = [handed.bucket for handed in unit]
         exchange = self._exchange(view)
         weight: float | None = getattr(buckets[0], "weight", None)
         if weight is not None:
             exchange = weigh(view, weight, exchange)
-        task = BucketTask(
+        if self._undo is not None:
+            for bucket in buckets:
+                self._undo.expect(last=bucket.is_last())
+        return BucketTask(
             exchange=exchange,
             bucket=view,
             futures=[handed.future for handed in unit],
@@ -173,10 +177,6 @@ class Engine:
             undo=self._undo,
             ready=[handed.ready for handed in unit if handed.ready is not None],
         )
-        if self._undo is not None:
-            for bucket in buckets:
-                self._undo.expect(last=bucket.is_last())
-        (self.scheduler or self.scheduler_for(view.memory.device)).submit(self.lane, task)
 
     def _exchange(self, view: BucketView) -> Exchange:
         """Return a bucket's exchange, wrapped in the guards of state that this step and run need."""

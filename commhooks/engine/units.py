@@ -48,7 +48,7 @@ class Units:
         self._expected: Sequence[Sequence[str]] = ()
         """The parameters of each bucket of the last step, if that had an end."""
         self._now: list[Sequence[str]] = []
-        self.fingerprint = f"of {self._most:,} elements" if self._joins else "of one bucket"
+        self.fingerprint = f"joined, {UNIT_ELEMENTS}" if joins else "single"
 
     def expect(self, plan: Sequence[Sequence[str]]) -> None:
         """Expect the buckets of a resumed run's last step, given their parameters' names."""

@@ -15,6 +15,7 @@ from commhooks.engine.units import Handed, Units
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.entries import ParameterState
 from commhooks.scheduling.policy import PolicyName
+from commhooks.scheduling.task import BucketTask
 from commhooks.testing.workers import GivenBucket, Workers
 from tests.commhooks.workers import normal, zeros
 
@@ -82,13 +83,13 @@ def test_the_first_message_leaves_with_the_first_bucket(monkeypatch: pytest.Monk
     workers = Workers(commhooks.make_compressor("powersgd"), 1, parameters, buckets=3, joins_buckets=True)
     workers.step(normal(parameters, 1, seed=0))
     engine, begun = workers.engines[0], list[int]()
-    start = engine._start
+    made = engine._task
 
-    def note(unit: Sequence[Handed]) -> None:
+    def noted(unit: Sequence[Handed]) -> BucketTask:
         begun.append(len(unit))
-        start(unit)
+        return made(unit)
 
-    monkeypatch.setattr(engine, "_start", note)
+    monkeypatch.setattr(engine, "_task", noted)
     workers.step(normal(parameters, 1, seed=0))
     assert begun == [1, 2]
 
