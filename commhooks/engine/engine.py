@@ -166,6 +166,10 @@ class Engine:
         if self._undo is not None:
             for bucket in buckets:
                 self._undo.expect(last=bucket.is_last())
+        marks = [
+            *(handed.ready for handed in unit[:-1]),
+            mark_of(view.memory.device),
+        ]  # behind what lays out state, too
         return BucketTask(
             exchange=exchange,
             bucket=view,
@@ -175,7 +179,7 @@ class Engine:
             parameters=lambda: self.state.describe([p for bucket in buckets for p in bucket.parameters()]),
             world_size=self.connection.world_size,
             undo=self._undo,
-            ready=[handed.ready for handed in unit if handed.ready is not None],
+            ready=[mark for mark in marks if mark is not None],
         )
 
     def _exchange(self, view: BucketView) -> Exchange:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 from typing import Any
@@ -114,7 +115,7 @@ def _collectives(attachment: commhooks.Handle[Any]) -> list[int]:
     """Return what each unit of the last step costs: two collectives where it holds a matrix to compress."""
     first, *others = attachment.state_dict()["bucket_plan"]["handed_in"]
     # From the third step on the buckets are those of the last one, and all but the first are averaged as one.
-    plan = [first, *([sum(others, [])] if others and attachment.steps > 2 else others)]
+    plan = [first, *([list(itertools.chain(*others))] if others and attachment.steps > 2 else others)]
     big = {f"weights.{i}" for i, shape in enumerate(SHAPES) if PowerSGD(rank=2).compresses(torch.empty(shape))}
     return [2 if big & set(names) else 1 for names in plan]
 
