@@ -127,7 +127,7 @@ INLINE float *block_of(const Segment **segment, int n, int64_t i) {
     return (float *)((*segment)->first + i * n * (int64_t)sizeof(float));
 }
 
-/* Add a block of state to y, and write what it was to `before`, which may be `y` if `sum` is not. */
+/* Write y plus a block of state to `sum`, and what the state was to `before`. Either may be `state` or `y`. */
 INLINE void add_state(const float *state, int n, const float *y, float *before, float *sum) {
     INDEPENDENT
     for (int j = 0; j < n; j++) {
