@@ -125,7 +125,8 @@ class TwoHop(Compressor):
         ranks = context.world_size
         passes = passes_for(self.codec, self.damping, computing_dtype(bucket.memory.dtype), bucket.memory.device)
         # Compiled passes take more; whether they are in use may change with the environment.
-        n, at_once = self.codec.block, passes.blocks_at_once(bucket.memory.device)
+        n, is_apart = self.codec.block, bucket.scratch.is_needed
+        at_once = passes.blocks_at_once(bucket.memory.device, apart=is_apart)
         deal = bucket.plan((self, at_once), lambda: Deal(bucket, n, at_once, lambda m: self.pays(m, ranks), context))
         exchanges = [self._average_blocks(passes, deal, bucket, context)] if deal.coded else []
         return side_by_side([*exchanges, average_whole(deal.rest)] if deal.rest else exchanges)

@@ -63,9 +63,13 @@ class CodecPasses:
             "decode_into" in vars(kind) for kind in type(codec).__mro__ if {"decode", "decode_into"} & vars(kind).keys()
         )
 
-    def blocks_at_once(self, device: torch.device) -> int:
-        """Return the number of blocks for one call of the passes: more for compiled ones, which have no temporaries."""
-        return max(1, elements_at_once(device) // self.codec.block) * (1 if self._native is None else 4)
+    def blocks_at_once(self, device: torch.device, *, apart: bool = True) -> int:
+        """Return the number of blocks for one call of the passes: more for compiled ones, which have no temporaries.
+
+        `apart`: blocks are formed in scratch memory, as large as they are together.
+        """
+        times = 1 if self._native is None else 4 if apart else 16
+        return max(1, elements_at_once(device) // self.codec.block) * times
 
     @property
     def exchanges_state(self) -> bool:
