@@ -59,6 +59,7 @@ class Buckets:
         self._by_parameter = by_parameter
         self._views: dict[Key, BucketView] = {}
         self._parameters: dict[Key, list[Tensor]] = {}  # kept alive, so that identities stay unique
+        self._joined: dict[tuple[BucketView, ...], BucketView] = {}
         self._laid_out: weakref.WeakKeyDictionary[BucketView, Compressor] = weakref.WeakKeyDictionary()
         self._now: dict[Key, None] = {}
         self._before: dict[Key, None] = {}
@@ -92,6 +93,22 @@ class Buckets:
         self._parameters[key] = parameters
         if known is not None:
             view.layout, view.future = known.layout, known.future
+        return view
+
+    def joined(self, views: Sequence[BucketView]) -> BucketView:
+        """Return the view of one bucket, or of several as one; it is kept as long as those are."""
+        if len(views) == 1:
+            return views[0]
+        key = tuple(views)
+        known = self._joined.get(key)
+        if known is not None:
+            known.scratch.turn += 1
+            return known
+        view = self._joined[key] = BucketView.of_several(key)
+        view.scratch.loans.pool = self.pool
+        for member in views:  # what the members needed by themselves
+            member.plans.clear()
+            self._laid_out.pop(member, None)
         return view
 
     def lay_out(self, view: BucketView, compressor: Compressor) -> bool:
@@ -164,6 +181,9 @@ class Buckets:
         for key in self._parameters.keys() - self._now.keys():
             del self._parameters[key]
             self._views.pop(key, None)
+        if self._joined:
+            kept = set(self._views.values())
+            self._joined = {views: view for views, view in self._joined.items() if kept.issuperset(views)}
         self._before, self._now = self._now, {}
 
     def forget_last_step(self) -> None:
@@ -180,7 +200,7 @@ class Buckets:
 
     def views(self) -> list[BucketView]:
         """Return the views that are kept."""
-        return list(self._views.values())
+        return [*self._views.values(), *self._joined.values()]
 
     def _output(self, bucket: Bucket, memory: Tensor) -> Tensor | None:
         given: Callable[[], Tensor] | None = getattr(bucket, "output", None)

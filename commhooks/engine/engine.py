@@ -20,6 +20,7 @@ from commhooks.engine.buckets import Bucket, Buckets
 from commhooks.engine.guards import are_zeros, keep_what_is_unused, take_part_with_zeros, weigh
 from commhooks.engine.replay import Resumed, put_together
 from commhooks.engine.undo import UndoLog
+from commhooks.engine.units import Handed, Units
 from commhooks.errors import AttachError, CommHooksError, CompressorError, GradientError, SettingsError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import (
@@ -62,6 +63,7 @@ class Engine:
         policy: PolicyName | None = None,
         name: str = "",
         is_sharded: bool = False,
+        joins_buckets: bool = False,
     ) -> None:
         self.compressor = compressor
         self.connection = connection
@@ -90,6 +92,7 @@ class Engine:
         self._may_join = may_join  # zeros outside a backward pass come from a rank that has run out of inputs
         self._undo = UndoLog() if atomic else None
         self.resumed = Resumed()
+        self._units = Units(self.policy, joins=joins_buckets)
         self._names_are_checked = not by_parameter
 
     def run(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
@@ -132,32 +135,52 @@ class Engine:
         if view.is_sharded and (self._undo is not None or not self.compressor.scatters):
             why = "a step on shards cannot be undone" if self._undo else f"{self.compressor!r} averages whole gradients"
             raise SettingsError(f"bucket {bucket.index()} consists of shards, one for each rank: {why}.")
-        exchange = self._exchange(view)
-        weight: float | None = getattr(bucket, "weight", None)
-        if weight is not None:
-            exchange = weigh(view, weight, exchange)
-        task = BucketTask(
-            exchange=exchange,
-            bucket=view,
-            future=future_on(memory.device),
-            step=self.step,
-            is_last=bucket.is_last(),
-            parameters=lambda: self.state.describe(bucket.parameters()),
-            world_size=self.connection.world_size,
-            undo=self._undo,
-            ready=mark_of(memory.device),
-        )
-        view.future = task.future
-        if task.is_last and not self._names_are_checked:
+        handed = Handed(bucket, view, future_on(memory.device), mark_of(memory.device))
+        view.future = handed.future
+        tasks = [self._task(unit) for unit in self._units.add(handed, may_join=self._may_join_others(handed))]
+        is_last = bucket.is_last()
+        if is_last and not self._names_are_checked:
             self._names_are_checked = True
             self.compressor.check(self.state.described(), self.connection.world_size)
             self.state.end_loading()
-        if self._undo is not None:
-            self._undo.expect(last=task.is_last)
-        (self.scheduler or self.scheduler_for(memory.device)).submit(self.lane, task)
-        if task.is_last:
+        for task in tasks:
+            (self.scheduler or self.scheduler_for(memory.device)).submit(self.lane, task)
+        if is_last:
             self.end_step()
-        return task.future
+        return handed.future
+
+    def _may_join_others(self, handed: Handed) -> bool:
+        """Return whether a bucket may be averaged together with others."""
+        view, weight = handed.view, getattr(handed.bucket, "weight", None)
+        is_plain = bool(view.slots) and not view.is_sharded and weight is None and self.compressor.takes(view.memory)
+        return is_plain and self.compressor.may_join_buckets(self.step)
+
+    def _task(self, unit: Sequence[Handed]) -> BucketTask:
+        """Return the task of averaging the buckets of a unit."""
+        view = self.buckets.joined([handed.view for handed in unit])
+        buckets = [handed.bucket for handed in unit]
+        exchange = self._exchange(view)
+        weight: float | None = getattr(buckets[0], "weight", None)
+        if weight is not None:
+            exchange = weigh(view, weight, exchange)
+        if self._undo is not None:
+            for bucket in buckets:
+                self._undo.expect(last=bucket.is_last())
+        marks = [
+            *(handed.ready for handed in unit[:-1]),
+            mark_of(view.memory.device),
+        ]  # behind what lays out state, too
+        return BucketTask(
+            exchange=exchange,
+            bucket=view,
+            futures=[handed.future for handed in unit],
+            step=self.step,
+            is_last=buckets[-1].is_last(),
+            parameters=lambda: self.state.describe([p for bucket in buckets for p in bucket.parameters()]),
+            world_size=self.connection.world_size,
+            undo=self._undo,
+            ready=[mark for mark in marks if mark is not None],
+        )
 
     def _exchange(self, view: BucketView) -> Exchange:
         """Return a bucket's exchange, wrapped in the guards of state that this step and run need."""
@@ -169,12 +192,14 @@ class Engine:
         if not self.buckets.phase.is_guarded:  # the same on every rank; state of other compressors stays
             return begin_exchange(compressor, view, context)
         if self.buckets.lay_out(view, compressor) and self._undo is not None:
-            self._undo.forget(view)
+            for known in (view, *view.joined):
+                self._undo.forget(known)
         exchange = judged(view, begin_exchange(compressor, view, context))
         if view.slots and self._may_be_unused:
             exchange = keep_what_is_unused(view, exchange)
         # A DDP passes zeros, outside any backward pass, for a rank that has run out of inputs.
-        if view.slots and self._may_join and torch._C._current_graph_task_id() == -1 and are_zeros(view.memory):
+        is_out = view.slots and self._may_join and torch._C._current_graph_task_id() == -1
+        if is_out and all(are_zeros(member.memory) for member in view.members):
             exchange = take_part_with_zeros(view, exchange)
         # The undo log is outermost: it undoes a step after its last bucket, when the other guards have restored state.
         return exchange if self._undo is None else self._undo.watch(view, exchange)
@@ -182,7 +207,7 @@ class Engine:
     def _begin_step_if(self, bucket: Bucket) -> None:
         """Begin a step with its first bucket; end the previous one first if the DDP skipped its last bucket."""
         if self.buckets.cannot_contain(bucket):
-            self.end_step()
+            self.end_step(f"step {self.step + 1} began before its end")
         if not self.buckets.is_step_under_way:
             self._check_ranks()
             self.buckets.hand_over(self.compressor, self.step)
@@ -231,8 +256,9 @@ class Engine:
                 self._told = self._begun, self.step, known
             failures.note_scale(self._begun, known)
 
-    def end_step(self) -> None:
-        """End the current step, even if its last bucket never came."""
+    def end_step(self, why: str = "") -> None:
+        """End the current step, even if its last bucket never came, because of `why`."""
+        self._units.end_step(f"step {self.step} was cut short: {why}.")
         self.buckets.end_step(self.step)
         if self.resumed.plan:
             self.resumed.end_step()
@@ -243,7 +269,7 @@ class Engine:
         if torch._C._current_graph_task_id() != -1:
             raise AttachError(f"{caller}: step {self.step} is under way; call it between two steps.")
         if self.buckets.is_step_under_way:
-            self.end_step()
+            self.end_step(f"{caller} came before its last bucket")
         if self.scheduler is not None:
             self.scheduler.drain(self.lane, caller)
 
@@ -279,6 +305,7 @@ class Engine:
         self.step = step
         self.loss_scale.load(grad_scale)
         self.resumed = resumed
+        self._units.expect(resumed.plan)
         self._names_are_checked = False
         self.buckets.forget_last_step()
         if self._undo is not None:
@@ -321,6 +348,7 @@ class Engine:
         """Close the lane; the connection stops with its last one, or on every rank if this one tells them `why`."""
         self.lane.is_closed = True
         self.why_stopped = self.why_stopped or why
+        self._units.end_step(f"step {self.step}: not started, because the attachment was stopped. {why}".rstrip())
         if why:
             self._post(why)
             # If the connection's first use has failed here, no later connection may meet the others' first use: it
@@ -352,7 +380,7 @@ class Engine:
         passes = f"passes: {'eager' if in_use() is None else 'compiled'}\n" if machines_share_codes(compressor) else ""
         return (
             f"compressor: {compressor!r}\ncommhooks: {VERSION}\n"
-            f"unused parameters: {self._may_be_unused}\npolicy: {self.policy!r}\n"
+            f"unused parameters: {self._may_be_unused}\npolicy: {self.policy!r}\nunits: {self._units.fingerprint}\n"
             f"atomic: {self._undo is not None}\n{passes}lane, in the order of first use: {self.lane.unique}\n"
             f"{self.resumed.fingerprint}\n{self._fingerprint}"
         )

@@ -158,6 +158,9 @@ class Feed(ABC):
     """Whether a process group of one rank is no reason for a warning; None: if it is a dimension of a mesh."""
     may_join: ClassVar[bool] = False
     """True if zeros outside a backward pass come from a rank that has run out of inputs."""
+    joins_buckets: bool = False
+    """True if each step has the same buckets, the last of them marked, and nobody waits for one before all have come:
+    several may then be averaged together under "fifo" too."""
     is_sharded: ClassVar[bool] = False
     """True if its buckets consist of shards, one for each rank."""
     may_be_unused: bool = False

@@ -104,6 +104,7 @@ class Handle(Mapping[str, One]):
             policy=settings.policy,
             name=feed.title(name),
             is_sharded=feed.is_sharded,
+            joins_buckets=feed.joins_buckets,
         )
         if named:  # a bare hook learns of its parameters from buckets
             engine.bind(list(named.items()), may_be_unused=feed.may_be_unused)

@@ -23,6 +23,7 @@ from commhooks.hooks.facts import (
     check_hook_is_called,
     check_step_has_an_end,
     load_plan,
+    may_skip_buckets,
     plan_of,
     searches_for_unused,
     sparse_parameters,
@@ -93,6 +94,7 @@ class DDPFeed(Feed):
         self.sparse = sparse_parameters(ddp)
         self.may_be_unused = searches_for_unused(ddp)
         self.uncut_steps = uncut_steps(ddp)
+        self.joins_buckets = not may_skip_buckets(ddp)
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -60,11 +60,16 @@ def check_step_has_an_end(caller: str, model: Module, policy: str, *, atomic: bo
             "of several dtypes or devices, sparse gradients, or bucket_cap_mb_list: its first iteration has several "
             "buckets, and none of them is marked as the last."
         )
-    if getattr(model, "skip_all_reduce_unused_params", False):
+    if may_skip_buckets(model):
         raise AttachError(
             f"{caller}: {whole_steps} for a model with skip_all_reduce_unused_params=True, which may leave out the "
             "bucket that ends a step."
         )
+
+
+def may_skip_buckets(model: Module) -> bool:
+    """Return whether a step may leave out buckets, also the last one."""
+    return bool(getattr(model, "skip_all_reduce_unused_params", False))
 
 
 def check_hook_is_called(caller: str, model: Module) -> None:

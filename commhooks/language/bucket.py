@@ -111,6 +111,8 @@ class BucketView:
     """Memory for the mean: of `memory`'s shape, or [width] for shards; None: the mean overwrites the gradient."""
     future: torch.futures.Future[Tensor] | None = dataclasses.field(default=None, repr=False)
     """The future of the last mean of these parameters; None before the first."""
+    joined: Sequence[BucketView] = dataclasses.field(default=(), repr=False)
+    """The buckets of which this one consists, each with memory of its own; `memory` is then the first one's."""
 
     def __post_init__(self) -> None:
         self.is_sharded = self.memory.dim() == 2 and not self.memory.is_sparse
@@ -125,6 +127,18 @@ class BucketView:
             residuals = [(0, residual)] if residual is not None else []
             layout = slot.layout(slot.gradient.numel())
             slot.tile = Tile(self.scratch, slot.gradient, layout, residuals, self.decay, slot.mean)
+
+    @classmethod
+    def of_several(cls, buckets: Sequence[BucketView]) -> BucketView:
+        """Return buckets of one dtype and device as one, which holds their slots, as if each were only a part of it."""
+        first = buckets[0]
+        slots = [slot for bucket in buckets for slot in bucket._copies(bucket.slots)]
+        return cls(first.index, first.memory, slots, is_whole=False, joined=buckets)
+
+    @property
+    def members(self) -> Sequence[BucketView]:
+        """The buckets that were handed in: those that were joined, or this one."""
+        return self.joined or (self,)
 
     @property
     def mean(self) -> Tensor:
@@ -216,8 +230,14 @@ class BucketView:
     def _derived(
         self, slots: Sequence[Slot], loses: Callable[[Slot], bool] | None, decay: float, *, is_whole: bool
     ) -> BucketView:
-        copies = [Slot(slot.parameter, slot.gradient, slot.remembered, slot.mean) for slot in slots]
-        return BucketView(self.index, self.memory, copies, loses, decay, self.scratch, is_whole, output=self.output)
+        copies, joined = self._copies(slots), self.joined
+        return BucketView(
+            self.index, self.memory, copies, loses, decay, self.scratch, is_whole, output=self.output, joined=joined
+        )
+
+    @staticmethod
+    def _copies(slots: Sequence[Slot]) -> list[Slot]:
+        return [Slot(slot.parameter, slot.gradient, slot.remembered, slot.mean) for slot in slots]
 
     def _shards(self, slot: Slot, residual: Tensor | None) -> Iterator[Tile]:
         chunk = slot.gradient.shape[1]

@@ -146,6 +146,13 @@ class Compressor(ABC):
         """
         return False
 
+    def may_join_buckets(self, step: int) -> bool:
+        """Return whether a step may average several buckets as one, whose `memory` is then only the first one's.
+
+        It may if a parameter's mean does not depend on the others in its bucket, and `compress` uses slots alone.
+        """
+        return False
+
     def takes(self, gradient: Tensor) -> bool:
         """Return whether `compress` can handle this kind of gradient; others are averaged by a plain all-reduce."""
         return not gradient.is_sparse and gradient.is_floating_point()

@@ -239,7 +239,7 @@ class _Watch:
         for stage in self._coming():
             try:
                 self._wait_for(stage)
-                if stage.asked is None and not stage.task.future.done():
+                if stage.asked is None and not stage.task.has_ended:
                     with stage.stream.entered():  # where the mean was written, and so where its readers wait
                         stage.task.succeed()
                 with self._changed:

@@ -97,7 +97,8 @@ class Lane:
     def _finish(self, task: BucketTask) -> None:
         assert self.traffic is not None, "a task is finished before its lane is open"
         if self.differs is not None:
-            spoil(task.bucket, self.differs)  # first: an undo log judges the means
+            for member in task.bucket.members:  # first: an undo log judges the means
+                spoil(member, self.differs)
         task.settle()
         self.ledger.enter(task, self.traffic)
         self._complete(task)

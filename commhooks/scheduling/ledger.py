@@ -202,20 +202,21 @@ class Ledger:
         """The totals at the end of the last complete step, and of the one before."""
 
     def enter(self, task: BucketTask, traffic: Traffic) -> None:
-        """Record a finished bucket."""
+        """Record a finished task, of one bucket or several."""
         totals = self._totals
-        totals.buckets += 1
-        memory = task.bucket.memory
-        totals.buckets_on_gpu += int(runs_later(memory))
-        totals.gradient_elements += tensor_elements(memory)
-        gradient_bytes = tensor_bytes(memory)
-        totals.gradient_bytes += gradient_bytes
         totals.seconds_compressing += task.seconds_compressing
         noted: list[tuple[Shares, Sequence[int]]] = [
             ((request.layouts, request.part_bytes), (0, 1, 0, request.payload_bytes, request.moved_bytes))
             for request in task.asked
         ]
-        self._shares.note([(((task.bucket.layout,), (1,)), (1, 0, gradient_bytes, 0, 0)), *noted])
+        for member in task.bucket.members:
+            totals.buckets += 1
+            totals.buckets_on_gpu += int(runs_later(member.memory))
+            totals.gradient_elements += tensor_elements(member.memory)
+            gradient_bytes = tensor_bytes(member.memory)
+            totals.gradient_bytes += gradient_bytes
+            noted.append((((member.layout,), (1,)), (1, 0, gradient_bytes, 0, 0)))
+        self._shares.note(noted)
         if task.is_last:
             totals.steps += 1
             totals.seconds_exposed += time.perf_counter() - task.submitted

@@ -42,11 +42,12 @@ class Undo(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class BucketTask:
-    """A bucket's exchange, its current requests, and the future that waits for its mean."""
+    """The exchange of a bucket or of several, its current requests, and the futures that wait for the means."""
 
     exchange: Exchange
     bucket: BucketView
-    future: torch.futures.Future[Tensor]
+    futures: Sequence[torch.futures.Future[Tensor]]
+    """One for each of the bucket's members."""
     step: int
     is_last: bool
     parameters: Callable[[], str]
@@ -54,8 +55,8 @@ class BucketTask:
     world_size: int
     undo: Undo | None = None
     """The undo log, which judges the means of a step's buckets together."""
-    ready: Mark | None = None
-    """A mark, on a GPU, behind the work queued before the bucket was handed in, such as its gradients."""
+    ready: Sequence[Mark] = ()
+    """Marks, on a GPU, behind the work queued before each member was handed in, such as its gradients."""
     submitted: float = dataclasses.field(default_factory=time.perf_counter)
     judge: Judge | None = None
     """The pending request for a verdict."""
@@ -81,8 +82,8 @@ class BucketTask:
         """Run the compressor up to its first request; a second call does nothing."""
         if self.is_done or self.requests or self.judge is not None:
             return
-        if self.ready is not None:  # this may be another stream than that of the hook's caller
-            self.ready.wait()
+        for mark in self.ready:  # this may be another stream than that of the hook's caller
+            mark.wait()
         self._run(None)
 
     def take(self, number: int, position: int, answer: Tensor) -> None:
@@ -120,23 +121,32 @@ class BucketTask:
             parameters = self.parameters()
         except Exception as error:  # a message about a failure must not fail
             parameters = f"parameters that cannot be named: {error}"
-        return f"{place}, bucket {self.bucket.index} ({parameters})"
+        first, last = (self.bucket.members[at].index for at in (0, -1))
+        return f"{place}, {f'bucket {first}' if first == last else f'buckets {first} to {last}'} ({parameters})"
 
     def settle(self) -> None:
-        """Pass the mean to the undo log, if there is one; after the step's last bucket it may undo the step."""
+        """Pass the means to the undo log, if there is one; after the step's last bucket it may undo the step."""
         if self.undo is not None:
-            self.undo.settle(self.bucket.mean)
+            for member in self.bucket.members:
+                self.undo.settle(member.mean)
+
+    @property
+    def has_ended(self) -> bool:
+        """True once its futures are completed."""
+        return all(future.done() for future in self.futures)
 
     def succeed(self) -> None:
-        """Complete the future with the mean."""
+        """Complete each future with its mean."""
         self._give_back()
-        self.future.set_result(self.bucket.mean)
+        for future, member in zip(self.futures, self.bucket.members, strict=True):
+            future.set_result(member.mean)
 
     def fail(self, error: Exception) -> None:
-        """Complete the future with the error."""
+        """Complete the futures with the error."""
         self._give_back()
-        if not self.future.done():
-            self.future.set_exception(error)  # type: ignore[arg-type]  # torch declares "expected Tensor"
+        for future in self.futures:
+            if not future.done():
+                future.set_exception(error)  # type: ignore[arg-type]  # torch declares "expected Tensor"
 
     def _give_back(self) -> None:
         while self.messages:

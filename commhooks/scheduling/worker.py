@@ -194,7 +194,7 @@ class Worker(Scheduler):
             self._turn_away(lane, item)
             self._ended += 1
             return True
-        if item.ready is not None:
+        if item.ready:
             use_own_stream(item.bucket.memory.device)
         if not self._lanes.add(lane, item):
             return False

@@ -93,6 +93,10 @@ class ErrorFeedback(Wrapper):
         residual = {RESIDUAL: Entry(kind="residual")} if self.inner.loss(place.name, place.parameter) else {}
         return {**residual, **self.inner.state(place)}
 
+    def may_join_buckets(self, step: int) -> bool:
+        """Defer to `inner`."""
+        return self.inner.may_join_buckets(step)
+
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Run `inner` on the gradient plus the residual."""
         return self.inner.compress(self._with_residuals(bucket), context)

@@ -44,6 +44,10 @@ class StartAfter(Wrapper):
         """Return whether both compressors take the gradient."""
         return self.inner.takes(gradient) and self.before.takes(gradient)
 
+    def may_join_buckets(self, step: int) -> bool:
+        """Return the answer of the compressor that runs in the step."""
+        return self.in_turn(step).may_join_buckets(step)
+
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return the worse of both compressors' losses."""
         return Loss.worst(self.before.loss(name, parameter), self.inner.loss(name, parameter))

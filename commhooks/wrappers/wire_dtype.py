@@ -45,6 +45,10 @@ class WireDtype(Wrapper):
         """Return whether `inner` takes the gradient and its values can be cast."""
         return self.inner.takes(gradient) and not gradient.is_sparse
 
+    def may_join_buckets(self, step: int) -> bool:
+        """Defer to `inner`."""
+        return self.inner.may_join_buckets(step)
+
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Pass on `inner`'s requests with the wire dtype set."""
         narrowed = dataclasses.replace(context, wire=context.wire or self.dtype)  # if nested, the outer one decides

@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass
 class BucketRecord:
-    """One bucket in one step."""
+    """One bucket in one step, or several that were averaged as one."""
 
     parameters: tuple[str, ...]
     bytes: int
@@ -76,7 +76,8 @@ class Segments:
         """Add a bucket, and return its number."""
         now = time.perf_counter()
         names = tuple(slot.name for slot in view.slots)
-        self.buckets.append(BucketRecord(names, view.memory.numel() * view.memory.element_size(), now))
+        size = sum(member.memory.numel() for member in view.members) * view.memory.element_size()
+        self.buckets.append(BucketRecord(names, size, now))
         self.own_seconds += time.perf_counter() - now
         return len(self.buckets) - 1
 
@@ -153,6 +154,10 @@ class Watched(Wrapper):
     """A compressor whose segments are recorded."""
 
     segments: Segments = dataclasses.field(repr=False, compare=False)
+
+    def may_join_buckets(self, step: int) -> bool:
+        """Defer to `inner`."""
+        return self.inner.may_join_buckets(step)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Return `inner`'s exchange. This is called in the hook's own call, so the bucket is ready now."""

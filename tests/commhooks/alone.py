@@ -21,7 +21,7 @@ def run_alone(bucket: BucketView, exchange: Exchange) -> Tensor:
     (connection,) = lockstep_connections(1)
     bucket.scratch.turn += 1
     future: Any = mock.Mock()  # a real one wants a real device, and nobody waits for it
-    task = BucketTask(exchange, bucket, future, step=0, is_last=True, parameters=lambda: "its own", world_size=1)
+    task = BucketTask(exchange, bucket, [future], step=0, is_last=True, parameters=lambda: "its own", world_size=1)
     lane = Lane()
     connection.open(lane, bucket.memory.device, "").submit(lane, task)
     run_in_turns([connection])

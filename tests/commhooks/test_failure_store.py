@@ -187,7 +187,7 @@ def test_stopping_waits_until_it_is_known_whether_work_is_left_also_if_the_store
     bucket = BucketView(0, torch.zeros(4))
     exchange = AllReduceMean().compress(bucket, Context(0, 1, 0))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    worker.submit(lane, BucketTask(exchange, bucket, future, 0, True, lambda: "p", 1))
+    worker.submit(lane, BucketTask(exchange, bucket, [future], 0, True, lambda: "p", 1))
     assert NeverDone.has_started.wait(60.0)
     store.answers.clear()
     worker.stop()

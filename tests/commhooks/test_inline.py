@@ -69,9 +69,9 @@ class Harness:
     def submit(self, compressor: Compressor | None = None) -> torch.futures.Future[Tensor]:
         """Hand in a bucket of its own, the only one of its step."""
         task = _task(compressor or AllReduceMean())
-        task.future = self.failures.future
+        task.futures = [self.failures.future]
         self.scheduler.submit(self.lane, task)
-        return task.future
+        return task.futures[0]
 
 
 def _task(compressor: Compressor, step: int = 0, *, is_last: bool = True) -> BucketTask:
@@ -79,7 +79,7 @@ def _task(compressor: Compressor, step: int = 0, *, is_last: bool = True) -> Buc
     return BucketTask(
         exchange=compressor.compress(view, Context(0, 1, step)),
         bucket=view,
-        future=torch.futures.Future(),
+        futures=[torch.futures.Future()],
         step=step,
         is_last=is_last,
         parameters=lambda: "parameters a, b",
@@ -152,7 +152,7 @@ def test_buckets_of_a_step_take_turns_on_two_streams_unless_they_are_sent_togeth
         tasks = [_task(AllReduceMean(), step=step, is_last=number == 2) for number in range(3)]
         for task in tasks:
             scheduler.submit(lane, task)
-        assert all(task.future.done() for task in tasks)
+        assert all(task.has_ended for task in tasks)
     assert seen == ["a joins b", "b joins a", *of_step] * 2
 
 

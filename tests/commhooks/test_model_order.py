@@ -89,7 +89,7 @@ def seconds_of_the_policy(step: Step, link: Link) -> float:
             bucket = left.popleft()
             future: torch.futures.Future[Tensor] = torch.futures.Future()
             view = BucketView(len(step.buckets) - len(left) - 1, torch.zeros(8))
-            policy.add(BucketTask(exchange(bucket, clock), view, future, 0, not left, lambda: "made up", RANKS))
+            policy.add(BucketTask(exchange(bucket, clock), view, [future], 0, not left, lambda: "made up", RANKS))
         if not policy.turn():
             clock.now = max(clock.now, left[0].ready)
     return max(clock.now, step.compute)

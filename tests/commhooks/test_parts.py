@@ -263,7 +263,7 @@ def _task(bucket: int, compressor: Compressor, *, is_last: bool = False) -> Buck
     return BucketTask(
         exchange=compressor.compress(view, Context(0, 1, 0)),
         bucket=view,
-        future=torch.futures.Future(),
+        futures=[torch.futures.Future()],
         step=0,
         is_last=is_last,
         parameters=lambda: "p",
@@ -388,7 +388,7 @@ def test_a_task_gives_its_messages_back_when_it_ends(raises: bool) -> None:
     used, first = set(), _task(0, Rounds(rounds=1))
     for _ in range(3):
         exchange = Rounds(rounds=1).compress(first.bucket, Context(0, 1, 0))
-        order.add(dataclasses.replace(first, exchange=exchange, future=torch.futures.Future()))
+        order.add(dataclasses.replace(first, exchange=exchange, futures=[torch.futures.Future()]))
         while order.turn():
             pass
         used.add(tuple(memory.data_ptr() for memory in order.working_memory()))
@@ -515,7 +515,7 @@ def test_a_step_that_was_cut_short_is_dropped_when_the_next_one_begins() -> None
         pass
     assert finished == [1, 1] and communicator.sizes == [4]
     with pytest.raises(commhooks.CollectiveError, match="step 0 was cut short: step 1 began before its end"):
-        stale.future.wait()
+        stale.futures[0].wait()
 
 
 def test_only_sums_can_be_cast_on_the_wire() -> None:

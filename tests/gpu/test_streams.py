@@ -178,12 +178,12 @@ def test_a_bucket_is_compressed_while_the_one_before_waits_for_its_collective() 
         task = BucketTask(
             exchange=compressor.compress(view, ALONE),
             bucket=view,
-            future=future_on(device),
+            futures=[future_on(device)],
             step=0,
             is_last=number == 1,
             parameters=lambda: "its own",
             world_size=1,
-            ready=mark_of(device),
+            ready=[mark for mark in (mark_of(device),) if mark],
         )
         scheduler.submit(lane, task)
     compressor.formed[1].synchronize()

@@ -81,6 +81,10 @@ class AdaptiveRank(Compressor):
 
     needs_equal_kernels = True  # as PowerSGD
 
+    def may_join_buckets(self, step: int) -> bool:
+        """Return True, as PowerSGD."""
+        return True
+
     def state(self, place: Place) -> Declared:
         """Return the entries for the basis of R rows, the chosen rank, and the norms on which the choice is based."""
         form = self._powersgd.paying_form(place.parameter, place.name)

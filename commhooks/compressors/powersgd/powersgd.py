@@ -127,6 +127,10 @@ class PowerSGD(OfMatrices):
                     f"in memory; {found[0]!r} has the shape {tuple(named[found[0]].shape)}."
                 )
 
+    def may_join_buckets(self, step: int) -> bool:
+        """Return True, unless the bucket is the matrix."""
+        return self.matrices != "whole-bucket"
+
     def state(self, place: Place) -> Declared:
         """Return the entries for the bases of the next step, r×width, of the parameter's or its bucket's matrix.
 

@@ -42,6 +42,10 @@ class UnbiasedPowerSGD(OfMatrices):
 
     needs_equal_kernels = True  # each rank draws U, and multiplies with it
 
+    def may_join_buckets(self, step: int) -> bool:
+        """Return True, as PowerSGD."""
+        return True
+
     def loss(self, name: str, parameter: Tensor) -> Loss:
         """Return ω = (m + 1)/r for the worst matrix with as many elements: one row, and so r = 1."""
         return Loss(parameter.numel() + 1.0, unbiased=True, is_kept=False)
