@@ -19,7 +19,7 @@ import math
 
 from torch import Tensor
 
-from commhooks.compressors.powersgd.low_rank import LowRankPlan
+from commhooks.compressors.powersgd.low_rank import LowRankPlan, planned
 from commhooks.compressors.powersgd.matrices import MatrixForm, OfMatrices
 from commhooks.language import AllReduce, BucketView, Context, Exchange, Loss, setting
 from commhooks.language.randomness import seeded_normal, stable_seed
@@ -52,10 +52,9 @@ class UnbiasedPowerSGD(OfMatrices):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Average M·U, and multiply the answer by Uᵀ."""
-        plan = bucket.plan(self, lambda: LowRankPlan.of_slots(bucket, self.paying_form, self._r))
+        plan = planned(bucket, self, lambda level: LowRankPlan.of_slots(bucket, self.paying_form, self._r, level))
         for group in plan.groups:
-            of_stacks = group.Q.split(group.matrices[0].form.matrices)
-            for x, of_stack in zip(group.matrices, of_stacks, strict=True):
+            for x, of_stack in zip(group.matrices, group.places["Q"], strict=True):
                 Q = of_stack[0] if len(of_stack) == 1 else of_stack
                 # Uᵀ r×m, with elements of variance 1/r; the same on every rank, and another for each matrix.
                 seed = stable_seed("unbiased powersgd", self.seed, x.key, context.step)
@@ -64,8 +63,7 @@ class UnbiasedPowerSGD(OfMatrices):
         answers = yield AllReduce(
             *(group.parts["P"] for group in plan.groups), *plan.rest.parts(), average=True, last=True
         )
-        for group, mean in zip(plan.groups, answers[: len(plan.groups)], strict=True):
-            group.write("P", mean)
+        plan.write("P", answers[: len(plan.groups)])
         plan.rest.write(answers[len(plan.groups) :])
 
     def _r(self, form: MatrixForm) -> int:
