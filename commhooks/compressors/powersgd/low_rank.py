@@ -152,7 +152,8 @@ class _Banded:
         for (tile, rows), sent_rows in zip(self._with_rows(mean), sent.P.split(self._block_rows), strict=True):
             if tile.keeps:
                 left = tile.residual_room(finite)
-                tile.keep(minus_product(tile.form(), sent_rows, sent.Q, left, spare), finite)
+                torch.addmm(tile.form(), sent_rows, sent.Q, alpha=-1, out=left)
+                tile.keep(left, finite)
             tile.write(product(rows, mean.Q, tile.room, spare))
 
     def write(self, mean: Factors, spare: Tensor | None) -> None:
@@ -195,7 +196,7 @@ class _SideBySide:
     def finish(self, mean: Factors, sent: Factors, finite: Tensor, spare: Tensor | None) -> None:
         if self._stack.keeps:
             M, left = self._stack.form(), self._stack.residual_room(finite)
-            self._stack.keep(minus_product(M, sent.P, sent.Q, left, spare), finite)
+            self._stack.keep(torch.baddbmm(M, sent.P, sent.Q, alpha=-1, out=left), finite)
         self.write(mean, spare)
 
     def write(self, mean: Factors, spare: Tensor | None) -> None:
@@ -252,33 +253,37 @@ class LowRankGroup:
 
     def multiply(self, side: Side, turn: int, probe: Probe | None = None) -> None:
         """Compute this rank's own factors of one side: each M times its factor of the other side; and maybe a probe."""
-        for product in there_and_back(self.products, turn):
-            product.multiply(side, probe and probe.at(product.place))
+        for one in there_and_back(self.products, turn):
+            one.multiply(side, probe and probe.at(one.place))
 
     def finish(self, side: Side, mean: Tensor, sent: Tensor, turn: int, finite: Tensor, spare: Tensor | None) -> None:
         """Write means and residuals, given the mean factors of the last side and this rank's sent ones."""
-        of_mean = self._factors(side, mean)
+        of_mean = self._of_means(side, mean)
         # The other side's factor is a basis that all ranks share, so what a rank sent stands for its product with that.
-        of_sent = self._factors(side, sent)
-        for product in there_and_back(self.products, turn):
-            product.finish(of_mean.at(product.place), of_sent.at(product.place), finite, spare)
+        # No residual would hold the products' rounding error.
+        of_sent = Factors(*in_full(*self._factors(side, sent)))
+        for one in there_and_back(self.products, turn):
+            one.finish(of_mean.at(one.place), of_sent.at(one.place), finite, spare)
 
     def write(self, side: Side, mean: Tensor, spare: Tensor | None) -> None:
         """Write means, given the mean factors of one side."""
-        of_mean = self._factors(side, mean)
-        for product in self.products:
-            product.write(of_mean.at(product.place), spare)
+        of_mean = self._of_means(side, mean)
+        for one in self.products:
+            one.write(of_mean.at(one.place), spare)
 
     def largest(self, side: Side, mean: Tensor, spare: Tensor | None) -> Tensor:
         """Return the means' largest magnitude, 0-dim; this overwrites what was formed."""
-        of_mean = self._factors(side, mean)
-        return torch.stack([product.largest(of_mean.at(product.place), spare) for product in self.products]).amax()
+        of_mean = self._of_means(side, mean)
+        return torch.stack([one.largest(of_mean.at(one.place), spare) for one in self.products]).amax()
 
     def _factors(self, side: Side, mean: Tensor) -> Factors:
-        """Return the factors, of which one side's is `mean`, as n×r and r×m."""
-        P, Q = (mean.mT, self.Q) if side == "P" else (self.P.mT, mean)
-        # No residual would hold the products' rounding error; on a CPU they are not reduced.
-        return Factors(*in_full(P, Q)) if self._runs_later else Factors(P, Q)
+        """Return the factors, of which one side's is `mean`, with P as columns, which products on a CPU read faster."""
+        P, Q = (mean, self.Q) if side == "P" else (self.P, mean)
+        return Factors(P.mT if self._runs_later else P.mT.contiguous(), Q)
+
+    def _of_means(self, side: Side, mean: Tensor) -> Factors:
+        factors = self._factors(side, mean)
+        return Factors(*in_full(*factors)) if self._runs_later else factors
 
 
 class _Compiled:
@@ -436,7 +441,7 @@ class LowRankPlan:
 
     def _form_at_once(self) -> None:
         """Form all matrices in few calls; on a CPU each is formed when it is multiplied, so that it is in the cache."""
-        form_together([tile for group in self.groups for product in group.products for tile in product.tiles])
+        form_together([tile for group in self.groups for one in group.products for tile in one.tiles])
 
     def finish(self, side: Side, means: Sequence[Tensor], turn: int, context: Context, finite: Tensor) -> None:
         """Write means and residuals, from the mean factors of the last side and this rank's own ones."""
@@ -478,26 +483,13 @@ def product(P: Tensor, Q: Tensor, out: Tensor, spare: Tensor | None) -> Tensor:
     """
     if spare is None:
         return torch.matmul(P, Q, out=out)
-    (column, row), *others = _pairs(P, Q)
+    r, spare = P.shape[-1], spare[: out.numel()].view(out.shape)
+    # `split` would take ten times as long to call.
+    (column, row), *others = zip(P.chunk(r, dim=-1), Q.chunk(r, dim=-2), strict=True)
     torch.mul(column, row, out=out)
     for column, row in others:
-        out.add_(torch.mul(column, row, out=spare[: out.numel()].view(out.shape)))
+        out.add_(torch.mul(column, row, out=spare))
     return out
-
-
-def minus_product(M: Tensor, P: Tensor, Q: Tensor, out: Tensor, spare: Tensor | None) -> Tensor:
-    """Return M - P·Q in `out`, which may be M: on a CPU one product of a column and a row is subtracted at a time."""
-    if spare is None:
-        minus = torch.addmm if M.dim() == 2 else torch.baddbmm
-        return minus(M, P, Q, alpha=-1, out=out)
-    for column, row in _pairs(P, Q):
-        M = torch.sub(M, torch.mul(column, row, out=spare[: out.numel()].view(out.shape)), out=out)
-    return M
-
-
-def _pairs(P: Tensor, Q: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return each column of P with its row of Q."""
-    return zip(P.split(1, dim=-1), Q.split(1, dim=-2), strict=True)
 
 
 def _is_small(tile: Tile) -> bool:
