@@ -1,15 +1,19 @@
-"""Ranks with different compiled passes, or none, compute the same means and the same bases, bit for bit."""
+"""Ranks on different processors, with different compiled passes or none, compute the same means and bases."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from commhooks.compressors.powersgd import AdaptiveRank, PowerSGD, UnbiasedPowerSGD
+from commhooks.compressors.powersgd.low_rank import product
+from commhooks.compressors.powersgd.orthonormal import orthonormal_rows
 from commhooks.language import BucketView, Compressor, Context, Exchange
 from commhooks.native import library
 from tests.commhooks.workers import Workers, normal, zeros
@@ -47,6 +51,23 @@ class _UnbiasedPowerSGD(_LevelOfRank, UnbiasedPowerSGD):
 
 def powersgd(**settings: Any) -> Compressor:
     return _PowerSGD(min_compression_rate=1.0, **settings)
+
+
+def drawn(*shape: int, factor: float) -> Tensor:
+    """Return numbers that no kernel rounds."""
+    numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64) * factor
+    return (numbers.frac() - 0.5).float().view(shape)
+
+
+def test_means_and_bases_have_these_bits_on_every_processor() -> None:
+    """The eager ones; `python -m tests.processors` runs this with other kernels of ATen and MKL."""
+    digest = hashlib.sha256()
+    for r, n, m in ((1, 33, 70), (2, 100, 257), (4, 300, 128), (7, 65, 1000), (8, 511, 256)):
+        P, Q = drawn(r, n, factor=0.7390851), drawn(r, m, factor=0.5671433)
+        mean = product(P.mT, Q, torch.empty(n, m), torch.empty(n * m))
+        for tensor in (mean, orthonormal_rows(P), orthonormal_rows(P, 1e-3), orthonormal_rows(P.double())):
+            digest.update(tensor.numpy().tobytes())
+    assert digest.hexdigest()[:16] == "1ea94aaf37c3a619"
 
 
 @pytest.mark.parametrize(
