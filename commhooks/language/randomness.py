@@ -51,4 +51,5 @@ def seeded_normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
         sums += pieces
     sums -= _SUMMED * (2**16 - 1) // 2
     drawn = torch.empty(shape, dtype=torch.float32, device="cpu", pin_memory=runs_later(like))
-    return drawn.copy_(torch.from_numpy(sums).view(shape)).mul_(_TO_ONE).to(like, non_blocking=True)
+    torch.mul(torch.from_numpy(sums.astype(np.float32)).view(shape), _TO_ONE, out=drawn)
+    return drawn.to(like, non_blocking=True)

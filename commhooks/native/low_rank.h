@@ -10,6 +10,8 @@
 
 #define MOST_RANK 8
 #define TOGETHER 16 /* rows that use a panel of factors one after another, while it is in the first cache */
+#define AHEAD 8      /* rows from those that are in use to those that are fetched meanwhile */
+#define NEVER_INLINE static __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 16")
 #if defined(__AVX512F__)
 #define LANES 16
@@ -27,7 +29,17 @@ INLINE F load(const float *x) {
     return v;
 }
 INLINE void store(float *to, F v) { memcpy(to, &v, sizeof v); }
-INLINE F all(float x) { return x - (F){0}; }
+
+/* A number that vectors are multiplied by. From AVX on there are instructions for that; before it is a vector itself. */
+#if LANES > 4
+typedef float Number;
+INLINE Number number(float x) { return x; }
+INLINE float first_of(Number x) { return x; }
+#else
+typedef F Number;
+INLINE Number number(float x) { return x - (F){0}; }
+INLINE float first_of(Number x) { return x[0]; }
+#endif
 
 /* The arguments, as `low_rank.py` packs them. */
 
@@ -65,6 +77,12 @@ typedef struct {
     const float *const *P, *const *sent, *const *means; /* sent: this rank's own Q; means: the mean Q */
     int64_t keeps;
 } Finish;
+
+/* Return how many elements on the row is that comes AHEAD rows after row i of `rows`, which share a panel of columns
+   [from, to): below it, or in the next panel, or in the first one of the rows after these. */
+INLINE int64_t ahead_of(int64_t i, int64_t rows, int64_t m, int64_t from, int64_t to) {
+    return i + AHEAD < rows ? AHEAD * m : to < m ? (AHEAD - rows) * m + to - from : AHEAD * m - from;
+}
 
 #include "low_rank_left.h"
 #include "low_rank_right.h"

@@ -1,8 +1,10 @@
 /* The last pass of low_rank.h: what is unsent, and the mean. */
 
-#define COLUMNS_FINISH(r) (2048 / (r) / 16 * 16) /* at a time, of two Q */
+#define COLUMNS_FINISH 256 /* at a time: of these rows and the next, and of Q, they stay in the first cache */
+#define ROWS_FINISH 4      /* at a time, with two vectors each */
+#define VECTORS_FINISH 2
 
-/* Store past the caches, where a line would be read before it is written. `to` is aligned. */
+/* Store past the caches, since a line would be read before it is written. `to` is aligned. */
 INLINE void store_past(float *to, F v) {
 #if defined(__AVX512F__)
     _mm512_stream_ps(to, (__m512)v);
@@ -15,102 +17,103 @@ INLINE void store_past(float *to, F v) {
 #endif
 }
 
+/* Let other threads see what was stored past the caches. */
 INLINE void store_fence(void) {
 #if defined(__SSE__)
     __builtin_ia32_sfence();
 #endif
 }
 
-/* Where R rows of a matrix are, and whether what is unsent, and the mean, are stored past the caches. */
+/* A product P·Q of some rows, or what it leaves of x. */
 typedef struct {
+    const float *Q, *x; /* x: NULL for the product */
+    float *to;
     int64_t m, r;
-    const float *x, *sent, *means;
-    float *e, *mean;
-    int past_e, past_mean;
-} Rows_;
+    int64_t ahead; /* elements of x from here to what is fetched meanwhile */
+    int past;      /* store past the caches */
+} Product;
 
-INLINE void finish_some(const int R, const int keeps, const Rows_ *of, F (*P)[4], int64_t from, int64_t end) {
-    const int64_t m = of->m, r = of->r;
-    const float *x = of->x, *sent = of->sent, *means = of->means;
-    int64_t j = from;
-    for (; j + 16 <= end; j += 16) {
-        if (keeps)
-            UNROLL for (int a = 0; a < R; a++) __builtin_prefetch(x + (R + a) * m + j, 1, 3);
-        UNROLL for (int slice = 0; slice < SLICES; slice++) {
-            const int64_t at = j + slice * LANES;
-            F s[4], t[4];
-            F q = load(means + at), o = keeps ? load(sent + at) : q;
-            UNROLL for (int a = 0; a < R; a++) t[a] = P[0][a] * q;
-            if (keeps)
-                UNROLL for (int a = 0; a < R; a++) s[a] = P[0][a] * o;
-            for (int64_t k = 1; k < r; k++) {
-                q = load(means + k * m + at);
-                UNROLL for (int a = 0; a < R; a++) t[a] += P[k][a] * q;
-                if (keeps) {
-                    o = load(sent + k * m + at);
-                    UNROLL for (int a = 0; a < R; a++) s[a] += P[k][a] * o;
-                }
-            }
-            UNROLL for (int a = 0; a < R; a++) {
-                if (keeps) {
-                    const F unsent = load(x + a * m + at) - s[a];
-                    of->past_e ? store_past(of->e + a * m + at, unsent) : store(of->e + a * m + at, unsent);
-                }
-                of->past_mean ? store_past(of->mean + a * m + at, t[a]) : store(of->mean + a * m + at, t[a]);
-            }
-        }
+/* Compute R rows of V vectors from column j on. K is the rank, or 0 if that is not constant. */
+INLINE void multiply_some(const int K, const int R, const int V, const Product *of, Number (*P)[ROWS_FINISH], int64_t j) {
+    const int64_t m = of->m, r = K ? K : of->r;
+    const float *Q = of->Q + j, *x = of->x + (of->x ? j : 0);
+    float *to = of->to + j;
+    F sums[ROWS_FINISH][VECTORS_FINISH];
+    UNROLL for (int a = 0; a < R; a++)
+        UNROLL for (int v = 0; v < V; v++) sums[a][v] = P[0][a] * load(Q + v * LANES);
+    for (int64_t k = 1; k < r; k++) {
+        F q[VECTORS_FINISH];
+        UNROLL for (int v = 0; v < V; v++) q[v] = load(Q + k * m + v * LANES);
+        UNROLL for (int a = 0; a < R; a++)
+            UNROLL for (int v = 0; v < V; v++) sums[a][v] += P[k][a] * q[v];
     }
+    if (x) {
+        UNROLL for (int a = 0; a < R; a++)
+            UNROLL for (int v = 0; v < V; v++) sums[a][v] = load(x + a * m + v * LANES) - sums[a][v];
+        UNROLL for (int a = 0; a < R; a++)
+            UNROLL for (int at = 0; at < V * LANES; at += 16) __builtin_prefetch(x + of->ahead + a * m + at, 1, 3);
+    }
+    if (of->past) {
+        UNROLL for (int a = 0; a < R; a++)
+            UNROLL for (int v = 0; v < V; v++) store_past(to + a * m + v * LANES, sums[a][v]);
+    } else {
+        UNROLL for (int a = 0; a < R; a++)
+            UNROLL for (int v = 0; v < V; v++) store(to + a * m + v * LANES, sums[a][v]);
+    }
+}
+
+/* Columns [j, end) of R rows. */
+INLINE void multiply(const int K, const int R, const Product *of, Number (*P)[ROWS_FINISH], int64_t j, int64_t end) {
+    const int64_t m = of->m, r = K ? K : of->r;
+    for (; j + VECTORS_FINISH * LANES <= end; j += VECTORS_FINISH * LANES) multiply_some(K, R, VECTORS_FINISH, of, P, j);
+    for (; j + LANES <= end; j += LANES) multiply_some(K, R, 1, of, P, j);
     for (; j < end; j++)
         for (int a = 0; a < R; a++) {
-            float s = keeps ? P[0][a][0] * sent[j] : 0, t = P[0][a][0] * means[j];
-            for (int64_t k = 1; k < r; k++) {
-                if (keeps) s += P[k][a][0] * sent[k * m + j];
-                t += P[k][a][0] * means[k * m + j];
-            }
-            if (keeps) of->e[a * m + j] = x[a * m + j] - s;
-            of->mean[a * m + j] = t;
+            float sum = first_of(P[0][a]) * of->Q[j];
+            for (int64_t k = 1; k < r; k++) sum += first_of(P[k][a]) * of->Q[k * m + j];
+            of->to[a * m + j] = of->x ? of->x[a * m + j] - sum : sum;
         }
 }
 
-static __attribute__((noinline)) void finish_4_keeping(const Rows_ *of, F (*P)[4], int64_t from, int64_t end) {
-    finish_some(4, 1, of, P, from, end);
-}
-static __attribute__((noinline)) void finish_1_keeping(const Rows_ *of, F (*P)[4], int64_t from, int64_t end) {
-    finish_some(1, 1, of, P, from, end);
-}
-static __attribute__((noinline)) void finish_4(const Rows_ *of, F (*P)[4], int64_t from, int64_t end) {
-    finish_some(4, 0, of, P, from, end);
-}
-static __attribute__((noinline)) void finish_1(const Rows_ *of, F (*P)[4], int64_t from, int64_t end) {
-    finish_some(1, 0, of, P, from, end);
-}
+#define MULTIPLY(name, K, R) \
+    NEVER_INLINE void name(const Product *of, Number (*P)[ROWS_FINISH], int64_t j, int64_t end) { \
+        multiply(K, R, of, P, j, end); \
+    }
+MULTIPLY(multiply_rank_1, 1, ROWS_FINISH)
+MULTIPLY(multiply_rank_2, 2, ROWS_FINISH)
+MULTIPLY(multiply_rows, 0, ROWS_FINISH)
+MULTIPLY(multiply_row, 0, 1)
 
 INLINE int is_aligned(const float *x, int64_t m) { return m % 16 == 0 && (uintptr_t)x % 64 == 0; }
 
 /* Rows [start, end) of a matrix. */
 static void finish_rows(const Finish *pass, const Matrix *M, int64_t start, int64_t end) {
-    const int64_t n = M->n, m = M->m, r = M->r, panel = COLUMNS_FINISH(r);
+    const int64_t n = M->n, m = M->m, r = M->r, at = M->place * r * m;
     const float *P = pass->P[M->group] + M->place * r * n;
-    const int64_t at = M->place * r * m;
     const int keeps = pass->keeps && M->e;
-    const int past_e = keeps && is_aligned(M->e, m);
-    const int past_mean = is_aligned(M->mean, m) && !(keeps && M->mean == M->g); /* M has just been read there */
-    F numbers[MOST_RANK][4];
+    Product unsent = {.Q = pass->sent[M->group] + at, .m = m, .r = r, .past = keeps && is_aligned(M->e, m)};
+    Product mean = {.Q = pass->means[M->group] + at, .m = m, .r = r};
+    mean.past = is_aligned(M->mean, m) && !(keeps && M->mean == M->g); /* M has just been read there */
+    Number numbers[MOST_RANK][ROWS_FINISH];
     for (int64_t first = start; first < end; first += TOGETHER) {
-        const int64_t last = end - first < TOGETHER ? end : first + TOGETHER;
-        for (int64_t from = 0; from < m; from += panel) {
-            const int64_t to = m - from < panel ? m : from + panel;
-            for (int64_t i = first; i < last;) {
-                const int R = last - i < 4 ? 1 : 4;
+        const int64_t rows = end - first < TOGETHER ? end - first : TOGETHER;
+        for (int64_t from = 0; from < m; from += COLUMNS_FINISH) {
+            const int64_t to = m - from < COLUMNS_FINISH ? m : from + COLUMNS_FINISH;
+            for (int64_t i = 0, some = ROWS_FINISH; i < rows; i += some) {
+                if (rows - i < some) some = 1;
+                const int64_t before = (first + i) * m;
+                void (*const multiplied)(const Product *, Number (*)[ROWS_FINISH], int64_t, int64_t) =
+                    some == 1 ? multiply_row : r == 1 ? multiply_rank_1 : r == 2 ? multiply_rank_2 : multiply_rows;
                 for (int64_t k = 0; k < r; k++)
-                    for (int a = 0; a < R; a++) numbers[k][a] = all(P[k * n + i + a]);
-                const Rows_ rows = {m, r, M->g + i * m, pass->sent[M->group] + at, pass->means[M->group] + at,
-                                    M->e + i * m, M->mean + i * m, past_e, past_mean};
-                if (R == 4)
-                    keeps ? finish_4_keeping(&rows, numbers, from, to) : finish_4(&rows, numbers, from, to);
-                else
-                    keeps ? finish_1_keeping(&rows, numbers, from, to) : finish_1(&rows, numbers, from, to);
-                i += R;
+                    for (int64_t a = 0; a < some; a++) numbers[k][a] = number(P[k * n + first + i + a]);
+                if (keeps) {
+                    unsent.x = M->g + before;
+                    unsent.to = M->e + before;
+                    unsent.ahead = ahead_of(i, rows, m, from, to);
+                    multiplied(&unsent, numbers, from, to);
+                }
+                mean.to = M->mean + before;
+                multiplied(&mean, numbers, from, to);
             }
         }
     }

@@ -42,7 +42,7 @@ def draws() -> tuple[Tensor, Tensor]:
 def test_every_element_is_right_on_average(draws: tuple[Tensor, Tensor]) -> None:
     """With a family-wise error of 1e-6.
 
-    The mean of N draws of element j of a row g is a quadratic form A of N·r·m numbers, with |A|² = (|g|² + g_j²)/(2·N·r)
+    The mean of N draws of element j of a row g is a quadratic form A of N·r·m numbers: |A|² = (|g|² + g_j²)/(2·N·r)
     and no eigenvalue above (|g| + |g_j|)/(2·N·r). Of normal numbers, whose tails are heavier than these, it is off by
     more than 2·|A|·√t + 2·(that eigenvalue)·t with probability 2·exp(-t) at most (Laurent and Massart 2000, lemma 1).
     """

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from commhooks import CommHooksError, ErrorFeedback
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Judge, Loss, Slot, lending
+from commhooks.language.tile import to_form
 from tests.commhooks.workers import Workers, normal, zeros
 
 FINE = torch.ones((), dtype=torch.bool)
@@ -41,6 +42,12 @@ def formed_after_it_was_written(slots: Sequence[Slot]) -> None:
     for slot in slots:
         slot.write(torch.ones_like(slot.room))
         slot.keep(slot.form() * 0.5, FINE)
+
+
+def formed_by_passes_after_it_was_written(slots: Sequence[Slot]) -> None:
+    for slot in slots:
+        slot.write(torch.ones_like(slot.room))
+        to_form([slot.tile])
 
 
 def kept_after_it_was_overwritten(slots: Sequence[Slot]) -> None:
@@ -82,6 +89,7 @@ def test_what_is_used_in_order_passes(dtype: torch.dtype) -> None:
         (written_after_another_was_computed, torch.bfloat16, "what is written lies in memory that another tile"),
         (formed_after_it_was_written, torch.float32, "a gradient was formed again after its mean had taken its place"),
         (formed_after_it_was_written, torch.bfloat16, "a gradient was formed again after its mean had taken its place"),
+        (formed_by_passes_after_it_was_written, torch.float32, "a gradient was formed again after its mean had taken"),
         (kept_after_it_was_overwritten, torch.float32, "what is kept was overwritten by the mean before"),
     ],
 )

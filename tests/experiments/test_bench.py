@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from commhooks.native.library import VARIABLE
 from experiments.results.summary import Spread
 from experiments.studies.app import app
 from experiments.studies.bench import powersgd, throughput
-from experiments.studies.bench.copies import EAGER, Worked, in_copies
+from experiments.studies.bench.copies import EAGER, Worked, between_copies, in_copies
 from experiments.studies.bench.gate import BETTER, GONE, NEW, SAME, WORSE, changes, other_places
 from experiments.studies.bench.growth import exponent_of
 from experiments.studies.bench.page import pages
-from experiments.studies.bench.real_step import LOOPBACK, OURS, PEERS, rows_of
+from experiments.studies.bench.real_step import CLOCKS, HOSTS, PEERS, rows_of
 from experiments.studies.bench.results import Measured, Results, read, write
 from experiments.studies.bench.rows import MET, MISSED, WITHIN, Row, compared, pooled, slack_of
 from experiments.studies.bench.sections import SECTIONS
@@ -100,9 +101,14 @@ def test_the_exponent_of_a_power_is_that_power(power: float) -> None:
 
 
 def test_what_a_hook_adds_to_noop_is_compared_with_what_the_all_reduce_adds() -> None:
-    seconds = {name: [2.0, 2.0] for name in PEERS} | {"noop": [1.0, 1.0]} | {name: [1.5, 1.7] for name in OURS}
-    for one in rows_of(seconds, LOOPBACK):
-        assert one.spread.median == pytest.approx(0.6)
+    launches = []
+    for added in (0.5, 0.7, 0.6):
+        seconds = {name: [2.0, 2.0, 9.0] for name in PEERS} | {"noop": [1.0, 0.1, 1.0], "fifo": [1 + added] * 3}
+        launches.append(dict.fromkeys(CLOCKS, seconds))
+    found = rows_of(launches, "fifo", "1 bucket", HOSTS)
+    assert [one.quantity.partition(" added")[0] for one in found] == ["CPU time", "wall time"]
+    for one in found:
+        assert (one.spread.median, one.spread.low, one.spread.high) == pytest.approx((0.6, 0.55, 0.65))
         assert one.noise is not None and one.noise.median == 1.0
 
 
@@ -157,6 +163,27 @@ def test_what_must_be_moved_is_counted_in_copies() -> None:
     assert floors["powersgd:rank=1"] == pytest.approx(28 / 8, abs=0.02)
 
 
+def test_the_unit_is_the_median_of_the_copies_around_the_work() -> None:
+    times, called = iter([0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 11.0, 11.0, 13.0, 13.0, 15.0, 15.0, 99.0]), list[str]()
+    taken = between_copies(lambda: called.append("work"), lambda: called.append("copy"), lambda: next(times))
+    assert called == ["copy"] * 3 + ["work"] + ["copy"] * 3
+    assert taken == 8.0 / 1.5
+
+
+def test_buckets_hold_all_gradients_in_order_in_about_equal_parts() -> None:
+    for shapes in powersgd.MODELS.values():
+        parts = powersgd.divided(shapes, 4)
+        assert [shape for part in parts for shape in part] == list(shapes)
+        sizes = [sum(math.prod(shape) for shape in part) for part in parts]
+        assert len(parts) == 4 and max(sizes) < 0.5 * sum(sizes)
+
+
+def test_a_part_of_a_section_is_not_stored(tmp_path: Path) -> None:
+    for others in (["powersgd", "--results", str(tmp_path / "a.json")], ["powersgd", "ddp"]):
+        found = CliRunner().invoke(app, ["bench", *others, "--only", "rank 4"])
+        assert found.exit_code != 0 and "--only measures a part" in found.output
+
+
 def test_a_level_is_in_use_during_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     worked, seen = Worked("all-reduce", [(8, 8)], 2), list[str]()
@@ -199,9 +226,9 @@ def test_the_pages_in_the_repository_are_those_of_their_file() -> None:
 
 def test_a_tiny_section_comes_back_from_its_rank_as_rows() -> None:
     told: list[str] = []
-    rows = powersgd.measure(True, told.append)
-    assert [one.name.split(",")[0] for one in rows] == ["rank 1", "rank 2", "rank 4"]
-    assert all(one.spread.low > 0 and one.noise is not None for one in rows)
+    rows = powersgd.measure(True, told.append, ["rank 4", "eager"])
+    assert [one.key for one in rows] == [f"rank 4, tiny, {buckets}: eager" for buckets in ("1 bucket", "4 buckets")]
+    assert all(one.spread.low > 0 for one in rows)
     assert told
 
 

@@ -142,21 +142,27 @@ class _Banded:
             for block in self._blocks:
                 self._Q.addmm_(block.P, block.tile.form())  # r×rows · rows×m
 
-    def finish(self, mean: Factors, sent: Factors, finite: Tensor) -> None:
+    @property
+    def elements_at_once(self) -> int:
+        """The most elements of M that a call handles."""
+        return self.tiles[0].gradient.numel()
+
+    def finish(self, mean: Factors, sent: Factors, finite: Tensor, spare: Tensor | None) -> None:
         """Write the mean, and keep M minus this rank's sent part as the residual."""
         for (tile, rows), sent_rows in zip(self._with_rows(mean), sent.P.split(self._block_rows), strict=True):
             if tile.keeps:
                 left = tile.residual_room(finite)
-                tile.keep(minus_product(tile.form(), sent_rows, sent.Q, out=left), finite)
-            tile.write(product(rows, mean.Q, out=tile.room))
+                torch.addmm(tile.form(), sent_rows, sent.Q, alpha=-1, out=left)
+                tile.keep(left, finite)
+            tile.write(product(rows, mean.Q, tile.room, spare))
 
-    def write(self, mean: Factors) -> None:
+    def write(self, mean: Factors, spare: Tensor | None) -> None:
         for tile, rows in self._with_rows(mean):
-            tile.write(product(rows, mean.Q, out=tile.room))
+            tile.write(product(rows, mean.Q, tile.room, spare))
 
-    def largest(self, mean: Factors) -> Tensor:
+    def largest(self, mean: Factors, spare: Tensor | None) -> Tensor:
         """Return the mean's largest magnitude, 0-dim; this overwrites what was formed."""
-        blocks = [product(rows, mean.Q, out=tile.room).abs().amax() for tile, rows in self._with_rows(mean)]
+        blocks = [product(rows, mean.Q, tile.room, spare).abs().amax() for tile, rows in self._with_rows(mean)]
         return torch.stack(blocks).amax()
 
     def _with_rows(self, mean: Factors) -> Iterator[tuple[Tile, Tensor]]:
@@ -183,17 +189,21 @@ class _SideBySide:
         else:
             torch.bmm(self._P, M, out=self._Q)
 
-    def finish(self, mean: Factors, sent: Factors, finite: Tensor) -> None:
+    @property
+    def elements_at_once(self) -> int:
+        return sum(tile.gradient.numel() for tile in self.tiles)
+
+    def finish(self, mean: Factors, sent: Factors, finite: Tensor, spare: Tensor | None) -> None:
         if self._stack.keeps:
             M, left = self._stack.form(), self._stack.residual_room(finite)
-            self._stack.keep(minus_product(M, sent.P, sent.Q, out=left), finite)
-        self.write(mean)
+            self._stack.keep(torch.baddbmm(M, sent.P, sent.Q, alpha=-1, out=left), finite)
+        self.write(mean, spare)
 
-    def write(self, mean: Factors) -> None:
-        self._stack.write(product(mean.P, mean.Q, out=self._stack.room))
+    def write(self, mean: Factors, spare: Tensor | None) -> None:
+        self._stack.write(product(mean.P, mean.Q, self._stack.room, spare))
 
-    def largest(self, mean: Factors) -> Tensor:
-        return product(mean.P, mean.Q, out=self._stack.room).abs().amax()
+    def largest(self, mean: Factors, spare: Tensor | None) -> Tensor:
+        return product(mean.P, mean.Q, self._stack.room, spare).abs().amax()
 
 
 class LowRankGroup:
@@ -243,33 +253,37 @@ class LowRankGroup:
 
     def multiply(self, side: Side, turn: int, probe: Probe | None = None) -> None:
         """Compute this rank's own factors of one side: each M times its factor of the other side; and maybe a probe."""
-        for product in there_and_back(self.products, turn):
-            product.multiply(side, probe and probe.at(product.place))
+        for one in there_and_back(self.products, turn):
+            one.multiply(side, probe and probe.at(one.place))
 
-    def finish(self, side: Side, mean: Tensor, sent: Tensor, turn: int, finite: Tensor) -> None:
+    def finish(self, side: Side, mean: Tensor, sent: Tensor, turn: int, finite: Tensor, spare: Tensor | None) -> None:
         """Write means and residuals, given the mean factors of the last side and this rank's sent ones."""
-        of_mean = self._factors(side, mean)
+        of_mean = self._of_means(side, mean)
         # The other side's factor is a basis that all ranks share, so what a rank sent stands for its product with that.
-        of_sent = self._factors(side, sent)
-        for product in there_and_back(self.products, turn):
-            product.finish(of_mean.at(product.place), of_sent.at(product.place), finite)
+        # No residual would hold the products' rounding error.
+        of_sent = Factors(*in_full(*self._factors(side, sent)))
+        for one in there_and_back(self.products, turn):
+            one.finish(of_mean.at(one.place), of_sent.at(one.place), finite, spare)
 
-    def write(self, side: Side, mean: Tensor) -> None:
+    def write(self, side: Side, mean: Tensor, spare: Tensor | None) -> None:
         """Write means, given the mean factors of one side."""
-        of_mean = self._factors(side, mean)
-        for product in self.products:
-            product.write(of_mean.at(product.place))
+        of_mean = self._of_means(side, mean)
+        for one in self.products:
+            one.write(of_mean.at(one.place), spare)
 
-    def largest(self, side: Side, mean: Tensor) -> Tensor:
+    def largest(self, side: Side, mean: Tensor, spare: Tensor | None) -> Tensor:
         """Return the means' largest magnitude, 0-dim; this overwrites what was formed."""
-        of_mean = self._factors(side, mean)
-        return torch.stack([product.largest(of_mean.at(product.place)) for product in self.products]).amax()
+        of_mean = self._of_means(side, mean)
+        return torch.stack([one.largest(of_mean.at(one.place), spare) for one in self.products]).amax()
 
     def _factors(self, side: Side, mean: Tensor) -> Factors:
-        """Return the factors, of which one side's is `mean`, as n×r and r×m."""
-        P, Q = (mean.mT, self.Q) if side == "P" else (self.P.mT, mean)
-        # No residual would hold the products' rounding error; on a CPU they are not reduced.
-        return Factors(*in_full(P, Q)) if self._runs_later else Factors(P, Q)
+        """Return the factors, of which one side's is `mean`, with P as columns, which products on a CPU read faster."""
+        P, Q = (mean, self.Q) if side == "P" else (self.P, mean)
+        return Factors(P.mT if self._runs_later else P.mT.contiguous(), Q)
+
+    def _of_means(self, side: Side, mean: Tensor) -> Factors:
+        factors = self._factors(side, mean)
+        return Factors(*in_full(*factors)) if self._runs_later else factors
 
 
 class _Compiled:
@@ -369,6 +383,10 @@ class LowRankPlan:
         self._eager = [at for at, group in enumerate(self.groups) if not group.is_compiled]
         has_compiled = self.level is not None and len(self._eager) < len(self.groups)
         self._compiled = _Compiled(self.groups, self.level) if self.level is not None and has_compiled else None
+        most = max((one.elements_at_once for group in self.groups for one in group.products), default=0)
+        is_queued = bool(self.groups) and runs_later(self.groups[0].P)
+        self._spare = None if is_queued or not most else self.groups[0].P.new_empty(most)
+        """Memory for one column of P times one row of Q, kept from step to step."""
         self.rows = _rows_of_right_factors(self.groups)
         """The row number of each element of all groups' Q, one group's after another's, if work is queued: all groups
         are then handled in one call. None otherwise."""
@@ -423,7 +441,7 @@ class LowRankPlan:
 
     def _form_at_once(self) -> None:
         """Form all matrices in few calls; on a CPU each is formed when it is multiplied, so that it is in the cache."""
-        form_together([tile for group in self.groups for product in group.products for tile in product.tiles])
+        form_together([tile for group in self.groups for one in group.products for tile in one.tiles])
 
     def finish(self, side: Side, means: Sequence[Tensor], turn: int, context: Context, finite: Tensor) -> None:
         """Write means and residuals, from the mean factors of the last side and this rank's own ones."""
@@ -431,50 +449,47 @@ class LowRankPlan:
         if self._compiled is not None:
             self._compiled.finish(side, self._compiled.of(means), self._compiled.of(sent), finite)
         for at in there_and_back(self._eager, turn):
-            self.groups[at].finish(side, means[at], sent[at], turn, finite)
+            self.groups[at].finish(side, means[at], sent[at], turn, finite, self._spare)
 
     def write(self, side: Side, means: Sequence[Tensor]) -> None:
         """Write means, from the mean factors of one side."""
         if self._compiled is not None:
             self._compiled.write(side, self._compiled.of(means))
         for at in self._eager:
-            self.groups[at].write(side, means[at])
+            self.groups[at].write(side, means[at], self._spare)
 
     def largest(self, side: Side, means: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the largest elements of the mean, in the bucket's own dtype, if that has a short range."""
         if not self.matrices:
             return []
-        of_groups = (group.largest(side, mean) for group, mean in zip(self.groups, means, strict=True))
+        groups = zip(self.groups, means, strict=True)
+        of_groups = (group.largest(side, mean, self._spare) for group, mean in groups)
         return self.matrices[0].tile.in_own_range(of_groups)
 
 
 def planned(bucket: BucketView, compressor: object, make: Callable[[str | None], Plan]) -> Plan:
     """Return a bucket's plan for the level of compiled passes that is in use now, which may change between steps."""
-    level = level_for(bucket.slots[0].gradient) if bucket.slots else None
+    gradient = bucket.slots[0].gradient if bucket.slots else None
+    level = None if gradient is None or runs_later(gradient) else level_for(gradient)
     return bucket.plan((compressor, level), lambda: make(level))
 
 
-def product(P: Tensor, Q: Tensor, out: Tensor | None = None) -> Tensor:
+def product(P: Tensor, Q: Tensor, out: Tensor, spare: Tensor | None) -> Tensor:
     """Return P·Q of n×r and r×m, or batches: on a CPU p0·q0 + p1·q1 + ... from left to right, each operation rounded.
 
     Every processor, and every level of compiled passes, then gives the same bits. BLAS may add in any order, and fuse
-    the multiplication with the addition, which some processors cannot.
+    the multiplication with the addition, which some processors cannot. `spare` holds as many elements as `out`; on a
+    GPU it is None.
     """
-    if runs_later(P):
+    if spare is None:
         return torch.matmul(P, Q, out=out)
-    first, *others = zip(P.split(1, dim=-1), Q.split(1, dim=-2), strict=True)
-    total: Tensor = torch.mul(*first, out=out)
+    r, spare = P.shape[-1], spare[: out.numel()].view(out.shape)
+    # `split` would take ten times as long to call.
+    (column, row), *others = zip(P.chunk(r, dim=-1), Q.chunk(r, dim=-2), strict=True)
+    torch.mul(column, row, out=out)
     for column, row in others:
-        total.add_(column * row)
-    return total
-
-
-def minus_product(M: Tensor, P: Tensor, Q: Tensor, out: Tensor) -> Tensor:
-    """Return M - P·Q in `out`, where the product is as `product` computes it."""
-    if runs_later(M):
-        minus = torch.addmm if M.dim() == 2 else torch.baddbmm
-        return minus(M, P, Q, alpha=-1, out=out)
-    return torch.sub(M, product(P, Q), out=out)
+        out.add_(torch.mul(column, row, out=spare))
+    return out
 
 
 def _is_small(tile: Tile) -> bool:

@@ -36,7 +36,7 @@ def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
     """
     if runs_later(P):
         basis, triangle = torch.linalg.qr(P.mT)  # n×r, r×r
-        return _damped(basis.mT, triangle.diagonal(dim1=-2, dim2=-1).abs(), epsilon)
+        return _damped(basis.mT, triangle.diagonal(dim1=-2, dim2=-1), epsilon)
     r = P.shape[-2]
     A = P.to(torch.float64, copy=True)
     largest = A.abs().amax(dim=-1)
@@ -59,8 +59,11 @@ def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
     return _damped(rows, torch.stack(norms, dim=-1) * largest, epsilon).to(P.dtype)
 
 
-def _damped(rows: Tensor, norms: Tensor, epsilon: float) -> Tensor:
-    return rows * (norms / (norms + epsilon)).unsqueeze(-1) if epsilon else rows
+def _damped(rows: Tensor, diagonal: Tensor, epsilon: float) -> Tensor:
+    if not epsilon:
+        return rows
+    norms = diagonal.abs()
+    return rows * (norms / (norms + epsilon)).unsqueeze(-1)
 
 
 def _reflect(rows: Tensor, v: Tensor, tau: Tensor) -> None:

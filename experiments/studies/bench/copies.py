@@ -34,7 +34,7 @@ BESIDES: Mapping[str, float] = {
     "powersgd-unbiased": 4,  # the gradient is read again for Q
 }
 """The bytes of an element that a compressor must move in addition to `Worked.floor`."""
-_COPIES = 3  # before each step, of which the median counts
+_COPIES = 3  # on either side of what is timed
 _APART = 4097  # elements between the workers' parts of one random vector
 _WORD = 4  # bytes of an element
 
@@ -60,13 +60,13 @@ class Worked:
     def step(self, level: str) -> float:
         """Average once with these compiled passes, or with `EAGER`; return what a worker takes, in copies.
 
-        It is CPU time of this thread: whatever else runs here can only disturb the caches.
+        It is CPU time of this thread, so other processes disturb it only through caches and memory.
         """
         for bucket, gradient in zip(self.buckets, self.gradients, strict=True):
             bucket.buffer().copy_(gradient)
-        copy = statistics.median(_seconds(partial(self._room.copy_, self.gradients[0])) for _ in range(_COPIES))
         with environment({VARIABLE: level}):
-            return _seconds(self._average) / len(self.connections) / copy
+            copies = between_copies(self._average, partial(self._room.copy_, self.gradients[0]), time.thread_time)
+        return copies / len(self.connections)
 
     def floor(self) -> float:
         """Return the least memory traffic of a worker's last step, in copies of 8 bytes an element.
@@ -100,7 +100,18 @@ def in_copies(worked: Worked, levels: Sequence[str], rounds: int) -> dict[str, S
     return {level: Spread.of(ratios) for level, ratios in found.items()}
 
 
-def _seconds(function: Callable[[], object]) -> float:
-    begun = time.thread_time()
+def between_copies(work: Callable[[], object], copy: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Return what the work takes in copies: the unit is the median of those just before it and just after.
+
+    Whatever slows down the memory for a while slows down both; a median, since a copy is short enough for one
+    interruption to double it.
+    """
+    before = [_seconds(copy, clock) for _ in range(_COPIES)]
+    taken = _seconds(work, clock)
+    return taken / statistics.median(before + [_seconds(copy, clock) for _ in range(_COPIES)])
+
+
+def _seconds(function: Callable[[], object], clock: Callable[[], float]) -> float:
+    begun = clock()
     function()
-    return time.thread_time() - begun
+    return clock() - begun

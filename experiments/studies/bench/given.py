@@ -24,19 +24,20 @@ def resnet18_shapes() -> list[Shape]:
 
 
 class GivenBucket:
-    """The only bucket of a step, with these parameters, in the form that our hooks and PyTorch's expect."""
+    """A bucket with these parameters, by default a step's only one, in the form that our hooks and PyTorch's expect."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], index: int = 0, *, is_last: bool = True) -> None:
+        self._index, self._is_last = index, is_last
         self._parameters: list[Tensor] = [p if isinstance(p, nn.Parameter) else nn.Parameter(p) for p in parameters]
         self._memory = parameters[0].new_zeros(sum(p.numel() for p in parameters))
 
     def index(self) -> int:
         """Return its number in the step."""
-        return 0
+        return self._index
 
     def is_last(self) -> bool:
         """Return whether the step ends with it."""
-        return True
+        return self._is_last
 
     def buffer(self) -> Tensor:
         """Return the memory of all gradients."""

@@ -13,8 +13,8 @@ from .rows import Row
 
 SENTENCE = (
     "What a step takes a worker, in copies of the gradients of the section before: at each level of the compiled "
-    "passes that this processor has, and without them, beside the target. Votes are `signum`'s, whose momentum is part "
-    "of it."
+    "passes that this processor has, and without them, in turns, beside the target. Votes are "
+    "`signum`'s, whose momentum is part of it."
 )
 WORKERS = (2, 8)
 TITLES: Mapping[str, str] = {"avx512": "AVX-512", "avx2": "AVX2", "sse42": "SSE4.2", EAGER: "eager"}

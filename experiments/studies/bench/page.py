@@ -20,6 +20,8 @@ beside the ratios show what they are made of; they depend on the machine, and no
 
 - **Ratio**: the median over rounds, with the quartiles. In each round every contender has one turn, in random order.
   With several ranks, the slowest rank's turn counts.
+- **Copies**: where the peer is a memory copy, three are timed just before each turn and three just after it, and their
+  median is the turn's unit. Bytes are not counted: virtual machines seldom have the processor's counters.
 - **Noise**: the peer against itself, in the same rounds.
 - **Target**: *met* if the median is at most the target. *Within the spread* if the median exceeds the target by at most
   the noise, the distance from 1 to the farther of its quartiles; this applies only to step times of `ddp_core`,

@@ -1,13 +1,17 @@
-"""The time that PowerSGD adds to a whole training step, over a plain all-reduce's: a GPT of 4.08 million parameters.
+"""What PowerSGD adds to a whole training step, over what a plain all-reduce adds: a GPT of 4.08 million parameters.
 
 Each hook trains a copy of its own, in turns on 2 ranks. A step with `noop` is compute alone, so the ratio is
-(PowerSGD - noop) / (all-reduce - noop), round by round.
+(PowerSGD - noop) / (all-reduce - noop), of the medians of a launch.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+
+import torch.distributed as dist
 
 import commhooks
 from experiments.cluster import why_not
@@ -17,79 +21,99 @@ from experiments.links.link import LinkSettings
 from experiments.results.summary import Spread
 from experiments.specs import Spec
 from experiments.training.stepper import Stepper, same_step
-from experiments.turns import in_turns
+from experiments.turns import on_slowest, turns_of
 
 from .memory import KEEPS_FREED
 from .rows import Row, Seconds
 
 SENTENCE = (
-    "A training step of a GPT of 4.08 million parameters on 2 ranks of one thread each, by `ddp_core`: what PowerSGD "
-    "adds to a step that exchanges nothing (`noop`), over what a plain all-reduce adds to it. Noise: the all-reduce "
-    "against itself, by another copy of the model. The target is for two hosts (network namespaces) whose link has no "
-    "limit; the loopback is shown beside them."
+    "A training step of a GPT of 4.08 million parameters on 2 ranks of one thread each, by `ddp_core`, on two hosts "
+    "(network namespaces) whose link has no limit, or on the loopback if there can be none: what PowerSGD of rank 4 "
+    "adds to a step that exchanges nothing (`noop`), over what a plain all-reduce adds to it, in wall time, and in CPU "
+    "time of all threads of a rank. Each launch has new processes in which all hooks take turns, and gives one ratio "
+    "of medians; shown are the median and the quartiles of five launches. Noise: the all-reduce against itself, by "
+    "another copy of the model."
 )
-TARGET = 0.6
 RANKS = 2
+LAUNCHES = 5
 PEERS = {"noop": "noop", "all-reduce": "all-reduce", "all-reduce again": "all-reduce"}
-OURS = {
-    "PowerSGD, rank 4": "powersgd:rank=4",
-    "PowerSGD, rank 1": "powersgd:rank=1",
-    "PowerSGD, rank 4, fused": "powersgd:rank=4,policy=fused",
-}
+OURS = {policy: f"powersgd:rank=4,policy={policy}" for policy in ("fused", "fifo")}
+BUCKETS = {"1 bucket": 1000.0, "4 buckets": 4.0}
+"""The buckets, and the size in MiB that makes so many."""
+CLOCKS: Mapping[str, Callable[[], float]] = {"CPU time": time.process_time, "wall time": time.perf_counter}
 HOSTS, LOOPBACK = "two hosts", "loopback"
 
+Taken = dict[str, Seconds]
+"""The seconds of a step in each round of a launch, by clock and hook."""
 
-def measure(quick: bool, tell: Tell, place: str | None = None) -> list[Row]:
-    """Return the rows of both places, or of one; without the hosts' if this machine cannot have any."""
-    task, rounds, calls = ("gpt:size=tiny", 3, 1) if quick else ("gpt:size=base", 20, 3)
+
+def measure(quick: bool, tell: Tell, only: Sequence[str] = ()) -> list[Row]:
+    """Return a row for each number of buckets and policy whose name has all these words, and each clock."""
+    task, launches, rounds, calls = ("gpt:size=tiny", 1, 2, 1) if quick else ("gpt:size=base", LAUNCHES, 8, 3)
+    place, link = HOSTS, LinkSettings(kind="hosts")
+    if reason := why_not():
+        tell(f"real-step: no hosts here. {reason}")
+        place, link = LOOPBACK, LinkSettings()
     rows = []
-    for where in [place] if place else [HOSTS, LOOPBACK]:
-        if where == HOSTS and (reason := why_not()):
-            tell(f"real-step: no hosts here. {reason}")
-            continue
-        tell(f"real-step: {len(PEERS) + len(OURS)} copies of {task} in turns, {where}")
-        link = LinkSettings(kind="hosts") if where == HOSTS else LinkSettings()
-        take = partial(_take_turns, task, rounds, calls)
-        seconds = on_ranks(take, RANKS, tell, link=link, variables=KEEPS_FREED)
-        rows += rows_of(seconds, where)
+    for buckets, size in BUCKETS.items():
+        policies = [policy for policy in OURS if all(word in f"{buckets}, {policy}" for word in only)]
+        taken = []
+        for launch in range(launches if policies else 0):
+            tell(f"real-step: {buckets}, {place}, launch {launch + 1} of {launches}")
+            take = partial(_take_turns, task, size, policies, rounds, calls)
+            taken.append(on_ranks(take, RANKS, tell, link=link, variables=KEEPS_FREED))
+        rows += [row for policy in policies for row in rows_of(taken, policy, buckets, place)]
     return rows
 
 
-def rows_of(seconds: Seconds, place: str) -> list[Row]:
-    """Return a row for each of our hooks."""
-    noise = _added(seconds, "all-reduce again", "all-reduce")
-    milliseconds = {name: f"{1e3 * statistics.median(taken):.1f} ms" for name, taken in seconds.items()}
-    return [
-        Row(
-            name=f"{name}, {place}",
-            quantity="time added to noop",
-            spread=_added(seconds, name, "all-reduce", "all-reduce again"),
-            noise=noise,
-            target=TARGET if place == HOSTS and "fused" not in name else None,
-            absolute=f"noop {milliseconds['noop']}, all-reduce {milliseconds['all-reduce']}, this {milliseconds[name]}",
+def rows_of(launches: Sequence[Taken], policy: str, buckets: str, place: str) -> list[Row]:
+    """Return a row for each clock."""
+    rows = []
+    for clock in CLOCKS:
+        medians = [{who: statistics.median(one) for who, one in taken[clock].items()} for taken in launches]
+        words = {who: f"{1e3 * statistics.median(one[who] for one in medians):.1f} ms" for who in medians[0]}
+        rows.append(
+            Row(
+                name=f"{buckets}, {policy}, {place}",
+                quantity=f"{clock} added to noop",
+                spread=_added(medians, policy, "all-reduce", "all-reduce again"),
+                noise=_added(medians, "all-reduce again", "all-reduce"),
+                target=None if place != HOSTS else 0.75 if (policy, buckets) == ("fifo", "4 buckets") else 0.6,
+                absolute=f"noop {words['noop']}, all-reduce {words['all-reduce']}, this {words[policy]}",
+            )
         )
-        for name in OURS
-    ]
+    return rows
 
 
-def _added(seconds: Seconds, ours: str, *theirs: str) -> Spread:
-    """Return what ours adds to noop over what theirs, on average, add to it, in each round."""
-    noop = seconds["noop"]
-    added = [
-        (mine - nothing) / (statistics.fmean(others) - nothing)
-        for nothing, mine, *others in zip(noop, seconds[ours], *(seconds[one] for one in theirs), strict=True)
-    ]
-    return Spread.of(added)
+def _added(medians: Sequence[Mapping[str, float]], ours: str, *theirs: str) -> Spread:
+    """Return what ours adds to noop over what theirs, on average, add to it, over launches."""
+    return Spread.of(
+        [(one[ours] - one["noop"]) / (statistics.fmean(one[who] for who in theirs) - one["noop"]) for one in medians]
+    )
 
 
-def _take_turns(task: str, rounds: int, calls: int, tell: Tell) -> Seconds:
-    """Train every hook's copy on one rank; return the seconds of a step."""
-    steps = {name: training_step(task, spec) for name, spec in (PEERS | OURS).items()}
-    return in_turns(steps, rounds, calls=calls)
+def _take_turns(task: str, size: float, policies: Sequence[str], rounds: int, calls: int, tell: Tell) -> Taken:
+    """Train every hook's copy on one rank; return the seconds of a step by each clock."""
+    hooks = PEERS | {policy: OURS[policy] for policy in policies}
+    turns = {who: partial(_turn, training_step(task, spec, size), calls) for who, spec in hooks.items()}
+    found = turns_of(turns, rounds, warm_up=2)
+    return {
+        clock: {who: on_slowest([one[number] for one in taken]) for who, taken in found.items()}
+        for number, clock in enumerate(CLOCKS)
+    }
 
 
-def training_step(task: str, spec: str) -> Stepper:
+def _turn(step: Stepper, calls: int) -> list[float]:
+    """Take steps together with the other ranks; return the seconds of one by each clock."""
+    dist.barrier()  # also waits for what another turn's threads have left to do
+    begun = [clock() for clock in CLOCKS.values()]
+    for _ in range(calls):
+        step()
+    return [(clock() - before) / calls for clock, before in zip(CLOCKS.values(), begun, strict=True)]
+
+
+def training_step(task: str, spec: str, bucket_mib: float | None = None) -> Stepper:
     """Return what takes a step of the task under a hook, on a batch that stays the same."""
-    stepper, hook = same_step(task), Spec.parse(spec)
+    stepper, hook = same_step(task, bucket_mib=bucket_mib), Spec.parse(spec)
     commhooks.attach(stepper.ddp, make_hook(hook), policy=policy_of(hook))
     return stepper

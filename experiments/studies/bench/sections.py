@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from experiments.launch import Tell
-
 from . import checkpoints, ddp, growth, guard, hiding, hooks, levels, policies, powersgd, real_step, throughput, wakeups
 from .rows import Row
 
@@ -17,15 +15,18 @@ class Section:
 
     title: str
     sentence: str  # what is compared
-    measure: Callable[[bool, Tell], list[Row]]  # (quick, tell) -> rows
+    measure: Callable[..., list[Row]]  # (quick, tell) -> rows; (quick, tell, only) if it can be limited
     is_wide: bool = False  # whether rows of one name stand side by side
+    is_limited: bool = False  # whether it can measure only the rows that contain given words
 
 
 SECTIONS = {
     "ddp": Section("`ddp_core` and PyTorch's DDP", ddp.SENTENCE, ddp.measure),
     "hooks": Section("Hooks and their twins in PyTorch", hooks.SENTENCE, hooks.measure),
-    "powersgd": Section("PowerSGD and its memory traffic", powersgd.SENTENCE, powersgd.measure),
-    "real-step": Section("PowerSGD in a real step", real_step.SENTENCE, real_step.measure),
+    "powersgd": Section(
+        "PowerSGD and its memory traffic", powersgd.SENTENCE, powersgd.measure, is_wide=True, is_limited=True
+    ),
+    "real-step": Section("PowerSGD in a real step", real_step.SENTENCE, real_step.measure, is_limited=True),
     "wakeups": Section("Gloo's event loop in a real step", wakeups.SENTENCE, wakeups.measure),
     "throughput": Section("Compressors and a memory copy", throughput.SENTENCE, throughput.measure, is_wide=True),
     "levels": Section("Compiled passes and a memory copy", levels.SENTENCE, levels.measure, is_wide=True),

@@ -12,7 +12,8 @@ from .copies import EAGER, MODELS, TINY, Worked, in_copies
 from .rows import Row
 
 SENTENCE = (
-    "What a step of one bucket takes a worker, among workers in one process, over the time of copying the gradients: "
+    "What a step of one bucket takes a worker, among workers in one process, over the time of copying the gradients, "
+    "which is the median of three copies just before it and three just after: "
     "CPU time on one thread, with what the workers' collectives copy and add. Every registered compressor at its "
     "usual settings, with error feedback where that is the default; the gradients are ResNet-18's, 11.2 million, among "
     "8 workers, and a GPT's, one layer of width 768, 7.1 million, among 2. *Eager* is without compiled passes, "
