@@ -10,7 +10,6 @@
 
 #define MOST_RANK 8
 #define TOGETHER 16 /* rows that use a panel of factors one after another, while it is in the first cache */
-#define AHEAD 8      /* rows from those that are in use to those that are fetched meanwhile */
 #define NEVER_INLINE static __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 16")
 #if defined(__AVX512F__)
@@ -78,10 +77,11 @@ typedef struct {
     int64_t keeps;
 } Finish;
 
-/* Return how many elements on the row is that comes AHEAD rows after row i of `rows`, which share a panel of columns
-   [from, to): below it, or in the next panel, or in the first one of the rows after these. */
-INLINE int64_t ahead_of(int64_t i, int64_t rows, int64_t m, int64_t from, int64_t to) {
-    return i + AHEAD < rows ? AHEAD * m : to < m ? (AHEAD - rows) * m + to - from : AHEAD * m - from;
+/* Return how many elements on the row is that is fetched meanwhile: some rows after row i of `rows`, which share a panel of
+   columns [from, to), so below it, or in the next panel, or in the first one of the rows after these. */
+INLINE int64_t ahead_of(int64_t columns, int64_t i, int64_t rows, int64_t m, int64_t from, int64_t to) {
+    const int64_t later = columns < 256 ? 8 : 4;
+    return i + later < rows ? later * m : to < m ? (later - rows) * m + to - from : later * m - from;
 }
 
 #include "low_rank_left.h"

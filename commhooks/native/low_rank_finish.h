@@ -109,7 +109,7 @@ static void finish_rows(const Finish *pass, const Matrix *M, int64_t start, int6
                 if (keeps) {
                     unsent.x = M->g + before;
                     unsent.to = M->e + before;
-                    unsent.ahead = ahead_of(i, rows, m, from, to);
+                    unsent.ahead = ahead_of(COLUMNS_FINISH, i, rows, m, from, to);
                     multiplied(&unsent, numbers, from, to);
                 }
                 mean.to = M->mean + before;

@@ -1,6 +1,7 @@
 /* The first pass of low_rank.h: P = M·Qᵀ, with M formed in the same read. */
 
-#define COLUMNS_LEFT 128 /* at a time: of these rows and the next, and of Q, they stay in the first cache */
+/* Columns at a time: of these rows and the next, and of Q, they stay in the first cache. */
+#define COLUMNS_LEFT(r) ((r) == 1 ? 512 : (r) < 4 || LANES == 16 ? 256 : 128)
 
 /* 16 running sums for each row of Q, and last the probe's. */
 typedef float Sums[MOST_RANK + 1][16];
@@ -101,7 +102,7 @@ INLINE float in_pairs(float *sums) {
 
 /* Rows [start, end) of a matrix. */
 static void left_rows(const Left *pass, const Matrix *M, int64_t start, int64_t end) {
-    const int64_t n = M->n, m = M->m, r = M->r;
+    const int64_t n = M->n, m = M->m, r = M->r, columns = COLUMNS_LEFT(r);
     const float *Q = pass->Q[M->group] + M->place * r * m;
     const float *direction = pass->directions ? pass->directions[M->group] : NULL;
     const float *e = pass->forms ? M->e : NULL;
@@ -110,12 +111,13 @@ static void left_rows(const Left *pass, const Matrix *M, int64_t start, int64_t 
     for (int64_t first = start; first < end; first += TOGETHER) {
         const int64_t rows = end - first < TOGETHER ? end - first : TOGETHER;
         memset(sums, 0, sizeof sums);
-        for (int64_t from = 0; from < m; from += COLUMNS_LEFT) {
-            const int64_t to = m - from < COLUMNS_LEFT ? m : from + COLUMNS_LEFT;
+        for (int64_t from = 0; from < m; from += columns) {
+            const int64_t to = m - from < columns ? m : from + columns;
             for (int64_t i = 0, some = ROWS_LEFT(r); i < rows; i += some) {
                 if (rows - i < some) some = 1;
                 const int64_t before = (first + i) * m;
-                Strip of = {M->g + before, e ? e + before : NULL, (float)pass->decay, m, from, to, ahead_of(i, rows, m, from, to)};
+                const int64_t ahead = ahead_of(columns, i, rows, m, from, to);
+                Strip of = {M->g + before, e ? e + before : NULL, (float)pass->decay, m, from, to, ahead};
                 add_all((int)some, of, r, Q, sums + i);
                 of.e = NULL;
                 of.ahead = 0;

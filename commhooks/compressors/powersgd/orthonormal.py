@@ -76,10 +76,13 @@ def _reflect(rows: Tensor, v: Tensor, tau: Tensor) -> None:
 def _sum(x: Tensor) -> Tensor:
     """Return the sums over the last dimension, added up in halves: a fixed order. This overwrites `x`."""
     n = x.shape[-1]
-    while n > 1:
-        half = 1 << ((n - 1).bit_length() - 1)  # the greatest power of two below n
-        x[..., : n - half] += x[..., half:n]
-        n = half
+    half = 1 << (n - 1).bit_length() >> 1  # the greatest power of two below n; 0 for 1
+    if half:
+        x[..., : n - half] += x[..., half:]
+        x = x[..., :half]
+    while half > 1:
+        first, second = x.chunk(2, dim=-1)
+        x, half = first + second, half // 2
     return x[..., 0]
 
 
