@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,6 +109,11 @@ def mean_in_order(first: Tensor, others: Iterable[Tensor], terms: int) -> Tensor
     for other in others:
         first.add_(other, alpha=shrunk)
     return first.div_(terms * shrunk)
+
+
+def root(numbers: Tensor) -> Tensor:
+    """Return square roots, correctly rounded on every processor; PyTorch's depend on its kernels in the last bit."""
+    return torch.from_numpy(np.sqrt(numbers.numpy())) if has_numpy(numbers) else numbers.sqrt()
 
 
 def smallest(dtype: torch.dtype) -> float:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.communicators.disagreement import describe, refusal_as_fingerprint
-from commhooks.communicators.kernels import Kernels, warn_of_kernels
 from commhooks.errors import CommHooksError, SettingsError
 from commhooks.tensors import bytes_of
 
@@ -19,25 +18,21 @@ def agree(
     group: dist.ProcessGroup | None,
     fingerprint: str | Exception,
     error: type[CommHooksError] = SettingsError,
-    kernels: Kernels = Kernels(),  # noqa: B008 - it is immutable
 ) -> None:
     """Raise the error that is passed on this rank, or `error` if other ranks pass errors or fingerprints differ.
 
-    An error that is not one of commhooks' own is also raised as `error`. Kernels may differ: that is worth a warning.
-    Without a group, nothing is compared.
+    An error that is not one of commhooks' own is also raised as `error`. Without a group, nothing is compared.
     """
     if isinstance(fingerprint, Exception) and not isinstance(fingerprint, CommHooksError):
         fingerprint = error(f"{caller}: {fingerprint!r}")
     text = fingerprint if isinstance(fingerprint, str) else refusal_as_fingerprint(fingerprint)
-    found = [(text, kernels.digest)] * (1 if group is None else dist.get_world_size(group))
+    told = [text] * (1 if group is None else dist.get_world_size(group))
     if group is not None:
-        dist.all_gather_object(found, found[0], group=group)
-    told = [text for text, _ in found]
+        dist.all_gather_object(told, text, group=group)
     if not isinstance(fingerprint, str):
         raise fingerprint
     if len(set(told)) > 1:
         raise error(f"{caller}: ranks disagree: {describe(told)}")
-    warn_of_kernels([digest for _, digest in found], kernels.what)
 
 
 @torch.no_grad()

@@ -35,6 +35,7 @@ from commhooks.language import FEEDBACK_LAWS, BucketView, Compressor, Context, E
 from commhooks.language.requests import AllGather, Judge, Layout, Part
 from commhooks.language.settings import refusal
 from commhooks.packing import pack_integers
+from commhooks.tensors import root
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,11 +62,6 @@ class SparseLoCo(Compressor):
             raise refusal(self, "k", f"must be at most chunk² = {self.chunk**2}")
 
     sends = Sends.ANYTHING  # what is sent cannot be summed
-
-    @property
-    def needs_equal_kernels(self) -> bool:
-        """True if norms are compared: roots differ in the last bits."""
-        return self.clip_to_median
 
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return 1 - 1/(4·elements): four means cannot represent all elements.
@@ -216,10 +212,9 @@ def _encoded(parameter: TiledParameter, memory: Tensor) -> _Encoded:
 def _to_the_median(means: Tensor, bins: Tensor) -> Tensor:
     """Return the factors [W, 1] that scale ranks' elements, given as means [W, 4] and bins [W, n], to the median norm.
 
-    Squares are added up one bin after the other, so that ranks with different processors have the same sums. Their
-    roots may differ in the last bit: see `needs_equal_kernels`.
+    Squares are added up one bin after the other, so that ranks with different processors have the same sums.
     """
     largest = means.abs().amax().clamp(min=torch.finfo(means.dtype).tiny)
     of_bins = [(bins == number).sum(1) * (means[:, number] / largest).square() for number in range(4)]
-    norms = (of_bins[0] + of_bins[1] + of_bins[2] + of_bins[3]).sqrt()
+    norms = root(of_bins[0] + of_bins[1] + of_bins[2] + of_bins[3])
     return (norms.median() / norms).nan_to_num(nan=1.0).clamp(max=1).unsqueeze(1)  # NaN: 0/0, nothing to scale

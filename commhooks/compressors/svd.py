@@ -23,6 +23,7 @@ from torch import Tensor
 
 from commhooks.compressors.powersgd.matrices import MatrixForm, OfMatrices, error_of_rank
 from commhooks.compressors.powersgd.precision import in_full
+from commhooks.devices import runs_later
 from commhooks.language import BucketView, Context, Exchange, Loss, Sends, Slot, setting
 from commhooks.language.requests import AllGather, AllReduce, Judge, Request
 
@@ -95,5 +96,9 @@ def _sum(slot: Slot, form: MatrixForm, US: Tensor, Vt: Tensor) -> Tensor:
 
 
 def _add_product(memory: Tensor, US: Tensor, Vt: Tensor, alpha: float = 1) -> None:
+    if not runs_later(memory):  # with the same bits on every processor, which a product of matrices has not
+        for column, row in zip(US.split(1, dim=-1), Vt.split(1, dim=-2), strict=True):
+            memory.add_(column * row, alpha=alpha)
+        return
     add = memory.addmm_ if memory.dim() == 2 else memory.baddbmm_
     add(*in_full(US, Vt), alpha=alpha)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from commhooks.diloco.nesterov import Nesterov
 from commhooks.diloco.parts import Fragment, RoundPart
 from commhooks.diloco.starting import Schedule
 from commhooks.saving.form import Form, faults_of
@@ -38,6 +39,8 @@ def misfits(
     if faults := list(faults_of(shared, SHARED)):
         return [f"DiLoCo's state is damaged: {fault}" for fault in faults]
     saved, before = shared["outer_optimizer"], shared["outer_optimizer_class"]
+    if isinstance(optimizer, Nesterov) and Nesterov.continues(before, saved["param_groups"]):
+        before = Nesterov.__name__
     return [
         *_other_settings(shared["schedule"], schedule.as_dict(), rules),
         *other_optimizer("outer optimizer", before, saved["param_groups"], optimizer),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from commhooks.communicators.beginning import agree
-from commhooks.communicators.kernels import Kernels, kernels_of
+from commhooks.diloco.nesterov import Nesterov
 from commhooks.errors import SettingsError
 
 Outer = Callable[[list[Tensor]], Optimizer]
@@ -19,7 +18,7 @@ Outer = Callable[[list[Tensor]], Optimizer]
 
 def nesterov(parameters: list[Tensor]) -> Optimizer:
     """Return DiLoCo's outer optimizer: SGD with a rate of 0.7 and a Nesterov momentum of 0.9."""
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+    return Nesterov(parameters, lr=0.7, momentum=0.9)
 
 
 def made_of(outer: Outer, copies: list[Tensor], group: dist.ProcessGroup | None) -> Optimizer:
@@ -40,11 +39,6 @@ def made_of(outer: Outer, copies: list[Tensor], group: dist.ProcessGroup | None)
         refusal = "outer must return an optimizer of the tensors that it is given."
     options = [{name: value for name, value in one.items() if name != "params"} for one in groups]
     described = f"outer optimizer: {type(made).__name__} with {options}"
-    # Each rank steps by itself, and all must come to the same outer copies; a step to the mean rounds nothing.
-    is_to_the_mean = type(made) is torch.optim.SGD and all(
-        one["lr"] == 1 and not one["momentum"] and not one["weight_decay"] for one in options
-    )
-    kernels = Kernels() if is_to_the_mean else Kernels("DiLoCo's outer optimizer", kernels_of(copies[0].device))
-    agree("DiLoCo", group, SettingsError(f"DiLoCo: {refusal}") if refusal else described, kernels=kernels)
+    agree("DiLoCo", group, SettingsError(f"DiLoCo: {refusal}") if refusal else described)
     assert isinstance(made, Optimizer), "anything else was refused"
     return made

@@ -139,10 +139,10 @@ class Compressor(ABC):
 
     @property
     def needs_equal_kernels(self) -> bool:
-        """True if each rank computes what must be equal on all with kernels that differ between processors.
+        """True if each rank computes on a GPU, by products of matrices or factorizations, what must be equal on all.
 
-        Such are products of matrices, factorizations, roots, and normal random numbers. Sums, casts and the arithmetic
-        of single elements are not. Ranks that compute other last bits then warn when they meet.
+        Ranks with GPUs of different models then warn when they meet. On a CPU, compute such things in a fixed order:
+        products and sums of single elements, rounded one by one.
         """
         return False
 

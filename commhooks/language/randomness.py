@@ -7,12 +7,17 @@ numbers.
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from commhooks.devices import copied_to, runs_later
+from commhooks.devices import copied_to
+
+_SUMMED = 8
+_TO_ONE = np.float32(math.sqrt(12 / (_SUMMED * (2**32 - 1))))
+"""One over the standard deviation of a sum, as fp32 holds it: the variance is 1 to 1e-7."""
 
 
 def stable_seed(*parts: int | str) -> int:
@@ -32,11 +37,18 @@ def seeded_places(elements: int, count: int, seed: int, like: Tensor) -> Tensor:
 
 
 def seeded_normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
-    """Return standard normal numbers of the dtype and on the device of `like`.
+    """Return nearly normal numbers of mean 0 and variance 1, of the dtype and on the device of `like`.
 
-    They are drawn on the CPU in fp32, so that they are the same on every device, and copied without making the host
-    wait.
+    Each is a sum of eight uniform numbers of 16 bits, scaled: within 4.9, with a kurtosis of 2.85 instead of 3. Sums of
+    integers and one rounded product are the same on every processor, while PyTorch's normal numbers depend on its
+    kernels. They are computed on the CPU in fp32, so that they are the same on every device, and copied without making
+    the host wait.
     """
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu", pin_memory=runs_later(like))
-    return drawn.to(like, non_blocking=True)
+    count = math.prod(shape)
+    first, *others = np.random.PCG64(seed).random_raw(count * _SUMMED // 4).view(np.uint16).reshape(_SUMMED, count)
+    sums = first.astype(np.int32)
+    for pieces in others:
+        sums += pieces
+    sums -= _SUMMED * (2**16 - 1) // 2
+    drawn = torch.from_numpy(sums.astype(np.float32) * _TO_ONE).view(shape)
+    return copied_to(like.device, drawn).to(like.dtype)

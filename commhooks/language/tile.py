@@ -153,8 +153,8 @@ class Tile:
         The result may be overwritten; a bucket of fp32 or wider has no other copy.
         """
         room, scratch = self.room, self._scratch
-        if lending.IS_CHECKED and self._written_in == scratch.turn and self.mean is self.gradient:
-            raise CompressorError("a gradient was formed again after its mean had taken its place; see Tile.")
+        if lending.IS_CHECKED:
+            self._check_unwritten()
         if scratch.is_needed:
             room.copy_(self.gradient)
         elif self._formed_in == scratch.turn:
@@ -167,6 +167,24 @@ class Tile:
         elif self._residuals:
             add_residuals(self._places(room), [kept for _, kept in self._residuals], self._decay)
         return room
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor | None, Tensor] | None:
+        """Gradient, residual and mean, for passes that compute in them without `form`, `keep` and `write`.
+
+        None if they do not all lie row by row, in the computing dtype and on one device, with one residual or none.
+        Such passes call `to_form` before they form tiles.
+        """
+        own = self.gradient, self._whole, self.mean
+        is_plain = not self._scratch.is_needed and (self._whole is not None or not self._residuals)
+        here = [tensor for tensor in own if tensor is not None]
+        alike = all(one.dtype == here[0].dtype and one.device == here[0].device for one in here)
+        return own if is_plain and alike and all(one.is_contiguous() for one in here) else None
+
+    @property
+    def decay(self) -> float:
+        """The factor of the residual in `form`."""
+        return self._decay
 
     def part(self, tensor: Tensor | None = None, wire: torch.dtype | None = None) -> Part:
         """Return a part of a request: the tile itself, to be averaged in place, or a tensor that represents it."""
@@ -288,6 +306,10 @@ class Tile:
         mean = gradient if self.mean is self.gradient else self.mean.view(-1)[start:]
         return [Tile(self._scratch, gradient, self.layout, own, self._decay, mean)]
 
+    def _check_unwritten(self) -> None:
+        if self._written_in == self._scratch.turn and self.mean is self.gradient:
+            raise CompressorError("a gradient was formed again after its mean had taken its place; see Tile.")
+
     def _overlap(self, start: int, end: int) -> list[tuple[int, Tensor]]:
         """Return the parts of the residuals that lie within a range of this tile."""
         found = []
@@ -313,6 +335,18 @@ def form_together(tiles: Sequence[Tile]) -> None:
             residuals += [kept for _, kept in tile._residuals]
     if memories:
         add_residuals(memories, residuals, tiles[0]._decay)
+
+
+def to_form(tiles: Sequence[Tile]) -> bool:
+    """Return whether the caller has to form these tiles of one bucket, which count as formed from now on."""
+    turn = tiles[0]._scratch.turn
+    is_due = tiles[0]._formed_in != turn
+    for tile in tiles:
+        if lending.IS_CHECKED:
+            tile._check_unwritten()
+        assert (tile._formed_in != turn) == is_due, "tiles are formed together"
+        tile._formed_in = turn
+    return is_due
 
 
 class TileStack:

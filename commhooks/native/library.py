@@ -30,6 +30,8 @@ PASSES = ("uniform", "qsgd", "sign", "vote", "fp8", "natural", "mxfp4")
 """The kinds of code that have compiled passes, as passes.h numbers them."""
 SEARCHES = ("top-k", "sparse-loco")
 """The compressors whose searches run compiled (largest.h)."""
+PRODUCTS = ("powersgd",)
+"""The compressors whose products run compiled (low_rank.h)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ def compiled() -> Compiled:
     level = chosen()
     if level is not None:
         reason = f"{VARIABLE} says so" if os.environ.get(VARIABLE) else "the highest that this processor has"
-        return Compiled(level, there, (*PASSES, *SEARCHES), reason)
+        return Compiled(level, there, (*PASSES, *SEARCHES, *PRODUCTS), reason)
     return Compiled(None, there, (), found if isinstance(found, str) else f"{VARIABLE} is off")
 
 

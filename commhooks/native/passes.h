@@ -239,3 +239,5 @@ int EXPORTED(serve)(int64_t start, int64_t end, const Serve *pass) {
 }
 
 #include "largest.h"
+#include "low_rank.h"
+#include "orthonormal.h"

@@ -18,8 +18,8 @@ N, M = 48, 64
 LARGEST = torch.finfo(torch.float32).max
 CERTAIN = {"powersgd": LARGEST / (4 * math.sqrt(M)), "svd": LARGEST / 2}
 """The largest Frobenius norm at which every mean is finite, as the compressors' cards state it."""
-FAILS = {"powersgd": LARGEST / math.sqrt(M), "svd": LARGEST}
-"""From here on a factor of a matrix of ones is an inf: |M·q| for a q of ones, or the singular value."""
+FAILS = {"powersgd": LARGEST * math.sqrt(N / M), "svd": LARGEST}
+"""From here on a factor of a matrix of ones is an inf: an element of M·q for a q of ones, or the singular value."""
 
 
 def trained(name: str, rank: int) -> tuple[Workers, Tensor]:

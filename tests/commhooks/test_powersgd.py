@@ -16,7 +16,7 @@ import commhooks
 from commhooks import ErrorFeedback, WithoutFeedback
 from commhooks.compressors import PowerSGD
 from commhooks.compressors.powersgd.matrices import MatrixRule
-from commhooks.compressors.powersgd.powersgd import orthonormal_rows
+from commhooks.compressors.powersgd.orthonormal import orthonormal_rows
 from commhooks.language.randomness import stable_seed
 from experiments.studies.bench.given import GivenBucket as Bucket
 from experiments.studies.bench.given import Shape, resnet18_shapes

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks import make_compressor
-from commhooks.communicators import kernels
 from commhooks.compressors.powersgd import precision
 from commhooks.compressors.powersgd.precision import in_full, is_reduced
 from tests.commhooks.workers import Workers, normal
@@ -52,7 +51,6 @@ class Reduced(TorchDispatchMode):
 @pytest.fixture(params=BITS)
 def reduced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Reduced:
     monkeypatch.setattr(precision, "is_reduced", lambda like: like.dtype == torch.float32)
-    monkeypatch.setattr(kernels, "_of_cpu", kernels._of_cpu.__wrapped__)  # nobody remembers what is made up
     return Reduced(BITS[request.param])
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks.compressors.powersgd.powersgd import orthonormal_rows
+from commhooks.compressors.powersgd.orthonormal import orthonormal_rows
 from tests.commhooks.workers import Workers, zeros
 from tests.tiers import A_ROW
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commhooks
-from commhooks.compressors.powersgd import low_rank
+from commhooks.compressors.powersgd import low_rank, orthonormal
 from commhooks.language.memory import commit_all
 from tests import bounds
 from tests.commhooks.workers import Workers, normal, relative, zeros
@@ -47,7 +47,8 @@ def stacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 def launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let matrices on the CPU be processed as on a GPU, where every call launches a kernel."""
-    monkeypatch.setattr(low_rank, "runs_later", lambda tensor: True)
+    for module in (low_rank, orthonormal):
+        monkeypatch.setattr(module, "runs_later", lambda tensor: True)
 
 
 @pytest.mark.parametrize(

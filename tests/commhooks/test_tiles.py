@@ -18,6 +18,7 @@ from commhooks import CommHooksError, ErrorFeedback, PerParameter, make_compress
 from commhooks.communicators.collective import Collective
 from commhooks.communicators.lockstep import LockstepCommunicator, LockstepPending
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Judge, Loss, Slot, lending
+from commhooks.language.tile import to_form
 from tests.commhooks.workers import Workers, normal, zeros
 
 FINE = torch.ones((), dtype=torch.bool)
@@ -45,6 +46,12 @@ def formed_after_it_was_written(slots: Sequence[Slot]) -> None:
     for slot in slots:
         slot.write(torch.ones_like(slot.room))
         slot.keep(slot.form() * 0.5, FINE)
+
+
+def formed_by_passes_after_it_was_written(slots: Sequence[Slot]) -> None:
+    for slot in slots:
+        slot.write(torch.ones_like(slot.room))
+        to_form([slot.tile])
 
 
 def kept_after_it_was_overwritten(slots: Sequence[Slot]) -> None:
@@ -86,6 +93,7 @@ def test_what_is_used_in_order_passes(dtype: torch.dtype) -> None:
         (written_after_another_was_computed, torch.bfloat16, "what is written lies in memory that another tile"),
         (formed_after_it_was_written, torch.float32, "a gradient was formed again after its mean had taken its place"),
         (formed_after_it_was_written, torch.bfloat16, "a gradient was formed again after its mean had taken its place"),
+        (formed_by_passes_after_it_was_written, torch.float32, "a gradient was formed again after its mean had taken"),
         (kept_after_it_was_overwritten, torch.float32, "what is kept was overwritten by the mean before"),
     ],
 )

@@ -20,6 +20,7 @@ import commhooks
 from commhooks import CheckpointError, DiLoCo, SettingsError
 from commhooks.diloco.cutting import cut, turns
 from commhooks.diloco.inner import Inner
+from commhooks.diloco.outer import nesterov
 from commhooks.diloco.starting import Schedule
 from commhooks.errors import CompressorError
 from commhooks.exchange.options import check_timeout
@@ -90,6 +91,39 @@ def test_ten_rounds_of_three_fragments_are_those_of_a_reference_in_numpy(delay: 
     for number, fragment in enumerate(team[0]._fragments):
         (found,) = fragment.outer.values()
         numpy.testing.assert_allclose(found.numpy(), outer[number], rtol=0, atol=60 * 7 * 2**-24 * 4)
+
+
+pytorchs = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def test_the_default_outer_step_is_that_of_pytorchs_sgd() -> None:
+    """Bound: in each step four operations round, and the momentum and the copies sum up at most 10 times that."""
+    steps, generator = 100, torch.Generator().manual_seed(0)
+    ours, theirs = (torch.zeros(1000) for _ in range(2))
+    optimizers, largest = (nesterov([ours]), pytorchs([theirs])), 0.0
+    for _ in range(steps):
+        ours.grad = theirs.grad = torch.randn(1000, generator=generator)
+        for optimizer in optimizers:
+            optimizer.step()
+        momentum = optimizers[0].state[ours]["momentum_buffer"]
+        largest = max(largest, float(ours.abs().max()), float(momentum.abs().max()))
+    assert (ours - theirs).abs().max() <= steps * 4 * 10 * 2**-24 * largest
+
+
+def test_a_checkpoint_with_pytorchs_sgd_as_outer_optimizer_is_continued() -> None:
+    """What was the default saved it; other formulas of that class are refused."""
+    before = workers(2, every=3, outer=pytorchs)
+    train_in_lockstep(before, 0, 6)
+    after = workers(2, every=3)
+    for one, other in zip(before, after, strict=True):
+        other.load(one.save())
+    for team in (before, after):
+        train_in_lockstep(team, 6, 9)
+    for ours, theirs in zip(after[0].model.parameters(), before[0].model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=3 * 4 * 10 * 2**-24 * 4)
+    decayed = workers(2, every=3, outer=functools.partial(pytorchs, weight_decay=0.1))
+    with pytest.raises(CheckpointError, match="outer optimizer: saved from SGD, now Nesterov"):
+        after[0].diloco.load_state_dict(decayed[0].save()["diloco"])
 
 
 def test_a_round_of_one_step_with_plain_outer_steps_of_rate_1_is_data_parallel_training() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from commhooks import tensors
-from commhooks.compressors.powersgd import low_rank
+from commhooks.compressors.powersgd import low_rank, orthonormal
 from commhooks.language import memory
 from commhooks.scheduling import packing
 from experiments.studies.app import app
@@ -119,7 +119,7 @@ def test_a_plain_hook_launches_at_most_two_kernels_more_than_pytorchs(hook: str,
 
 def let_work_be_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the code for a GPU run on the CPU's memory, where compressors ask whether work is queued."""
-    for module in (low_rank, memory, packing):
+    for module in (low_rank, orthonormal, memory, packing):
         monkeypatch.setattr(module, "runs_later", lambda tensor: True)
     monkeypatch.setattr(tensors, "_LARGE", sys.maxsize)  # what is large is looked at otherwise on a CPU
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least_error
-from commhooks.compressors.powersgd.low_rank import LowRankPlan
+from commhooks.compressors.powersgd.low_rank import LowRankPlan, planned
 from commhooks.compressors.powersgd.matrices import MatrixForm, error_of_rank
 from commhooks.compressors.powersgd.powersgd import PowerSGD
 from commhooks.language import BucketView, Compressor, Context, Entry, Exchange, Loss, Place, setting
@@ -107,7 +107,7 @@ class AdaptiveRank(Compressor):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Run PowerSGD at the chosen ranks, and measure in the steps for which `measures` is true."""
-        plans = bucket.plan(self, lambda: _Plans(bucket, self._powersgd, self._highest))
+        plans = planned(bucket, self, lambda level: _Plans(bucket, self._powersgd, self._highest, level))
         matrices = plans.widest.matrices
         measures = self.measures(context.step)
         riders = []
@@ -189,8 +189,10 @@ class AdaptiveRank(Compressor):
 class _Plans:
     """A bucket's matrices at their highest ranks, and at the ranks chosen last, each with their own factors."""
 
-    def __init__(self, bucket: BucketView, powersgd: PowerSGD, highest: Callable[[MatrixForm], int]) -> None:
-        self.widest = self._chosen = LowRankPlan.of_slots(bucket, powersgd.paying_form, highest)
+    def __init__(
+        self, bucket: BucketView, powersgd: PowerSGD, highest: Callable[[MatrixForm], int], level: str | None
+    ) -> None:
+        self.widest = self._chosen = LowRankPlan.of_slots(bucket, powersgd.paying_form, highest, level)
 
     def at(self, ranks: Sequence[int]) -> LowRankPlan:
         """Return the matrices at these ranks; they are grouped again when the choice changes."""

@@ -1,18 +1,22 @@
 """A low-rank compressor's preparations for a bucket's matrices: their factors, and the products with them.
 
 Matrices of one shape and rank form a group, whose factors are one batch; a stack, such as the fused weights of experts,
-is several of them. Large matrices are multiplied one by one: on a
-CPU in blocks of rows that stay in the cores' caches, on a GPU in one call, since each is a kernel that the host must
-launch. Small ones are copied side by side and multiplied by one call, since a call takes longer than their arithmetic.
+is several of them. On a CPU, groups of fp32 matrices of rank up to 8 are multiplied by compiled passes, one call for
+all of a bucket's matrices. Otherwise large matrices are multiplied one by one: on a CPU in blocks of rows that stay in
+the cores' caches, on a GPU in one call, since each is a kernel that the host must launch. Small ones are copied side by
+side and multiplied by one call, since a call takes longer than their arithmetic.
 
 Legend: M n×m a gradient plus its residual; P r×n the left factor and Q r×m the right one, both kept transposed, since
-products along rows of M are faster; r the rank; k the number of matrices in a group. The last bits of a product depend
-on where its operands lie in memory, differently on each processor: only buckets with the same layout are promised to
-give the same bits.
+products along rows of M are faster; r the rank; k the number of matrices in a group.
+
+Every rank multiplies the same mean factors, and must get the same bits. On a CPU `product` therefore has a fixed order,
+which compiled passes share, whatever the processor. A rank's own factors, M·Qᵀ and P·M, may differ in their last bits:
+the residual takes the difference.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -25,11 +29,14 @@ from commhooks.compressors.powersgd.blind_rows import Probe, replace_blind_rows,
 from commhooks.compressors.powersgd.matrices import MatrixForm
 from commhooks.compressors.powersgd.precision import in_full
 from commhooks.devices import runs_later
-from commhooks.language import BucketView, Context, Layout, Part, Slot, Tile
-from commhooks.language.tile import TileStack, form_together
+from commhooks.language import BucketView, Context, Layout, Part, Slot, Tile, lending
+from commhooks.language.memory import surely
+from commhooks.language.tile import TileStack, form_together, to_form
+from commhooks.native.low_rank import MOST_RANK, LowRankKernels, MatrixGroup, MatrixMemory, Probes, level_for
 from commhooks.tensors import computing_dtype
 
 Item = TypeVar("Item")
+Plan = TypeVar("Plan")
 Side = Literal["P", "Q"]
 OTHER: dict[Side, Side] = {"P": "Q", "Q": "P"}
 
@@ -60,7 +67,22 @@ class LowRankMatrix:
     @property
     def kind(self) -> Hashable:
         """The common properties of a group's matrices."""
-        return self.form, self.r, self.tile.keeps, TileStack.takes(self.tile), self.layout
+        return self.form, self.r, self.tile.keeps, TileStack.takes(self.tile), self.is_plain, self.layout
+
+    @property
+    def is_plain(self) -> bool:
+        """True if compiled passes can multiply it."""
+        return not self.form.transposed and self.r <= MOST_RANK and self.tile.memory is not None
+
+    @property
+    def memory(self) -> MatrixMemory:
+        """The memory of a plain matrix."""
+        assert self.tile.memory is not None, "it is plain"
+        gradient, residual, mean = (
+            one if one is None else self.form.view(one.view(-1)[: self.form.elements]) for one in self.tile.memory
+        )
+        assert gradient is not None and mean is not None
+        return MatrixMemory(gradient, residual, mean)
 
     def stacks(self, at_once: int) -> list[LowRankMatrix]:
         """Return a stack in stacks of at most this many matrices; a single one is a matrix."""
@@ -120,22 +142,27 @@ class _Banded:
             for block in self._blocks:
                 self._Q.addmm_(block.P, block.tile.form())  # r×rows · rows×m
 
-    def finish(self, mean: Factors, sent: Factors, finite: Tensor) -> None:
+    @property
+    def elements_at_once(self) -> int:
+        """The most elements of M that a call handles."""
+        return self.tiles[0].gradient.numel()
+
+    def finish(self, mean: Factors, sent: Factors, finite: Tensor, spare: Tensor | None) -> None:
         """Write the mean, and keep M minus this rank's sent part as the residual."""
         for (tile, rows), sent_rows in zip(self._with_rows(mean), sent.P.split(self._block_rows), strict=True):
             if tile.keeps:
                 left = tile.residual_room(finite)
                 torch.addmm(tile.form(), sent_rows, sent.Q, alpha=-1, out=left)
                 tile.keep(left, finite)
-            tile.write(torch.mm(rows, mean.Q, out=tile.room))
+            tile.write(product(rows, mean.Q, tile.room, spare))
 
-    def write(self, mean: Factors) -> None:
+    def write(self, mean: Factors, spare: Tensor | None) -> None:
         for tile, rows in self._with_rows(mean):
-            tile.write(torch.mm(rows, mean.Q, out=tile.room))
+            tile.write(product(rows, mean.Q, tile.room, spare))
 
-    def largest(self, mean: Factors) -> Tensor:
+    def largest(self, mean: Factors, spare: Tensor | None) -> Tensor:
         """Return the mean's largest magnitude, 0-dim; this overwrites what was formed."""
-        blocks = [torch.mm(rows, mean.Q, out=tile.room).abs().amax() for tile, rows in self._with_rows(mean)]
+        blocks = [product(rows, mean.Q, tile.room, spare).abs().amax() for tile, rows in self._with_rows(mean)]
         return torch.stack(blocks).amax()
 
     def _with_rows(self, mean: Factors) -> Iterator[tuple[Tile, Tensor]]:
@@ -162,23 +189,27 @@ class _SideBySide:
         else:
             torch.bmm(self._P, M, out=self._Q)
 
-    def finish(self, mean: Factors, sent: Factors, finite: Tensor) -> None:
+    @property
+    def elements_at_once(self) -> int:
+        return sum(tile.gradient.numel() for tile in self.tiles)
+
+    def finish(self, mean: Factors, sent: Factors, finite: Tensor, spare: Tensor | None) -> None:
         if self._stack.keeps:
             M, left = self._stack.form(), self._stack.residual_room(finite)
             self._stack.keep(torch.baddbmm(M, sent.P, sent.Q, alpha=-1, out=left), finite)
-        self.write(mean)
+        self.write(mean, spare)
 
-    def write(self, mean: Factors) -> None:
-        self._stack.write(torch.bmm(mean.P, mean.Q, out=self._stack.room))
+    def write(self, mean: Factors, spare: Tensor | None) -> None:
+        self._stack.write(product(mean.P, mean.Q, self._stack.room, spare))
 
-    def largest(self, mean: Factors) -> Tensor:
-        return torch.bmm(mean.P, mean.Q, out=self._stack.room).abs().amax()
+    def largest(self, mean: Factors, spare: Tensor | None) -> Tensor:
+        return product(mean.P, mean.Q, self._stack.room, spare).abs().amax()
 
 
 class LowRankGroup:
     """Matrices of one shape and rank, with their factors."""
 
-    def __init__(self, matrices: Sequence[LowRankMatrix]) -> None:
+    def __init__(self, matrices: Sequence[LowRankMatrix], level: str | None) -> None:
         first, of_one = matrices[0], matrices[0].form.matrices
         (n, m, *_), r, gradient = first.form, first.r, first.tile.gradient
         self.matrices, self.r, k = matrices, r, len(matrices) * of_one
@@ -191,9 +222,12 @@ class LowRankGroup:
             side: Part(own, first.layout or Layout(keys, (own[0].numel() * of_one,) * len(keys)))
             for side, own in factors.items()
         }
+        self.places = {side: own.split(of_one) for side, own in factors.items()}
+        """Each matrix's or stack's factors."""
+        self.is_compiled = level is not None and first.is_plain
         self.products: list[_Banded | _SideBySide] = []
         at = 0
-        for own in self._together():
+        for own in [] if self.is_compiled else self._together():
             end = at + sum(x.form.matrices for x in own)
             P, Q = self.P[at:end], self.Q[at:end]
             is_one = len(P) == 1
@@ -219,34 +253,83 @@ class LowRankGroup:
 
     def multiply(self, side: Side, turn: int, probe: Probe | None = None) -> None:
         """Compute this rank's own factors of one side: each M times its factor of the other side; and maybe a probe."""
-        for product in there_and_back(self.products, turn):
-            product.multiply(side, probe and probe.at(product.place))
+        for one in there_and_back(self.products, turn):
+            one.multiply(side, probe and probe.at(one.place))
 
-    def finish(self, side: Side, mean: Tensor, sent: Tensor, turn: int, finite: Tensor) -> None:
+    def finish(self, side: Side, mean: Tensor, sent: Tensor, turn: int, finite: Tensor, spare: Tensor | None) -> None:
         """Write means and residuals, given the mean factors of the last side and this rank's sent ones."""
-        of_mean = self._factors(side, mean)
+        of_mean = self._of_means(side, mean)
         # The other side's factor is a basis that all ranks share, so what a rank sent stands for its product with that.
-        of_sent = self._factors(side, sent) if side == "P" else of_mean._replace(Q=sent)
         # No residual would hold the products' rounding error.
-        of_mean, of_sent = Factors(*in_full(*of_mean)), Factors(*in_full(*of_sent))
-        for product in there_and_back(self.products, turn):
-            product.finish(of_mean.at(product.place), of_sent.at(product.place), finite)
+        of_sent = Factors(*in_full(*self._factors(side, sent)))
+        for one in there_and_back(self.products, turn):
+            one.finish(of_mean.at(one.place), of_sent.at(one.place), finite, spare)
 
-    def write(self, side: Side, mean: Tensor) -> None:
+    def write(self, side: Side, mean: Tensor, spare: Tensor | None) -> None:
         """Write means, given the mean factors of one side."""
-        of_mean = self._factors(side, mean)
-        for product in self.products:
-            product.write(of_mean.at(product.place))
+        of_mean = self._of_means(side, mean)
+        for one in self.products:
+            one.write(of_mean.at(one.place), spare)
 
-    def largest(self, side: Side, mean: Tensor) -> Tensor:
+    def largest(self, side: Side, mean: Tensor, spare: Tensor | None) -> Tensor:
         """Return the means' largest magnitude, 0-dim; this overwrites what was formed."""
-        of_mean = Factors(*in_full(*self._factors(side, mean)))
-        return torch.stack([product.largest(of_mean.at(product.place)) for product in self.products]).amax()
+        of_mean = self._of_means(side, mean)
+        return torch.stack([one.largest(of_mean.at(one.place), spare) for one in self.products]).amax()
 
     def _factors(self, side: Side, mean: Tensor) -> Factors:
         """Return the factors, of which one side's is `mean`, with P as columns, which products on a CPU read faster."""
         P, Q = (mean, self.Q) if side == "P" else (self.P, mean)
         return Factors(P.mT if self._runs_later else P.mT.contiguous(), Q)
+
+    def _of_means(self, side: Side, mean: Tensor) -> Factors:
+        factors = self._factors(side, mean)
+        return Factors(*in_full(*factors)) if self._runs_later else factors
+
+
+class _Compiled:
+    """The groups that are multiplied by compiled passes, one call for all of them."""
+
+    def __init__(self, groups: Sequence[LowRankGroup], level: str) -> None:
+        self._places = [at for at, group in enumerate(groups) if group.is_compiled]
+        own = self.of(groups)
+        self._P, self._Q = [group.P for group in own], [group.Q for group in own]
+        self._tiles = [x.tile for group in own for x in group.matrices]
+        self._kernels = LowRankKernels(
+            level, [MatrixGroup(group.r, [x.memory for x in group.matrices]) for group in own]
+        )
+
+    def of(self, items: Sequence[Item]) -> list[Item]:
+        """Return the items of these groups, among those of all groups of the plan."""
+        return [items[at] for at in self._places]
+
+    def multiply(self, side: Side, probes: Probes | None = None) -> None:
+        """Compute this rank's own factors of one side; maybe also each M times a probe's direction."""
+        if side == "P":
+            decay = self._tiles[0].decay
+            self._kernels.left(self._Q, self._P, decay=decay, forms=to_form(self._tiles), probes=probes)
+        else:
+            form_together(self._tiles)
+            self._kernels.right(self._P, self._Q)
+
+    def finish(self, side: Side, means: Sequence[Tensor], sent: Sequence[Tensor], finite: Tensor) -> None:
+        """Write means and residuals, as `LowRankGroup.finish`."""
+        if side == "Q":
+            self._write(self._P, sent, means, keeps=surely(finite))
+        else:
+            if surely(finite):
+                self._kernels.finish(sent, self._Q, self._Q)  # for the residual: the mean follows
+            self.write(side, means)
+
+    def write(self, side: Side, means: Sequence[Tensor]) -> None:
+        """Write means, as `LowRankGroup.write`."""
+        P, Q = (means, self._Q) if side == "P" else (self._P, means)
+        self._write(P, Q, Q, keeps=False)
+
+    def _write(self, P: Sequence[Tensor], sent: Sequence[Tensor], means: Sequence[Tensor], *, keeps: bool) -> None:
+        self._kernels.finish(P, sent, means, keeps=keeps)
+        if lending.IS_CHECKED:
+            for tile in self._tiles:
+                tile.write(tile.mean)
 
 
 class Uncompressed:
@@ -280,24 +363,33 @@ class Uncompressed:
             torch._foreach_copy_(self._means, list(means[-1].split(self._sizes)))
 
 
-class LowRankPlan(NamedTuple):
+class LowRankPlan:
     """A bucket's matrices in groups, and the tiles that are sent uncompressed."""
 
-    matrices: Sequence[LowRankMatrix]
-    groups: Sequence[LowRankGroup]
-    rest: Uncompressed
-    rows: Tensor | None
-    """The row number of each element of all groups' Q, one group's after another's, if work is queued: all groups are
-    then handled in one call. None otherwise."""
-
-    @classmethod
-    def of(cls, matrices: Sequence[LowRankMatrix], rest: Sequence[Tile]) -> LowRankPlan:
-        """Form groups of matrices, and the parts of uncompressed tiles."""
-        groups = _groups(matrices)
+    def __init__(self, matrices: Sequence[LowRankMatrix], rest: Sequence[Tile], level: str | None) -> None:
+        self.level = level
+        """The level of compiled passes; None: everything runs eagerly."""
+        self._group(matrices)
         # Sent together with factors, the rest is as wide as they are; sent alone, it keeps its own dtype.
-        return cls(
-            matrices, groups, Uncompressed(rest, groups[0].P.dtype if groups else None), _rows_of_right_factors(groups)
-        )
+        self.rest = Uncompressed(rest, self.groups[0].P.dtype if self.groups else None)
+
+    def _group(self, matrices: Sequence[LowRankMatrix]) -> None:
+        self.matrices = matrices
+        alike: dict[Hashable, list[LowRankMatrix]] = {}
+        for x in matrices:
+            alike.setdefault(x.kind, []).append(x)
+        # Ranks exchange factors in this order, so it does not depend on the level.
+        self.groups = [LowRankGroup(of_kind, self.level) for of_kind in alike.values()]
+        self._eager = [at for at, group in enumerate(self.groups) if not group.is_compiled]
+        has_compiled = self.level is not None and len(self._eager) < len(self.groups)
+        self._compiled = _Compiled(self.groups, self.level) if self.level is not None and has_compiled else None
+        most = max((one.elements_at_once for group in self.groups for one in group.products), default=0)
+        is_queued = bool(self.groups) and runs_later(self.groups[0].P)
+        self._spare = None if is_queued or not most else self.groups[0].P.new_empty(most)
+        """Memory for one column of P times one row of Q, kept from step to step."""
+        self.rows = _rows_of_right_factors(self.groups)
+        """The row number of each element of all groups' Q, one group's after another's, if work is queued: all groups
+        are then handled in one call. None otherwise."""
 
     @classmethod
     def of_slots(
@@ -305,6 +397,7 @@ class LowRankPlan(NamedTuple):
         bucket: BucketView,
         form_of: Callable[[Tensor, str], MatrixForm | None],
         rank: Callable[[MatrixForm], int],
+        level: str | None,
     ) -> LowRankPlan:
         """Make a matrix of each parameter that has a form, with its rank; the rest stays uncompressed."""
         forms = [(slot, form_of(slot.parameter, slot.name)) for slot in bucket.slots]
@@ -313,56 +406,94 @@ class LowRankPlan(NamedTuple):
             for slot, form in forms
             if form
         ]
-        return cls.of(matrices, [slot.tile for slot, form in forms if form is None])
+        return cls(matrices, [slot.tile for slot, form in forms if form is None], level)
 
     def at(self, ranks: Sequence[int]) -> LowRankPlan:
         """Return the plan for the same matrices with other ranks."""
-        matrices = [dataclasses.replace(x, r=r) for x, r in zip(self.matrices, ranks, strict=True)]
-        groups = _groups(matrices)
-        return self._replace(matrices=matrices, groups=groups, rows=_rows_of_right_factors(groups))
+        plan = copy.copy(self)
+        plan._group([dataclasses.replace(x, r=r) for x, r in zip(self.matrices, ranks, strict=True)])
+        return plan
+
+    def factors(self, side: Side) -> list[Tensor]:
+        """Return each group's P or Q."""
+        return [group.factor(side) for group in self.groups]
 
     def multiply(self, side: Side, turn: int) -> None:
         """Compute this rank's own factors of one side."""
         if self.rows is not None:
             self._form_at_once()
-        for group in there_and_back(self.groups, turn):
-            group.multiply(side, turn)
+        if self._compiled is not None:
+            self._compiled.multiply(side)
+        for at in there_and_back(self._eager, turn):
+            self.groups[at].multiply(side, turn)
 
     def multiply_and_compare(self, seed: int) -> None:
         """Compute this rank's own P, in which a probe's product replaces blind rows."""
         if self.rows is not None:
             self._form_at_once()
         probed = with_probes([(group.P, group.Q) for group in self.groups], seed)
-        for group, one in zip(self.groups, probed, strict=True):
-            group.multiply("P", 0, one.probe)
+        if self._compiled is not None:
+            own = self._compiled.of([one.probe for one in probed])
+            self._compiled.multiply("P", Probes([one.direction for one in own], [one.shown for one in own]))
+        for at in self._eager:
+            self.groups[at].multiply("P", 0, probed[at].probe)
         replace_blind_rows(probed)
 
     def _form_at_once(self) -> None:
         """Form all matrices in few calls; on a CPU each is formed when it is multiplied, so that it is in the cache."""
-        form_together([tile for group in self.groups for product in group.products for tile in product.tiles])
+        form_together([tile for group in self.groups for one in group.products for tile in one.tiles])
 
     def finish(self, side: Side, means: Sequence[Tensor], turn: int, context: Context, finite: Tensor) -> None:
         """Write means and residuals, from the mean factors of the last side and this rank's own ones."""
-        for group, mean in there_and_back(list(zip(self.groups, means, strict=True)), turn):
-            group.finish(side, mean, context.as_sent(group.factor(side)), turn, finite)
+        sent = [context.as_sent(own) for own in self.factors(side)]
+        if self._compiled is not None:
+            self._compiled.finish(side, self._compiled.of(means), self._compiled.of(sent), finite)
+        for at in there_and_back(self._eager, turn):
+            self.groups[at].finish(side, means[at], sent[at], turn, finite, self._spare)
+
+    def write(self, side: Side, means: Sequence[Tensor]) -> None:
+        """Write means, from the mean factors of one side."""
+        if self._compiled is not None:
+            self._compiled.write(side, self._compiled.of(means))
+        for at in self._eager:
+            self.groups[at].write(side, means[at], self._spare)
 
     def largest(self, side: Side, means: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the largest elements of the mean, in the bucket's own dtype, if that has a short range."""
         if not self.matrices:
             return []
-        of_groups = (group.largest(side, mean) for group, mean in zip(self.groups, means, strict=True))
+        groups = zip(self.groups, means, strict=True)
+        of_groups = (group.largest(side, mean, self._spare) for group, mean in groups)
         return self.matrices[0].tile.in_own_range(of_groups)
+
+
+def planned(bucket: BucketView, compressor: object, make: Callable[[str | None], Plan]) -> Plan:
+    """Return a bucket's plan for the level of compiled passes that is in use now, which may change between steps."""
+    gradient = bucket.slots[0].gradient if bucket.slots else None
+    level = None if gradient is None or runs_later(gradient) else level_for(gradient)
+    return bucket.plan((compressor, level), lambda: make(level))
+
+
+def product(P: Tensor, Q: Tensor, out: Tensor, spare: Tensor | None) -> Tensor:
+    """Return P·Q of n×r and r×m, or batches: on a CPU p0·q0 + p1·q1 + ... from left to right, each operation rounded.
+
+    Every processor, and every level of compiled passes, then gives the same bits. BLAS may add in any order, and fuse
+    the multiplication with the addition, which some processors cannot. `spare` holds as many elements as `out`; on a
+    GPU it is None.
+    """
+    if spare is None:
+        return torch.matmul(P, Q, out=out)
+    r, spare = P.shape[-1], spare[: out.numel()].view(out.shape)
+    # `split` would take ten times as long to call.
+    (column, row), *others = zip(P.chunk(r, dim=-1), Q.chunk(r, dim=-2), strict=True)
+    torch.mul(column, row, out=out)
+    for column, row in others:
+        out.add_(torch.mul(column, row, out=spare))
+    return out
 
 
 def _is_small(tile: Tile) -> bool:
     return tile.layout.elements == tile.gradient.numel() <= SMALL_ELEMENTS
-
-
-def _groups(matrices: Sequence[LowRankMatrix]) -> list[LowRankGroup]:
-    alike: dict[Hashable, list[LowRankMatrix]] = {}
-    for x in matrices:
-        alike.setdefault(x.kind, []).append(x)
-    return [LowRankGroup(of_kind) for of_kind in alike.values()]
 
 
 def _rows_of_right_factors(groups: Sequence[LowRankGroup]) -> Tensor | None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-import itertools
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +28,15 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.powersgd.blind_rows import is_due
-from commhooks.compressors.powersgd.low_rank import OTHER, LowRankGroup, LowRankMatrix, LowRankPlan, Side, keep_scaled
+from commhooks.compressors.powersgd.low_rank import (
+    OTHER,
+    LowRankGroup,
+    LowRankMatrix,
+    LowRankPlan,
+    Side,
+    keep_scaled,
+    planned,
+)
 from commhooks.compressors.powersgd.matrices import (
     MatrixForm,
     MatrixRule,
@@ -39,6 +46,7 @@ from commhooks.compressors.powersgd.matrices import (
     form_of_bucket,
     stack_of,
 )
+from commhooks.compressors.powersgd.orthonormal import orthonormal_rows, set_orthonormal
 from commhooks.errors import SettingsError
 from commhooks.language import BucketView, Context, Entry, Exchange, Loss, Place, setting
 from commhooks.language.entries import Declared
@@ -46,6 +54,7 @@ from commhooks.language.memory import commit_all, surely
 from commhooks.language.randomness import seeded_normal, stable_seed
 from commhooks.language.requests import AllReduce, Asked, Judge, Layout, Part
 from commhooks.language.settings import refusal
+from commhooks.native import low_rank as native
 
 
 class Exchanged(NamedTuple):
@@ -165,7 +174,7 @@ class PowerSGD(OfMatrices):
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
         """Average the bucket's matrices through their factors, and the rest uncompressed."""
-        yield from self.exchange(bucket.plan(self, lambda: self._plan(bucket)), context)
+        yield from self.exchange(planned(bucket, self, lambda level: self._plan(bucket, level)), context)
 
     def exchange(self, plan: LowRankPlan, context: Context, riders: Sequence[Part] = ()) -> Exchanging:
         """Exchange the factors in turn, each computed from the last; uncompressed parts go with the first.
@@ -183,12 +192,10 @@ class PowerSGD(OfMatrices):
         means: list[Tensor] = []
         for turn, side in enumerate(sides):
             other = OTHER[side]
-            if plan.rows is not None and (turn or self.warm_start):
-                self._set_at_once(plan, other, means)
+            if turn:
+                set_orthonormal(plan.factors(other), means, self.epsilon, plan.level)
             else:
-                for at, group in enumerate(plan.groups):
-                    bases = orthonormal_rows(means[at], self.epsilon) if turn else self._bases(group, other, context)
-                    group.factor(other).copy_(bases)
+                self._set_first(plan, other, context)
             # Other bases do not stay blind: cold ones are redrawn, and alternating ones are made orthonormal.
             if turn == 0 and self.warm_start and not self.alternating and is_due(context.step):
                 plan.multiply_and_compare(stable_seed("powersgd", "probe", self.seed, context.step))
@@ -238,19 +245,19 @@ class PowerSGD(OfMatrices):
         pairs = (len(self.sides(0)) + 1) // 2
         return (form.n + form.m) * min(form.n, form.m, self.rank) * pairs
 
-    def _plan(self, bucket: BucketView) -> LowRankPlan:
+    def _plan(self, bucket: BucketView, level: str | None) -> LowRankPlan:
         if self.matrices == "whole-bucket":
-            return self._plan_of_whole(bucket)
-        return LowRankPlan.of_slots(bucket, self.paying_form, lambda form: self.rank)
+            return self._plan_of_whole(bucket, level)
+        return LowRankPlan.of_slots(bucket, self.paying_form, lambda form: self.rank, level)
 
-    def _plan_of_whole(self, bucket: BucketView) -> LowRankPlan:
+    def _plan_of_whole(self, bucket: BucketView, level: str | None) -> LowRankPlan:
         form = form_of_bucket(bucket.memory.numel(), self.rank)
         if not bucket.slots or not self.pays(form):
-            return LowRankPlan.of([], bucket.tiles)
+            return LowRankPlan([], bucket.tiles, level)
         (whole,) = bucket.tiles
         r = min(form.n, form.m, self.rank)
         x = LowRankMatrix(_key_of(bucket.layout), form, r, whole, bucket.slots[0], layout=bucket.layout)
-        return LowRankPlan.of([x], whole.rest(form.n * form.m))
+        return LowRankPlan([x], whole.rest(form.n * form.m), level)
 
     def _declared(self, key: str, form: MatrixForm) -> Declared:
         """Return the entries for the bases that are kept: the last step's Q, and also P if steps alternate."""
@@ -265,24 +272,22 @@ class PowerSGD(OfMatrices):
             for side, width in widths.items()
         }
 
-    def _bases(self, group: LowRankGroup, side: Side, context: Context) -> Tensor:
-        """Return the factors to start from, k×r×width: the last step's, or random ones, the same on every rank."""
-        if self.warm_start:
-            return torch.cat(self._kept(group, side))
-        like = group.factor(side)[: group.matrices[0].form.matrices]
-        like = like[0] if len(like) == 1 else like
-        drawn = [self._random_basis(x.key, side, like, context.step) for x in group.matrices]
-        return torch.cat([basis.view(-1, *basis.shape[-2:]) for basis in drawn])
+    def _set_first(self, plan: LowRankPlan, side: Side, context: Context) -> None:
+        """Set one side's factors to the bases that the step starts from, the same on every rank.
 
-    def _set_at_once(self, plan: LowRankPlan, side: Side, means: Sequence[Tensor]) -> None:
-        """Set one side's factors, in one call, to bases of the means, or to the last step's if there is no mean yet."""
-        factors = [group.factor(side) for group in plan.groups]
-        if means:
-            torch._foreach_copy_(factors, [orthonormal_rows(mean, self.epsilon) for mean in means])
+        They are the last step's or, without warm start, random ones.
+        """
+        places = [place for group in plan.groups for place in group.places[side]]
+        if self.warm_start:
+            bases = [basis for group in plan.groups for basis in self._kept(group, side)]
         else:
-            kept = [self._kept(group, side) for group in plan.groups]
-            places = [own.split(len(bases[0])) for own, bases in zip(factors, kept, strict=True)]
-            torch._foreach_copy_([*itertools.chain(*places)], [*itertools.chain(*kept)])
+            # A single matrix has no dimension of matrices when it is drawn.
+            drawn = zip([x for group in plan.groups for x in group.matrices], places, strict=True)
+            bases = [
+                self._random_basis(x.key, side, place if x.form.matrices > 1 else place[0], context.step).view_as(place)
+                for x, place in drawn
+            ]
+        torch._foreach_copy_(places, bases)
 
     def _kept(self, group: LowRankGroup, side: Side) -> list[Tensor]:
         """Return the memory of each matrix's or stack's bases, k×r×width, only the rows in use."""
@@ -309,6 +314,14 @@ class PowerSGD(OfMatrices):
                 bases_of_all, means, plan.rows, plan.matrices[0].home.scratch.permits_each(bases_of_all, finite)
             )
             return
+        if plan.level is not None:
+            if surely(finite):
+                kept_of_all = [self._kept(group, side) for group in plan.groups]
+                native.keep_scaled(plan.level, kept_of_all, means)
+                if self.alternating:
+                    bases_of_all = [basis for kept in kept_of_all for basis in kept]
+                    set_orthonormal(bases_of_all, bases_of_all, self.epsilon, plan.level)
+            return
         for group, mean in zip(plan.groups, means, strict=True):
             kept = self._kept(group, side)
             largest = mean.abs().amax(dim=-1, keepdim=True)  # r×1
@@ -329,17 +342,3 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def _key_of(bucket: Layout) -> str:
     """Return the text that seeds the bases of a bucket's matrix."""
     return "+".join(bucket.keys)
-
-
-def orthonormal_rows(P: Tensor, epsilon: float = 0.0) -> Tensor:
-    """Return a matrix r×n, r ≤ n, with orthonormal rows that span the rows of `P`; for a batch of matrices, a batch.
-
-    Householder QR: nothing is divided by a norm, so zero rows, dependent rows, and rows of 1e-30 or 1e30 all give
-    finite orthonormal rows (arbitrary ones if `P` provides none), identical for identical `P`.
-    """
-    basis, triangle = torch.linalg.qr(P.mT)  # n×r, r×r
-    if epsilon:
-        norms = triangle.diagonal(dim1=-2, dim2=-1).abs()
-        basis = basis * (norms / (norms + epsilon)).unsqueeze(-2)
-    rows: Tensor = basis.mT
-    return rows
