@@ -29,7 +29,7 @@ INLINE F load(const float *x) {
 }
 INLINE void store(float *to, F v) { memcpy(to, &v, sizeof v); }
 
-/* A number that vectors are multiplied by. From AVX on there are instructions for that; before it is a vector itself. */
+/* A number that vectors are multiplied by. From AVX on there are instructions for that; else it is a vector itself. */
 #if LANES > 4
 typedef float Number;
 INLINE Number number(float x) { return x; }
@@ -77,8 +77,8 @@ typedef struct {
     int64_t keeps;
 } Finish;
 
-/* Return how many elements on the row is that is fetched meanwhile: some rows after row i of `rows`, which share a panel of
-   columns [from, to), so below it, or in the next panel, or in the first one of the rows after these. */
+/* Return the distance in elements from row i to the row that is fetched meanwhile, some rows later. The rows that share a
+   panel of columns [from, to) are followed by their next panel, and at the end by the rows below. */
 INLINE int64_t ahead_of(int64_t columns, int64_t i, int64_t rows, int64_t m, int64_t from, int64_t to) {
     const int64_t later = columns < 256 ? 8 : 4;
     return i + later < rows ? later * m : to < m ? (later - rows) * m + to - from : later * m - from;

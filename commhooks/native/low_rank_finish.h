@@ -34,7 +34,8 @@ typedef struct {
 } Product;
 
 /* Compute R rows of V vectors from column j on. K is the rank, or 0 if that is not constant. */
-INLINE void multiply_some(const int K, const int R, const int V, const Product *of, Number (*P)[ROWS_FINISH], int64_t j) {
+INLINE void multiply_some(const int K, const int R, const int V, const Product *of, Number (*P)[ROWS_FINISH],
+                          int64_t j) {
     const int64_t m = of->m, r = K ? K : of->r;
     const float *Q = of->Q + j, *x = of->x + (of->x ? j : 0);
     float *to = of->to + j;
@@ -65,7 +66,8 @@ INLINE void multiply_some(const int K, const int R, const int V, const Product *
 /* Columns [j, end) of R rows. */
 INLINE void multiply(const int K, const int R, const Product *of, Number (*P)[ROWS_FINISH], int64_t j, int64_t end) {
     const int64_t m = of->m, r = K ? K : of->r;
-    for (; j + VECTORS_FINISH * LANES <= end; j += VECTORS_FINISH * LANES) multiply_some(K, R, VECTORS_FINISH, of, P, j);
+    for (; j + VECTORS_FINISH * LANES <= end; j += VECTORS_FINISH * LANES)
+        multiply_some(K, R, VECTORS_FINISH, of, P, j);
     for (; j + LANES <= end; j += LANES) multiply_some(K, R, 1, of, P, j);
     for (; j < end; j++)
         for (int a = 0; a < R; a++) {

@@ -1,7 +1,11 @@
 /* The first pass of low_rank.h: P = M·Qᵀ, with M formed in the same read. */
 
 /* Columns at a time: of these rows and the next, and of Q, they stay in the first cache. */
-#define COLUMNS_LEFT(r) ((r) == 1 ? 512 : (r) < 4 || LANES == 16 ? 256 : 128)
+#if LANES == 16
+#define COLUMNS_LEFT(r) ((r) <= 2 ? 1024 : 256)
+#else
+#define COLUMNS_LEFT(r) ((r) < 4 ? 256 : 128)
+#endif
 
 /* 16 running sums for each row of Q, and last the probe's. */
 typedef float Sums[MOST_RANK + 1][16];
@@ -17,7 +21,8 @@ typedef struct {
 
 /* Add the products of R rows with C rows of Q to their sums; first form M, if it `forms`. As many slices of a line are
    processed at once as there are registers for. */
-INLINE void add_products(const int R, const int C, const int forms, const Strip *of, const float *Q, Sums *sums, int64_t k) {
+INLINE void add_products(const int R, const int C, const int forms, const Strip *of, const float *Q, Sums *sums,
+                         int64_t k) {
     const int at_once = R * C * SLICES <= 8 ? SLICES : 1;
     float *const x = of->x;
     const float *const e = of->e, decay = of->decay;
@@ -121,7 +126,8 @@ static void left_rows(const Left *pass, const Matrix *M, int64_t start, int64_t 
                 add_all((int)some, of, r, Q, sums + i);
                 of.e = NULL;
                 of.ahead = 0;
-                for (int64_t a = 0; direction && a < some; a++, of.x += m) left_1_1(&of, direction, sums + i + a, MOST_RANK);
+                for (int64_t a = 0; direction && a < some; a++, of.x += m)
+                    left_1_1(&of, direction, sums + i + a, MOST_RANK);
             }
         }
         for (int64_t i = 0; i < rows; i++) {

@@ -3,10 +3,10 @@
 #define COLUMNS_RIGHT 512 /* at a time: of these rows and the next, and of Q, they stay in the first cache */
 #define ROWS_RIGHT 8      /* whose products are added to Q in one go */
 
-/* Add to C rows of Q, in V vectors of columns, the products of rows of M with their numbers in P. Fetch the same columns
-   `ahead` elements on, if that is not 0. */
-INLINE void add_rows(const int C, const int V, const float *x, int64_t m, const int rows, Number (*P)[MOST_RANK], float *Q,
-                     int64_t ahead) {
+/* Add to C rows of Q, in V vectors of columns, the products of rows of M with their numbers in P. Fetch the same
+   columns `ahead` elements on, if that is not 0. */
+INLINE void add_rows(const int C, const int V, const float *x, int64_t m, const int rows, Number (*P)[MOST_RANK],
+                     float *Q, int64_t ahead) {
     F own[8][4];
     UNROLL for (int c = 0; c < C; c++)
         UNROLL for (int v = 0; v < V; v++) own[c][v] = load(Q + c * m + v * LANES);
@@ -23,8 +23,8 @@ INLINE void add_rows(const int C, const int V, const float *x, int64_t m, const 
 }
 
 #define RIGHT(C, V) \
-    NEVER_INLINE void right_##C(const float *x, int64_t m, int rows, Number (*P)[MOST_RANK], float *Q, int64_t columns, \
-                                int64_t ahead) { \
+    NEVER_INLINE void right_##C(const float *x, int64_t m, int rows, Number (*P)[MOST_RANK], float *Q, \
+                                int64_t columns, int64_t ahead) { \
         int64_t j = 0; \
         if (rows == ROWS_RIGHT) \
             for (; j + V * LANES <= columns; j += V * LANES) add_rows(C, V, x + j, m, ROWS_RIGHT, P, Q + j, ahead); \

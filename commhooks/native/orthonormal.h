@@ -1,5 +1,5 @@
-/* The rows of matrices made orthonormal, and scaled, for bases that must be the same on every rank: each operation is in
-   double or float, rounds once, and has its place in a fixed order. */
+/* The rows of matrices made orthonormal, and scaled, for bases that must be the same on every rank: each operation is
+   in double or float, rounds once, and has its place in a fixed order. */
 
 typedef struct {
     int64_t k, r, n;
