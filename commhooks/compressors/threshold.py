@@ -17,10 +17,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from commhooks.compressors.sparse.gathering import Sent, SparsePiece
 from commhooks.compressors.sparse.indices import Indices, largest_error
 from commhooks.compressors.sparse.own_places import OwnPlaces
 from commhooks.language import Context, Loss, setting
@@ -54,14 +52,6 @@ class Threshold(OwnPlaces):
         """The coding of indices, and the fraction of the elements that a message holds."""
         return self.indices, self.capacity
 
-    def sent_of(self, piece: SparsePiece, context: Context) -> Sent:
-        """Choose the largest elements, with zeros in place of those that have not reached the threshold."""
-        own = Sent.largest_of(piece, piece.tile.form())
-        is_small = own.values.abs() < self.threshold * context.loss_scale  # false for NaN, which has to be sent
-        return own._replace(values=own.values.masked_fill_(is_small, 0.0))
-
-    def left_of(self, own: Sent) -> Tensor:
-        """Return the elements that were not sent, or were zeros in the message."""
-        M = own.piece.tile.form()
-        left = torch.where(own.values == 0, M.index_select(0, own.places), 0.0)
-        return M.index_copy_(0, own.places, left)
+    def least(self, context: Context) -> float | Tensor:
+        """Return the threshold, times the loss scale."""
+        return self.threshold * context.loss_scale

@@ -16,7 +16,6 @@ import dataclasses
 
 from torch import Tensor
 
-from commhooks.compressors.sparse.gathering import Sent, SparsePiece
 from commhooks.compressors.sparse.indices import Indices, largest_error
 from commhooks.compressors.sparse.own_places import OwnPlaces
 from commhooks.language import Context, Loss, setting
@@ -45,10 +44,6 @@ class TopK(OwnPlaces):
         """The coding of indices, and the fraction of the elements that is sent."""
         return self.indices, self.ratio
 
-    def sent_of(self, piece: SparsePiece, context: Context) -> Sent:
-        """Choose the largest elements."""
-        return Sent.largest_of(piece, piece.tile.form())
-
-    def left_of(self, own: Sent) -> Tensor:
-        """Return all others."""
-        return own.piece.tile.form().index_fill_(0, own.places, 0.0)
+    def least(self, context: Context) -> float:
+        """Return 0."""
+        return 0.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -125,7 +125,8 @@ class TwoHop(Compressor):
         ranks = context.world_size
         passes = passes_for(self.codec, self.damping, computing_dtype(bucket.memory.dtype), bucket.memory.device)
         # Compiled passes take more; whether they are in use may change with the environment.
-        n, at_once = self.codec.block, passes.blocks_at_once(bucket.memory.device)
+        n, is_apart = self.codec.block, bucket.scratch.is_needed
+        at_once = passes.blocks_at_once(bucket.memory.device, apart=is_apart)
         deal = bucket.plan((self, at_once), lambda: Deal(bucket, n, at_once, lambda m: self.pays(m, ranks), context))
         exchanges = [self._average_blocks(passes, deal, bucket, context)] if deal.coded else []
         return side_by_side([*exchanges, average_whole(deal.rest)] if deal.rest else exchanges)
@@ -157,8 +158,10 @@ class TwoHop(Compressor):
         largest = deal.coded[0].tile.in_own_range(means)
         flaws = () if flaw is None else (flaw,)
         finite = yield Judge(*flaws, *passes.evidence(gathered), *largest)
-        for share in deal.shares if self.server_feedback else ():
+        is_taken = self._takes_errors(passes, deal)
+        for share in deal.shares if self.server_feedback and not is_taken else ():
             share.slot.commit(SERVER_ERROR, left[share.rows], finite)
+        bucket.settle(finite)
         is_sound = flaw is None or surely(flaw == 0)
         for tile, places in deal.pieces:
             _keep_unsent(passes, tile, message.places, places, bucket, finite)
@@ -177,8 +180,12 @@ class TwoHop(Compressor):
         flaws = []
         noises = _split(self._noise(deal.keys, context, "own"), deal.sizes)
         for (tile, places), noise in zip(deal.pieces, noises, strict=True):
-            keeps = tile.keeps and not bucket.scratch.is_needed
-            flaw = passes.send(tile.form(), noise, message, places, keeps=keeps)
+            if passes.exchanges_state and (residuals := tile.residuals_to_take()):
+                flaw = passes.send(tile.gradient, noise, message, places, keeps=True, residuals=residuals)
+                tile.took()
+            else:
+                keeps = tile.keeps and not bucket.scratch.is_needed
+                flaw = passes.send(tile.form(), noise, message, places, keeps=keeps)
             flaws += [] if flaw is None else [flaw]
         return torch.stack(flaws).sum(0, keepdim=True, dtype=torch.float32) if flaws else None
 
@@ -191,21 +198,36 @@ class TwoHop(Compressor):
         bucket: BucketView,
         context: Context,
     ) -> Tensor:
-        """Encode the means of the blocks that this rank serves; return the codes' errors."""
+        """Encode the means of the blocks that this rank serves; return the codes' errors.
+
+        If `_takes_errors`, the server errors are overwritten with these, and what they were is returned.
+        """
         noises = _split(self._noise(deal.own_keys, context, "server"), deal.own_sizes)
+        is_taken = self._takes_errors(passes, deal)
         kept = deal.served if self.server_feedback else 0
         left = bucket.borrow((kept, self.codec.block), computing_dtype(bucket.memory.dtype))
-        for share in deal.shares if self.server_feedback else ():
+        errors = [share.slot.state(SERVER_ERROR) for share in deal.shares] if is_taken else []
+        for share in deal.shares if self.server_feedback and not is_taken else ():
             left[share.rows].copy_(share.slot.state(SERVER_ERROR), non_blocking=True)
         sizes = deal.own_sizes
         of_ranks = zip(*([payload[:, : deal.served].split(sizes, 1) for payload in received]), strict=True)
         codes = zip(*([payload[: deal.served].split(sizes) for payload in coded]), strict=True)
         lefts = left.split(sizes) if self.server_feedback else itertools.repeat(None, len(sizes))
-        for theirs, noise, code, own in zip(of_ranks, noises, codes, lefts, strict=True):
-            passes.serve(theirs, noise, code, own)
+        of_pieces = _cut(errors, sizes) if errors else itertools.repeat((), len(sizes))
+        for theirs, noise, code, own, taken in zip(of_ranks, noises, codes, lefts, of_pieces, strict=True):
+            passes.serve(theirs, noise, code, own, taken)
+            if own is not None and taken:
+                bucket.took(taken, own.split([len(error) for error in taken]))
         for payload in coded if deal.served < deal.longest else ():
             payload[deal.served :] = 0
         return left
+
+    def _takes_errors(self, passes: CodecPasses, deal: Deal) -> bool:
+        """Return whether server errors are added and overwritten in one pass, before the verdict."""
+        if not (self.server_feedback and passes.exchanges_state):
+            return False
+        states = [share.slot.state(SERVER_ERROR) for share in deal.shares]
+        return all(one.is_cpu and one.dtype is torch.float32 and one.is_contiguous() for one in states)
 
     def _noise(self, keys: Keys, context: Context, hop: str) -> Noise | None:
         """Return the noise of the blocks with these keys, if the codec draws any."""
@@ -259,11 +281,24 @@ def _keep_unsent(
     passes: CodecPasses, tile: Tile, sent: Sequence[Tensor], places: CodePlaces, bucket: BucketView, finite: Tensor
 ) -> None:
     """Keep what the code of a tile's blocks leaves out, which `_send` has left in the bucket's memory if it is wide."""
-    if tile.keeps:
+    if tile.keeps and not tile.is_taken:
         M = tile.form()
         if bucket.scratch.is_needed:
             M.sub_(passes.write(sent, places, torch.empty_like(M)))
         tile.keep(M, finite)
+
+
+def _cut(blocks: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
+    """Yield blocks [.., n] of several tensors, one after another, in pieces of these numbers of blocks."""
+    tensors, first = iter(blocks), blocks[0][:0]
+    for size in sizes:
+        piece = list[Tensor]()
+        left = size
+        while left:
+            first = first if len(first) else next(tensors)
+            piece.append(first[:left])
+            left, first = left - len(piece[-1]), first[left:]
+        yield piece
 
 
 def _split(noise: Noise | None, sizes: Sequence[int]) -> Iterable[Noise | None]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commhooks.language.entries import RESIDUAL, ParameterState
-from commhooks.language.memory import commit
+from commhooks.language.memory import commit, surely
 from commhooks.language.place import Place
 from commhooks.language.requests import Layout, Part
 from commhooks.language.tile import Scratch, Tile
@@ -216,6 +216,18 @@ class BucketView:
     def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory on the bucket's device, not initialised, for this exchange; see `give_back`."""
         return self.scratch.loans.borrow(torch.Size(shape), dtype, self.memory.device)
+
+    def took(self, state: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+        """Record that a pass has overwritten state on a CPU before the verdict, and where its old values are.
+
+        Call `settle` with the verdict; see `Tile.took`.
+        """
+        self.scratch.taken.append((state, before))
+
+    def settle(self, finite: Tensor) -> None:
+        """Accept what passes have overwritten before the verdict, or put the old values back if `finite` is false."""
+        if self.scratch.taken:
+            self.scratch.settle(surely(finite))
 
     def give_back(self, *borrowed: Tensor) -> None:
         """Give back borrowed memory that is no longer read; otherwise the end of the exchange gives it back."""

@@ -310,6 +310,8 @@ def map_requests(carry: Carry, exchange: Exchange) -> Exchange:
 def judged(bucket: BucketView, exchange: Exchange) -> Exchange:
     """Run an exchange; if it does not ask for a verdict, include its means in the step's verdict.
 
+    If it ends without one, state that was overwritten before it is put back: see `Tile.took`.
+
     Means of shards differ between ranks: for them, unless the exchange sends `Flags`, each rank tells the others
     whether its own gradients are finite.
     """
@@ -318,9 +320,13 @@ def judged(bucket: BucketView, exchange: Exchange) -> Exchange:
         yield from side_by_side([map_requests(of_shards.carry, exchange), _flagged(bucket, of_shards)])
         return
     seen = _Seen()
-    yield from map_requests(seen.carry, exchange)
-    if not seen.judge:
-        yield Judge(*([bucket.mean] if bucket.is_whole else [slot.mean for slot in bucket.slots]))
+    try:
+        yield from map_requests(seen.carry, exchange)
+        if not seen.judge:
+            yield Judge(*([bucket.mean] if bucket.is_whole else [slot.mean for slot in bucket.slots]))
+    except BaseException:  # a failure anywhere, or the exchange is closed
+        bucket.scratch.settle(finite=False)
+        raise
 
 
 class _Seen:

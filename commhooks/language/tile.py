@@ -12,6 +12,7 @@ tiles always uses that buffer.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
@@ -53,6 +54,8 @@ class Scratch:
         self.sparse_mean: Tensor | None = None
         self.loans = lending.Loans()
         """The memory that the bucket's exchange has borrowed."""
+        self.taken: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
+        """State that has been overwritten before the verdict, and its old values elsewhere; see `settle`."""
         self.used: Mapping[int, Tensor] = {}
         """On a GPU, if parameters may be unused on every rank: for each storage of state, whether its parameter was
         used."""
@@ -69,6 +72,13 @@ class Scratch:
     def permits_each(self, kept: Sequence[Tensor], finite: Tensor) -> Tensor:
         """Return `finite` or, if parameters may be unused, one bool for each memory; see `permits`."""
         return finite & torch.stack([self.used[place_of(each)] for each in kept]) if self.used else finite
+
+    def settle(self, finite: bool) -> None:
+        """Put the old values of overwritten state back unless `finite`; they are not needed from now on."""
+        taken, self.taken = self.taken, []
+        if not finite:
+            for state, before in taken:
+                torch._foreach_copy_(list(state), list(before))
 
     def lend(self, user: object) -> None:
         """Record the user of the memory from now on, so that `check` can detect that another's contents are gone."""
@@ -110,7 +120,7 @@ class Tile:
         self._whole = residuals[0][1] if len(residuals) == 1 and residuals[0][1].shape == gradient.shape else None
         """The residual, if there is exactly one and it covers the tile."""
         self._decay = decay
-        self._formed_in = self._written_in = -1
+        self._formed_in = self._written_in = self._taken_in = -1
 
     @property
     def keeps(self) -> bool:
@@ -148,6 +158,8 @@ class Tile:
         if scratch.is_needed:
             room.copy_(self.gradient)
         elif self._formed_in == scratch.turn:
+            if self.is_taken:
+                raise CompressorError("a gradient was formed after its residual had been taken; see Tile.took.")
             return room
         self._formed_in = scratch.turn
         if self._whole is not None:
@@ -194,8 +206,46 @@ class Tile:
             return whole
         return room
 
+    @functools.cached_property
+    def _can_be_taken(self) -> bool:
+        own, elements = self.gradient, sum(kept.numel() for _, kept in self._residuals)
+        return (
+            self.keeps
+            and self._decay == 1
+            and elements == own.numel()
+            and all(
+                type(one) is Tensor and one.is_cpu and one.dtype is torch.float32 and one.is_contiguous()
+                for one in (own, *(kept for _, kept in self._residuals))
+            )
+        )
+
+    @property
+    def is_taken(self) -> bool:
+        """True if the residual was taken in this step."""
+        return self._taken_in == self._scratch.turn
+
+    def residuals_to_take(self) -> Sequence[Tensor]:
+        """Return the residual for one pass in place of `form` and `keep`; nothing if these must be used.
+
+        It is returned in parts that cover the tile in order, contiguous, in fp32, on a CPU. The pass adds them to
+        `gradient`, overwrites them with the unsent part before the verdict, and leaves their old values in `gradient`.
+        Call `took` after it, and `BucketView.settle` with the verdict before writing the mean. If the step fails before
+        that, the old values are put back too.
+        """
+        if self._formed_in == self._scratch.turn or not self._can_be_taken:
+            return ()
+        return [kept for _, kept in self._residuals]
+
+    def took(self) -> None:
+        """Record that the residual was overwritten, and that `gradient` holds its old values."""
+        self._formed_in = self._taken_in = self._scratch.turn
+        before = [self.gradient] if self._whole is not None else self._places(self.gradient)
+        self._scratch.taken.append(([kept for _, kept in self._residuals], before))
+
     def keep(self, unsent: Tensor, finite: Tensor) -> None:
         """Keep the unsent part, of the tile's shape, for the next step; if `finite` is false, change nothing."""
+        if self.is_taken:
+            raise CompressorError("an unsent part was kept after the residual had been taken; see Tile.took.")
         if unsent.shape != self.gradient.shape:
             raise CompressorError(
                 f"what was not sent, of shape {tuple(unsent.shape)}, was kept for gradients of shape "

@@ -16,6 +16,15 @@ typedef struct {
     int32_t *places;     /* [.., k] */
 } Largest;
 
+typedef struct {
+    int64_t n, k;
+    float *blocks;   /* [.., n] */
+    float *residual; /* [.., n], or NULL */
+    int32_t *places; /* [.., k] */
+    float *values;   /* [.., k] */
+    double least;
+} Take;
+
 /* A grid of tiles a×b over a matrix n×m, of which memory has the first `elements`; what is more is padding. */
 typedef struct {
     int64_t a, b, across, n, m, down, right, elements, k;
@@ -158,6 +167,33 @@ int EXPORTED(largest)(int64_t start, int64_t end, const Largest *of) {
     Search search;
     if (!begin_search(&search, (int)of->n, (int)of->k)) return NO_MEMORY;
     for (int64_t i = start; i < end; i++) find_largest(&search, of->blocks + i * of->n, of->places + i * of->k);
+    end_search(&search);
+    return DONE;
+}
+
+/* Find the places and values of the k largest elements of blocks, from `start` to `end`; values below `least` are zeros.
+   A residual is added first and becomes what the values leave out, and the blocks become what it was. */
+int EXPORTED(take)(int64_t start, int64_t end, const Take *of) {
+    const int64_t n = of->n, k = of->k;
+    const float least = (float)of->least;
+    Search search;
+    if (!begin_search(&search, (int)n, (int)k)) return NO_MEMORY;
+    for (int64_t i = start; i < end; i++) {
+        float *x = of->blocks + i * n, *values = of->values + i * k;
+        int32_t *places = of->places + i * k;
+        if (of->residual) {
+            float *sum = of->residual + i * n;
+            add_state(sum, (int)n, x, x, sum);
+            x = sum;
+        }
+        find_largest(&search, x, places);
+        for (int64_t e = 0; e < k; e++) {
+            const float value = x[places[e]];
+            const int is_small = fabsf(value) < least; /* NaN is sent */
+            values[e] = is_small ? 0.0f : value;
+            if (of->residual && !is_small) x[places[e]] = 0.0f;
+        }
+    }
     end_search(&search);
     return DONE;
 }

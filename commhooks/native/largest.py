@@ -21,6 +21,7 @@ MOST = 1 << 16
 """The most elements of a block or a tile: their maxima then stay in the second cache."""
 _GRID, _PACKED = "9q", "P4q"
 _LARGEST = struct.Struct("qqPP")
+_TAKE = struct.Struct("qqPPPPd")
 _SUM = struct.Struct(f"qqPq{_PACKED}Pq")
 _LARGEST_OF_TILES = struct.Struct(f"{_GRID}PP")
 _BINS = struct.Struct("PPP")
@@ -93,6 +94,27 @@ class SparseKernels:
         places = blocks.new_empty((count, k), dtype=torch.int32)
         self._run("largest", count, n, _LARGEST.pack(n, k, blocks.data_ptr(), places.data_ptr()))
         return places
+
+    def take(self, blocks: Tensor, k: int, residual: Tensor | None, least: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Return the places, int32 [B, k], and the values of the k largest elements of blocks [B, n].
+
+        Values below `least` are returned as zeros. A residual [B, n] is added first and becomes what the values leave
+        out, and the blocks become what it was. Places are those that `largest` finds in the sums.
+        """
+        count, n = blocks.shape
+        for memory, name in ((blocks, "blocks"), (residual, "the residual")):
+            if memory is not None and (
+                not 0 < k <= n <= MOST
+                or memory.shape != blocks.shape
+                or memory.dtype is not torch.float32
+                or not (memory.is_cpu and memory.is_contiguous())
+            ):
+                wanted = f"[B, n], contiguous, of torch.float32, with {k} to {MOST} elements each"
+                raise unsuited(name, memory, wanted)
+        places, values = blocks.new_empty((count, k), dtype=torch.int32), blocks.new_empty((count, k))
+        addresses = [0 if one is None else one.data_ptr() for one in (blocks, residual, places, values)]
+        self._run("take", count, n, _TAKE.pack(n, k, *addresses, least))
+        return places, values
 
     def sum(self, blocks: Tensor, places: Packed, values: Tensor) -> None:
         """Overwrite blocks [B, n] with the sums, in rank order, of values [W, B·k] at their places, divided by W."""

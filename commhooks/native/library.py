@@ -22,7 +22,7 @@ from commhooks.errors import SettingsError
 
 VARIABLE = "COMMHOOKS_COMPILED"
 PATH = Path(__file__).with_name("_kernels.dll" if sys.platform == "win32" else "_kernels.so")
-VERSION = 4
+VERSION = 5
 """The version of the functions' arguments; library.c has the same."""
 LEVELS = ("plain", "sse42", "avx2", "avx512")
 """The levels, from the lowest to the highest, as library.c numbers them."""

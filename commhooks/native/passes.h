@@ -67,6 +67,11 @@ typedef struct {
     double damping;
 } Form;
 
+/* Some blocks of state that lie one after another: those up to `end`, of which number 0 would be at `first`. */
+typedef struct {
+    int64_t end, first;
+} Segment;
+
 typedef struct {
     Form form;
     Payload scales, codes;
@@ -74,6 +79,7 @@ typedef struct {
     float *blocks;
     Noises noises;
     int64_t keeps;
+    const Segment *residuals; /* or NULL */
 } Send;
 
 typedef struct {
@@ -91,6 +97,7 @@ typedef struct {
     const float *error; /* or NULL */
     float *left;        /* or NULL */
     Noises noises;
+    const Segment *errors; /* or NULL */
 } Serve;
 
 INLINE uint8_t *at(const Payload *payload, int64_t rank, int64_t row) {
@@ -114,10 +121,27 @@ INLINE int noise_of(const Noises *noises, int n, int64_t i, Noise *noise) {
     return 1;
 }
 
+/* Return block i of state; call it with growing i, and a segment to begin with. */
+INLINE float *block_of(const Segment **segment, int n, int64_t i) {
+    while (i >= (*segment)->end) ++*segment;
+    return (float *)((*segment)->first + i * n * (int64_t)sizeof(float));
+}
+
+/* Write y plus a block of state to `sum`, and what the state was to `before`. Either may be `state` or `y`. */
+INLINE void add_state(const float *state, int n, const float *y, float *before, float *sum) {
+    INDEPENDENT
+    for (int j = 0; j < n; j++) {
+        const float old = state[j];
+        sum[j] = y[j] + old;
+        before[j] = old;
+    }
+}
+
 /* What `encode` takes for levels: negative ones, if a scale is made of the norm. */
 INLINE int levels_of(const Form *form) { return (int)(form->kind == QSGD ? -form->levels : form->levels); }
 
 /* Encode blocks [k, n], from `start` to `end`, into rows of a message. If `keeps`, they become what the codes leave out.
+   With `residuals`, these are added first and become what the codes leave out, and the blocks become what they were.
    Returns the bits of a vote's largest magnitude. */
 int EXPORTED(send)(int64_t start, int64_t end, const Send *pass) {
     const Form *form = &pass->form;
@@ -125,21 +149,34 @@ int EXPORTED(send)(int64_t start, int64_t end, const Send *pass) {
     if (!code) return NO_SUCH_CODE;
     const int n = (int)form->n, levels = levels_of(form);
     const float damping = (float)form->damping;
+    const Segment *segment = pass->residuals;
+    float on_stack[ON_STACK];
+    float *sum = segment && n > ON_STACK ? malloc((size_t)n * sizeof *sum) : on_stack;
+    if (!sum) return NO_MEMORY;
     Noise noise = {0};
     int32_t largest = 0;
     for (int64_t i = start; i < end; i++) {
         int64_t rank, row;
-        if (!row_of(&pass->rows, i, &rank, &row) || !noise_of(&pass->noises, n, i, &noise)) return NO_SUCH_ROW;
-        float *x = pass->blocks + i * n;
+        if (!row_of(&pass->rows, i, &rank, &row) || !noise_of(&pass->noises, n, i, &noise)) {
+            largest = NO_SUCH_ROW;
+            break;
+        }
+        float *x = pass->blocks + i * n, *left = pass->keeps ? x : NULL;
+        if (segment) {
+            left = block_of(&segment, n, i);
+            add_state(left, n, x, x, sum);
+            x = sum;
+        }
         if (form->kind == VOTE) {
             const int32_t bits = largest_of(x, n);
             largest = bits > largest ? bits : largest;
         }
         const Source block = {
-            n, levels, x, at(&pass->scales, rank, row), at(&pass->codes, rank, row), noise, pass->keeps ? x : NULL, damping,
+            n, levels, x, at(&pass->scales, rank, row), at(&pass->codes, rank, row), noise, left, damping,
         };
         code->encode(&block);
     }
+    if (sum != on_stack) free(sum);
     return largest;
 }
 
@@ -159,7 +196,8 @@ int EXPORTED(write)(int64_t start, int64_t end, const Write *pass) {
 }
 
 /* Decode rows of all ranks, from `start` to `end`, and encode their means plus `error` [k, n] into as many rows; `left`
-   [k, n] becomes what these codes leave out. */
+   [k, n] becomes what these codes leave out. With `errors`, these are added and become what the codes leave out, and
+   `left` becomes what they were. */
 int EXPORTED(serve)(int64_t start, int64_t end, const Serve *pass) {
     const Form *form = &pass->form;
     const Code *code = code_of(form->kind, form->levels, pass->noises.table != NULL);
@@ -172,6 +210,7 @@ int EXPORTED(serve)(int64_t start, int64_t end, const Serve *pass) {
     float share = 1.0f; /* the largest power of two that is at most 1/ranks, so that no sum of finite numbers is inf */
     while ((float)pass->ranks * share > 1.0f) share *= 0.5f;
     const float rest = (float)pass->ranks * share;
+    const Segment *segment = pass->errors;
     Noise noise = {0};
     int done = DONE;
     for (int64_t i = start; i < end; i++) {
@@ -187,6 +226,11 @@ int EXPORTED(serve)(int64_t start, int64_t end, const Serve *pass) {
         if (pass->error)
             for (int j = 0; j < n; j++) y[j] += pass->error[i * n + j];
         float *left = pass->left ? pass->left + i * n : NULL;
+        if (segment) {
+            float *error = block_of(&segment, n, i);
+            add_state(error, n, y, left, y);
+            left = error;
+        }
         const Source block = {n, levels, y, at(&pass->out_scales, 0, i), at(&pass->out_codes, 0, i), noise, left, damping};
         code->encode(&block);
     }

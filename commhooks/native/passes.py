@@ -6,6 +6,7 @@ none), and bytes. A message of them is a tensor [W, b, ...] per payload, for W r
 
 from __future__ import annotations
 
+import array
 import ctypes
 import dataclasses
 import functools
@@ -27,9 +28,9 @@ _AT_LEAST = 1 << 16
 _FLOATS, _BYTES, _SHORTS = {torch.float32}, {torch.int8, torch.uint8}, {torch.int16, torch.uint16}
 _SHIFTS = {torch.int64, torch.int32, *_SHORTS}
 _FORM, _PAYLOADS, _ROWS, _NOISE = "qqqd", "PqqPqq", "Pqqq", "PqPPq"
-_SEND = struct.Struct(f"{_FORM}{_PAYLOADS}{_ROWS}P{_NOISE}q")
+_SEND = struct.Struct(f"{_FORM}{_PAYLOADS}{_ROWS}P{_NOISE}qP")
 _WRITE = struct.Struct(f"{_FORM}{_PAYLOADS}{_ROWS}P")
-_SERVE = struct.Struct(f"{_FORM}{_PAYLOADS}q{_PAYLOADS}PP{_NOISE}")
+_SERVE = struct.Struct(f"{_FORM}{_PAYLOADS}q{_PAYLOADS}PP{_NOISE}P")
 """The structs in passes.h. Packed, they take a third of the time that `ctypes` needs for as many arguments."""
 _ARGUMENTS = (ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p)
 """The first block, the end of the blocks, and one of these structs, packed."""
@@ -102,18 +103,22 @@ class CodeKernels:
         noise: NoiseTable | None = None,
         *,
         keeps: bool = True,
+        residuals: Sequence[Tensor] = (),
     ) -> int:
         """Encode blocks [k, block] into rows of a message, `sent`, [W, b, ...] for each payload.
 
         Block i takes row q % b of rank q // b, where q is `rows[i]` (int64 [k]), or i. If `keeps`, what the code leaves
-        out takes the place of the blocks: x - decoded · damping. Returns the fp32 bits of a vote's largest magnitude,
+        out takes the place of the blocks: x - decoded · damping. `residuals`, if there are any, hold k blocks together,
+        one after another; they are added to the blocks first, get what the code leaves out, and their old values take
+        the place of the blocks. Returns the fp32 bits of a vote's largest magnitude,
         which are at least 0x7f800000 if it is inf or NaN; 0 for other codes.
         """
         k = _blocks(self.form, blocks, "blocks")
         (ranks, b), message = self._looked_at(sent)
+        segments = _segments(self.form, residuals, k, "residuals")  # C reads it: it must outlive the call
         packed = _SEND.pack(
             *(*self._settings, *message, _rows(rows, k), 0, b, ranks * b),
-            *(blocks.data_ptr(), *_noise(self.form, noise, k), keeps),
+            *(blocks.data_ptr(), *_noise(self.form, noise, k), keeps, segments.buffer_info()[0] if residuals else 0),
         )
         return self._run("send", noise is not None, k, packed)
 
@@ -125,12 +130,14 @@ class CodeKernels:
         *,
         error: Tensor | None = None,
         left: Tensor | None = None,
+        errors: Sequence[Tensor] = (),
     ) -> None:
         """Encode the means of blocks that all ranks have sent: `received`, [W, k, ...], into `coded`, [k, ...].
 
         Means are sums in rank order of decoded · damping · s, divided by W · s unless that is 1, where s is the largest
         power of two that is at most 1/W. `error` [k, block] is added to them, and `left` [k, block], which may be
-        `error`, becomes what the code leaves out: y - decoded · damping.
+        `error`, becomes what the code leaves out: y - decoded · damping. `errors`, if there are any, are k blocks
+        as the residuals of `send`, in place of `error`; `left` then becomes their old values.
         """
         (ranks, k), of_all = _message(self.form, received, 3)
         (rows,), own = _message(self.form, coded, 2)
@@ -139,8 +146,14 @@ class CodeKernels:
         for tensor, name in ((error, "error"), (left, "left")):
             if tensor is not None and _blocks(self.form, tensor, name) != k:
                 raise CompressorError(f"{name} must have {k} blocks (got {len(tensor)}).")
+        if errors and (left is None or error is not None):
+            raise CompressorError("errors take the place of error, and need left for their old values.")
+        segments = _segments(self.form, errors, k, "errors")
         addresses = [0 if one is None else one.data_ptr() for one in (error, left)]
-        packed = _SERVE.pack(*self._settings, *of_all, ranks, *own, *addresses, *_noise(self.form, noise, k))
+        packed = _SERVE.pack(
+            *(*self._settings, *of_all, ranks, *own, *addresses, *_noise(self.form, noise, k)),
+            segments.buffer_info()[0] if errors else 0,
+        )
         self._run("serve", noise is not None, k, packed)
 
     def write(self, gathered: Sequence[Tensor], blocks: Tensor, rows: Tensor | None = None) -> None:
@@ -182,6 +195,20 @@ def _blocks(form: CodeFormat, blocks: Tensor, name: str) -> int:
     ):
         raise unsuited(name, blocks, f"[k, {form.block}], contiguous, of torch.float32")
     return blocks.shape[0]
+
+
+def _segments(form: CodeFormat, state: Sequence[Tensor], k: int, name: str) -> array.array[int]:
+    """Return the segments (passes.h) of tensors that hold k blocks together, if there are any tensors."""
+    found, end = array.array("q"), 0
+    for tensor in state:
+        first, (blocks, beyond) = end, divmod(tensor.numel(), form.block)
+        end += blocks
+        if beyond or tensor.dtype is not torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
+            raise unsuited(name, tensor, f"whole blocks of {form.block}, contiguous, of torch.float32")
+        found.extend((end, tensor.data_ptr() - first * form.block * tensor.element_size()))
+    if state and end != k:
+        raise CompressorError(f"{name} must have {k} blocks (got {end}).")
+    return found
 
 
 def _rows(rows: Tensor | None, k: int) -> int:

@@ -237,7 +237,9 @@ class Fused(Policy):
     def cut_short(self, why: str) -> None:
         """Fail the buckets that wait for their step's last one."""
         for stale in [*self._step, *self._submitted]:
-            stale.fail(CollectiveError(f"step {stale.step} was cut short: {why}."))
+            error = CollectiveError(f"step {stale.step} was cut short: {why}.")
+            stale.throw(error)
+            stale.fail(error)
         self._step.clear()
         self._submitted.clear()
 

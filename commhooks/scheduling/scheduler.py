@@ -107,7 +107,9 @@ class Scheduler(ABC):
     @staticmethod
     def _fail_all(waiting: Iterable[Waits], failure: CommHooksError) -> None:
         """Fail all waiting items; a compressor gets the cause at its `yield`, so that it can clean up."""
-        for one in waiting:
+        waiting = list(waiting)
+        for one in waiting:  # before any future is completed: whoever waits may save state, which this may restore
             if isinstance(one, BucketTask):
                 one.throw(failure.__cause__ or failure)
+        for one in waiting:
             one.fail(failure)

@@ -165,6 +165,8 @@ class BucketTask:
                 answer = answers[0] if self._wants_one else answers
         except StopIteration:
             self.requests, self.is_done = (), True
+            if self.bucket.scratch.taken:
+                raise CompressorError("the compressor overwrote state and did not settle it; see Tile.took.") from None
         finally:
             self.seconds_compressing += time.perf_counter() - started
 

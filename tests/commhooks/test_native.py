@@ -487,3 +487,39 @@ def test_the_library_has_the_plain_level_and_none_that_does_not_exist() -> None:
     assert isinstance(BUILT, ctypes.CDLL)
     assert BUILT.commhooks_version() == library.VERSION and BUILT.commhooks_has_level(0) == 1
     assert BUILT.commhooks_has_level(-1) == BUILT.commhooks_has_level(len(library.LEVELS)) == 0
+
+
+@needs_library
+@every_kind_at_a_level
+def test_state_that_a_pass_adds_is_exchanged_for_what_the_code_leaves_out(name: str, level: str) -> None:
+    """State lies in several tensors; the passes are those of sums that were formed before, also on two threads."""
+    torch.set_num_threads(2)
+    for block, k in ((128, 1100), (4096 + 32 * KINDS[name][3], 32)):
+        case = Case(name, block)
+        kernels, (noise, _) = case.at(level, 0.7), case.noise(k)
+        x, e = (torch.from_numpy(case.blocks(k)) for _ in range(2))
+        rows = torch.from_numpy(case.random.permutation(k))
+        left, sent = x + e, case.message(1, k)
+        kernels.send(left, sent, rows, noise)
+        blocks, again, parts = (
+            x.clone(),
+            case.message(1, k),
+            [part.clone() for part in e.split([1, k // 2, k - 1 - k // 2])],
+        )
+        kernels.send(blocks, again, rows, noise, residuals=[part.flatten() for part in parts])
+        same(blocks, e)
+        same(torch.cat(parts), left)
+        coded, other = ([payload[0] for payload in case.message(1, k)] for _ in range(2))
+        kernels.serve(sent, coded, noise, error=e, left=left)
+        before, parts = torch.empty_like(e), [part.clone() for part in e.split([k - 3, 3])]
+        kernels.serve(sent, other, noise, errors=parts, left=before)
+        same(before, e)
+        same(torch.cat(parts), left)
+        for own, expected in zip(
+            (*case.arrays(again), *case.arrays(other)), (*case.arrays(sent), *case.arrays(coded)), strict=True
+        ):
+            same(own, expected)
+        with pytest.raises(CompressorError, match=f"residuals must have {k} blocks"):
+            kernels.send(blocks, again, rows, noise, residuals=parts[:1])
+        with pytest.raises(CompressorError, match="need left for their old values"):
+            kernels.serve(sent, other, noise, errors=parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -66,6 +67,27 @@ def test_all_levels_find_the_same_also_of_equal_magnitudes() -> None:
         first, *others = [SparseKernels(level).largest(rows, 64) for level in LEVELS]
         alone = torch.cat([SparseKernels(LEVELS[0]).largest(row.unsqueeze(0), 64) for row in rows])
         assert all(torch.equal(first, other) for other in (*others, alone)), "whatever the block before was"
+
+
+@every_level
+def test_what_is_taken_of_a_sum_with_a_residual_is_not_left_in_it(level: str) -> None:
+    kernels, x, e = SparseKernels(level), drawn(9, 4096, seed=1), drawn(9, 4096, seed=2)
+    e[:, 0] = math.nan
+    for least, k in ((0.0, 41), (2.5, 100)):
+        places = kernels.largest(x + e, k)
+        values = (x + e).gather(1, places.long())
+        is_small = values.abs() < least
+        left = (x + e).scatter(1, places.long(), torch.where(is_small, values, 0.0))
+        blocks, residual = x.clone(), e.clone()
+        taken = kernels.take(blocks, k, residual, least)
+        expected = (places, values.masked_fill(is_small, 0.0), e, left)
+        assert all(
+            map(functools.partial(torch.allclose, rtol=0, atol=0, equal_nan=True), (*taken, blocks, residual), expected)
+        )
+        alone = kernels.take(x + e, k, None, least)
+        assert all(map(functools.partial(torch.allclose, rtol=0, atol=0, equal_nan=True), alone, taken))
+    with pytest.raises(CompressorError, match="the residual on a CPU"):
+        kernels.take(x, 41, e[:3])
 
 
 def test_the_worst_blocks_take_a_bounded_time() -> None:

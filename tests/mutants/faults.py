@@ -269,7 +269,7 @@ _COMPRESSORS = [
         name="a threshold in scaled units",
         room="compressors",
         says="The threshold is not multiplied by the loss scale of the gradients that it is compared with.",
-        at="commhooks.compressors.threshold:Threshold.sent_of",
+        at="commhooks.compressors.threshold:Threshold.least",
         old="self.threshold * context.loss_scale",
         new="self.threshold",
     ),

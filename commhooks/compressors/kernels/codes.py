@@ -63,19 +63,39 @@ class CodecPasses:
             "decode_into" in vars(kind) for kind in type(codec).__mro__ if {"decode", "decode_into"} & vars(kind).keys()
         )
 
-    def blocks_at_once(self, device: torch.device) -> int:
-        """Return the number of blocks for one call of the passes: more for compiled ones, which have no temporaries."""
-        return max(1, elements_at_once(device) // self.codec.block) * (1 if self._native is None else 4)
+    def blocks_at_once(self, device: torch.device, *, apart: bool = True) -> int:
+        """Return the number of blocks for one call of the passes: more for compiled ones, which have no temporaries.
+
+        `apart`: blocks are formed in scratch memory, as large as they are together.
+        """
+        times = 1 if self._native is None else 4 if apart else 16
+        return max(1, elements_at_once(device) // self.codec.block) * times
+
+    @property
+    def exchanges_state(self) -> bool:
+        """True if passes can add state and overwrite it at once, and leave its old values elsewhere."""
+        return self._native is not None
 
     def send(
-        self, blocks: Tensor, noise: Noise | None, message: Sequence[Tensor], places: CodePlaces, *, keeps: bool
+        self,
+        blocks: Tensor,
+        noise: Noise | None,
+        message: Sequence[Tensor],
+        places: CodePlaces,
+        *,
+        keeps: bool,
+        residuals: Sequence[Tensor] = (),
     ) -> Tensor | None:
         """Encode blocks [k, n] into a message, tensors [W, b, ...]; if `keeps`, they become the code's error.
 
+        If `exchanges_state`, `residuals` of k blocks may be given: they are added first and become the code's error,
+        and the blocks become what they were.
         Returns a 0-dim 0, or NaN if there is an inf or NaN; None if the codes themselves show that.
         """
         if self._native is not None:
-            largest = self._native.send(blocks, message, places.flat, _table_of(noise), keeps=keeps)
+            largest = self._native.send(
+                blocks, message, places.flat, _table_of(noise), keeps=keeps, residuals=residuals
+            )
             if self.codec.shows_non_finite:
                 return None
             return torch.tensor(0.0 if largest < _INF else torch.nan, dtype=torch.float32, device="cpu")
@@ -88,14 +108,21 @@ class CodecPasses:
         return flaw
 
     def serve(
-        self, received: Sequence[Tensor], noise: Noise | None, coded: Sequence[Tensor], left: Tensor | None
+        self,
+        received: Sequence[Tensor],
+        noise: Noise | None,
+        coded: Sequence[Tensor],
+        left: Tensor | None,
+        errors: Sequence[Tensor] = (),
     ) -> None:
         """Encode the mean of the received codes, tensors [W, k, ...], into `coded`, tensors [k, ...].
 
-        `left` [k, n] is added to the mean, and then becomes the code's error.
+        `left` [k, n] is added to the mean, and then becomes the code's error. If `exchanges_state`, `errors` of k
+        blocks may be given: those are added and become the code's error, and `left` becomes what they were.
         """
         if self._native is not None:
-            self._native.serve(received, coded, _table_of(noise), error=left, left=left)
+            error = None if errors else left
+            self._native.serve(received, coded, _table_of(noise), error=error, left=left, errors=errors)
             return
         y = self.mean(received)
         if left is not None:

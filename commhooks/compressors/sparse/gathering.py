@@ -18,6 +18,7 @@ from commhooks.compressors.sparse.indices import Coding, Indices, codings_of
 from commhooks.devices import copied_to
 from commhooks.language import BucketView, Context, Slot, Tile
 from commhooks.language.requests import AllGather, AllToAll, Asked, Flags, Judge, Layout, Part
+from commhooks.native.largest import SparseKernels
 from commhooks.tensors import bytes_of, computing_dtype
 
 
@@ -139,9 +140,34 @@ class Sent(NamedTuple):
     numbers: Tensor
     """[k]"""
     places: Tensor
-    """[k], indices into the tile."""
+    """[k], indices into the tile; none if `is_taken`."""
     values: Tensor
     """[k]"""
+    is_taken: bool = False
+    """True if the unsent part is in the residual already."""
+
+    @classmethod
+    def taken_of(cls, piece: SparsePiece, least: float | Tensor) -> Sent | None:
+        """Return the largest elements of gradient + residual, as zeros if below `least`, and keep all others.
+
+        None if that cannot be done in one pass before the verdict; see `Tile.took`.
+        """
+        members = [one for own in piece.segments for one in own.members]
+        native = SparseKernels.chosen(piece.tile.gradient)
+        if native is None or isinstance(least, Tensor) or not piece.tile.keeps:
+            return None
+        residuals = [one.tile.residuals_to_take() for one in members]
+        for one, own in zip(members, residuals, strict=True):
+            if len(own) != one.tile.keeps or not one.coding.can_take(one.number):
+                return None
+        numbers, values = [], []
+        for one, own in zip(members, residuals, strict=True):
+            found = one.coding.take(native, one.number, one.tile.gradient, own[0] if own else None, least)
+            if own:
+                one.tile.took()
+            numbers.append(found[0])
+            values.append(found[1])
+        return cls(piece, torch.cat(numbers), numbers[0][:0], torch.cat(values), is_taken=True)
 
     @classmethod
     def largest_of(cls, piece: SparsePiece, memory: Tensor) -> Sent:

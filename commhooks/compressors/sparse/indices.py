@@ -24,6 +24,7 @@ from torch import Tensor
 
 from commhooks.compressors.kernels.selection import largest
 from commhooks.compressors.kernels.sums import EqualBlocks, PackedNumbers, UnpackedNumbers
+from commhooks.native.largest import MOST, SparseKernels
 from commhooks.packing import pack_integers, packed_bytes, unpack_integers
 from commhooks.tensors import has_numpy
 
@@ -83,6 +84,24 @@ class Coding(ABC):
             rows = memory[blocks.memory].view(-1, blocks.block)
             found.append(self._numbers(largest(rows, self.share(blocks.block)), number, blocks.memory.start).flatten())
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def can_take(self, number: int) -> bool:
+        """Return whether `take` can search one parameter, given its index."""
+        return all(blocks.block <= MOST for blocks in self.blocks(number))
+
+    def take(
+        self, native: SparseKernels, number: int, memory: Tensor, residual: Tensor | None, least: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `choose` returns of a sum with a residual, and the values; see `SparseKernels.take`."""
+        found = []
+        for blocks in self.blocks(number):
+            rows, kept = (
+                None if one is None else one[blocks.memory].view(-1, blocks.block) for one in (memory, residual)
+            )
+            assert rows is not None, "there is memory, if perhaps no residual"
+            found.append([one.flatten() for one in native.take(rows, self.share(blocks.block), kept, least)])
+        numbers, values = (one[0] if len(one) == 1 else torch.cat(one) for one in zip(*found, strict=True))
+        return numbers, values
 
     def blocks(self, number: int, start: int = 0, first: int = 0) -> list[EqualBlocks]:
         """Return the blocks of one parameter, given its index, where its memory begins, and its first entry."""
@@ -210,6 +229,10 @@ class Bitmap(Coding):
             nth = torch.arange(self.k, dtype=torch.int64, device=codes.device) - (set_in.cumsum(0) - set_in)[at]
             decoded.append(at * 8 + set_first[code[at].int() * 8 + nth])
         return torch.stack(decoded)
+
+    def can_take(self, number: int) -> bool:
+        """Return False: `take` does not return elements in ascending order."""
+        return False
 
     def _numbers(self, in_blocks: Tensor, number: int, first: int) -> Tensor:
         """Return the numbers, in ascending order."""
