@@ -42,7 +42,7 @@ from commhooks.state.loss_scale import LossScale
 from commhooks.state.memory import MemoryReport, memory_report
 from commhooks.state.table import ResidualStorage, StateTable
 from commhooks.version import VERSION
-from commhooks.wrappers.hierarchical import machines_share_codes
+from commhooks.wrappers.hierarchical import machines_send_slices
 
 
 class Engine:
@@ -377,7 +377,7 @@ class Engine:
         if refusal is not None:
             return refusal_as_fingerprint(refusal)
         # Compiled searches choose other elements among equal ones, and return them in another order.
-        passes = f"passes: {'eager' if in_use() is None else 'compiled'}\n" if machines_share_codes(compressor) else ""
+        passes = f"passes: {'eager' if in_use() is None else 'compiled'}\n" if machines_send_slices(compressor) else ""
         return (
             f"compressor: {compressor!r}\ncommhooks: {VERSION}\n"
             f"unused parameters: {self._may_be_unused}\npolicy: {self.policy!r}\nunits: {self._units.fingerprint}\n"

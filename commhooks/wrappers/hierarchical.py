@@ -19,7 +19,7 @@ from torch import Tensor
 
 from commhooks.errors import CompressorError, SettingsError
 from commhooks.language.bucket import BucketView
-from commhooks.language.compressor import Compressor, Context, Exchange, inner_of, map_requests
+from commhooks.language.compressor import Compressor, Context, Exchange, inner_of, loss_of_a_matrix, map_requests
 from commhooks.language.entries import Declared
 from commhooks.language.loss import Sends
 from commhooks.language.place import Place
@@ -95,10 +95,12 @@ def is_hierarchical(compressor: Compressor) -> bool:
     return isinstance(compressor, Hierarchical) or any(map(is_hierarchical, inner_of(compressor)))
 
 
-def machines_share_codes(compressor: Compressor) -> bool:
-    """Return whether each rank of a machine sends a slice of the machine's code, which all must then compute alike."""
-    is_coded = isinstance(compressor, Hierarchical) and compressor.size > 1 and compressor.inner.sends is Sends.ANYTHING
-    return is_coded or any(map(machines_share_codes, inner_of(compressor)))
+def machines_send_slices(compressor: Compressor) -> bool:
+    """Return whether each rank of a machine sends a slice of the machine's message, which all must compute alike."""
+    if isinstance(compressor, Hierarchical) and compressor.size > 1:
+        inner = compressor.inner
+        return inner.sends is Sends.ANYTHING or loss_of_a_matrix(inner).is_worth_keeping
+    return any(map(machines_send_slices, inner_of(compressor)))
 
 
 class _Carrier:

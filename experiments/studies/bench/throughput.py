@@ -30,7 +30,7 @@ CASES = (("ResNet-18", 8), ("GPT", 2))
 COMPILED = frozenset(
     (
         *("dgc", "fp8", "int4", "int8", "mxfp4", "natural", "qsgd", "sign", "signum", "sparse-loco", "terngrad"),
-        *("threshold", "top-k"),
+        *("adaptive-rank", "powersgd", "powersgd-unbiased", "threshold", "top-k"),
     )
 )
 """The names of compressors with compiled passes."""
