@@ -106,7 +106,8 @@ def test_a_report_adds_up_what_is_there(rank: int) -> None:
         assert report.copies == (report.bases + owed if storage == "fp32" else 0)
         factors_and_messages = 2 * (60 + 40) * 2 * 4 * 2 + 2 * 40 * 4
         is_eager = compiled().level is None or storage == "bf16"
-        side_by_side = 2 * 2 * 60 * 40 * 4 * is_eager  # matrices as small as these are copied, and a term of their products
+        # Matrices as small as these are copied, and so is a term of their products.
+        side_by_side = 2 * 2 * 60 * 40 * 4 * is_eager
         expected = factors_and_messages + side_by_side
         assert 0.95 * expected <= report.working <= 1.05 * expected, report
         assert report.by_parameter["weights.0"] == owed // 2 + 40 * 2 * 4
