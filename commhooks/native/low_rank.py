@@ -73,14 +73,15 @@ def level_for(memory: Tensor, rank: int = 1) -> str | None:
 class LowRankKernels:
     """The passes over a list of groups, at one level.
 
-    Memory is checked once, and must stay where it is; the factors are checked in each call: of each group, one
-    contiguous tensor k×r×n or k×r×m. Raises `CompressorError` for tensors that are not as they say, before anything is
-    written.
+    Memory is checked once, and must stay where it is, and so are factors in a tuple; those in a list are checked in
+    each call. Of each group, they are one contiguous tensor k×r×n or k×r×m. Raises `CompressorError` for tensors that
+    are not as they say, before anything is written.
     """
 
     def __init__(self, level: str, groups: Sequence[MatrixGroup]) -> None:
         self.level = level
         self._groups = groups  # whose memory stays alive
+        self._checked: dict[tuple[int, int], tuple[Sequence[Tensor], ctypes.Array[ctypes.c_char]]] = {}
         self._shapes: list[tuple[int, int, int, int]] = []
         packed: list[bytes] = []
         self._elements = 0
@@ -114,7 +115,7 @@ class LowRankKernels:
 
         With probes, also each M times its group's direction, in the same read.
         """
-        addresses = [_array(self._of_groups("Q", Q, 3)), _array(self._of_groups("P", P, 2)), None, None]
+        addresses = [self._of_groups("Q", Q, 3), self._of_groups("P", P, 2), None, None]
         if probes is not None:
             for tensor, (*_, m) in zip(probes.directions, self._shapes, strict=True):
                 _check("a direction", tensor, (m,))
@@ -126,7 +127,7 @@ class LowRankKernels:
 
     def right(self, P: Sequence[Tensor], Q: Sequence[Tensor]) -> None:
         """Compute Q = P·M; M must be formed."""
-        addresses = _array(self._of_groups("P", P, 2)), _array(self._of_groups("Q", Q, 3))
+        addresses = self._of_groups("P", P, 2), self._of_groups("Q", Q, 3)
         self._run("low_rank_right", _RIGHT.pack(*self._matrices, *map(_address, addresses)))
 
     def finish(
@@ -137,17 +138,22 @@ class LowRankKernels:
         M must be formed if any residual is to be kept.
         """
         addresses = [
-            _array(self._of_groups("P", P, 2)),
-            _array(self._of_groups("sent", sent, 3)),
-            _array(self._of_groups("means", means, 3)),
+            self._of_groups("P", P, 2),
+            self._of_groups("sent", sent, 3),
+            self._of_groups("means", means, 3),
         ]
         self._run("low_rank_finish", _FINISH.pack(*self._matrices, *map(_address, addresses), keeps))
 
-    def _of_groups(self, name: str, factors: Sequence[Tensor], width: int) -> list[int]:
-        """Return the addresses of the factors of all groups."""
-        for factor, shape in zip(factors, self._shapes, strict=True):
-            _check(name, factor, (shape[0], shape[1], shape[width]))
-        return [factor.data_ptr() for factor in factors]
+    def _of_groups(self, name: str, factors: Sequence[Tensor], width: int) -> ctypes.Array[ctypes.c_char]:
+        """Return the addresses of the factors of all groups; a tuple that comes again is not checked again."""
+        known, array = self._checked.get((id(factors), width), (None, None))
+        if array is None or known is not factors:
+            for factor, shape in zip(factors, self._shapes, strict=True):
+                _check(name, factor, (shape[0], shape[1], shape[width]))
+            array = _array([factor.data_ptr() for factor in factors])
+            if isinstance(factors, tuple):
+                self._checked[id(factors), width] = factors, array
+        return array
 
     def _run(self, name: str, packed: bytes) -> None:
         worst, _ = over_threads(name, self.level, self._elements, 1, packed)

@@ -292,7 +292,8 @@ class _Compiled:
     def __init__(self, groups: Sequence[LowRankGroup], level: str) -> None:
         self._places = [at for at, group in enumerate(groups) if group.is_compiled]
         own = self.of(groups)
-        self._P, self._Q = [group.P for group in own], [group.Q for group in own]
+        # Tuples, which the kernels check once.
+        self._P, self._Q = tuple(group.P for group in own), tuple(group.Q for group in own)
         self._tiles = [x.tile for group in own for x in group.matrices]
         self._kernels = LowRankKernels(
             level, [MatrixGroup(group.r, [x.memory for x in group.matrices]) for group in own]
