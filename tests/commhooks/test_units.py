@@ -40,6 +40,17 @@ def test_units_end_where_the_last_step_says_on_every_rank() -> None:
     assert _ends(fifo, other) == [["a"], ["b"], ["e"], ["d"]]
 
 
+def test_ranks_that_saw_different_parts_of_a_step_divide_the_next_one_alike() -> None:
+    step = [("a",), ("b",), ("c",), ("d",), ("e",)]
+    large = units.UNIT_ELEMENTS["fifo"] // 2
+    ranks = [Units("fifo", joins=True) for _ in range(3)]
+    for came, rank in enumerate(ranks, start=2):
+        for _ in range(2):
+            _ends(rank, step, elements=large)
+        _ends(rank, step[:came], elements=large, ends=False)
+    assert [_ends(rank, step, elements=large) for rank in ranks] == [[["a"], ["b"], ["c"], ["d"], ["e"]]] * 3
+
+
 def test_units_of_other_runs() -> None:
     step = [("a",), ("b",), ("c",)]
     assert _ends(Units("fused", joins=False), step) == [["a", "b", "c"]]
