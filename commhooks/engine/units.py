@@ -46,8 +46,10 @@ class Units:
         self._begun: list[Handed] = []
         """The buckets of a unit that has not ended."""
         self._expected: Sequence[Sequence[str]] = ()
-        """The parameters of each bucket of the last step, if that had an end."""
+        """The parameters of each bucket of the last step, if its last one came."""
         self._now: list[Sequence[str]] = []
+        self._is_over = False
+        """True once the step's last bucket has come."""
         self.fingerprint = f"joined, {UNIT_ELEMENTS}" if joins else "single"
 
     def expect(self, plan: Sequence[Sequence[str]]) -> None:
@@ -57,6 +59,7 @@ class Units:
     def add(self, handed: Handed, *, may_join: bool) -> list[list[Handed]]:
         """Return the units that end with a bucket or before it, in order."""
         self._now.append(handed.view.layout.keys if handed.view.slots else ())
+        self._is_over = handed.bucket.is_last()
         begun, self._begun = self._begun, []
         if not (may_join and self._joins):
             return [*([begun] if begun else []), [handed]]
@@ -65,10 +68,14 @@ class Units:
         return self._going_on([*begun, handed])
 
     def end_step(self, failure: str) -> None:
-        """End a step, whose buckets the next one is expected to bring; fail those of a unit that has not ended."""
+        """End a step, whose buckets the next one is expected to bring; fail those of a unit that has not ended.
+
+        Of a step that was cut short, each rank may have seen other buckets, so none are expected.
+        """
         for handed in self._begun:
             handed.future.set_exception(CollectiveError(failure))  # type: ignore[arg-type]  # "expected Tensor"
-        self._expected, self._now, self._begun = self._now if not self._begun else (), [], []
+        self._expected = self._now if self._is_over else ()
+        self._now, self._begun, self._is_over = [], [], False
 
     def _going_on(self, unit: list[Handed]) -> list[list[Handed]]:
         """Return a unit that has ended, or nothing: another bucket will be added to it."""

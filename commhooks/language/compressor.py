@@ -111,6 +111,9 @@ class Compressor(ABC):
                 f"{cls.__name__}.state({', '.join(map(str, given))}): state is given one Place; define "
                 "state(self, place), and ask place.name, place.parameter and place.world_size."
             )
+        own = vars(cls)
+        if "compress" in own and "may_join_buckets" not in own:  # what was inherited speaks of another `compress`
+            cls.may_join_buckets = Compressor.may_join_buckets  # type: ignore[method-assign]
 
     def __call__(self, state: object, bucket: object) -> NoReturn:
         """Raise `HookTypeError`: a compressor is attached, not called. It is callable because DDPs check that first."""
@@ -149,7 +152,8 @@ class Compressor(ABC):
     def may_join_buckets(self, step: int) -> bool:
         """Return whether a step may average several buckets as one, whose `memory` is then only the first one's.
 
-        It may if a parameter's mean does not depend on the others in its bucket, and `compress` uses slots alone.
+        It may if a parameter's mean does not depend on the others in its bucket, and `compress` uses slots alone. A
+        subclass that overrides `compress` must say so again.
         """
         return False
 

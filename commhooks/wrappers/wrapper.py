@@ -30,8 +30,8 @@ class Wrapper(Compressor):
         return self.inner.takes(gradient)
 
     def may_join_buckets(self, step: int) -> bool:
-        """Defer to `inner`, unless a subclass does something with buckets itself."""
-        return type(self).compress is Wrapper.compress and self.inner.may_join_buckets(step)
+        """Defer to `inner`; a subclass that does something with buckets itself inherits no answer."""
+        return self.inner.may_join_buckets(step)
 
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Defer to `inner`."""

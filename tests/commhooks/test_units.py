@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +11,16 @@ import torch
 from torch import Tensor
 
 import commhooks
+from commhooks.compressors.powersgd.powersgd import PowerSGD
 from commhooks.engine import units
 from commhooks.engine.units import Handed, Units
 from commhooks.language.bucket import BucketView, Slot
+from commhooks.language.compressor import Context, Exchange
 from commhooks.language.entries import ParameterState
 from commhooks.scheduling.policy import PolicyName
 from commhooks.scheduling.task import BucketTask
 from commhooks.testing.workers import GivenBucket, Workers
+from commhooks.wrappers.error_feedback import ErrorFeedback
 from tests.commhooks.workers import normal, zeros
 
 SHAPES = (64, 48), (7,), (64, 48), (32, 5, 3, 3), (40, 30), (9,), (3, 40, 30)
@@ -34,6 +38,17 @@ def test_units_end_where_the_last_step_says_on_every_rank() -> None:
     assert _ends(fifo, other) == [["a"], ["b", "e"], ["d"]], "from the first unknown bucket on, each goes at once"
     assert _ends(fifo, other[:3], ends=False) == [["a"]], "b and e wait for d, which never comes: they fail"
     assert _ends(fifo, other) == [["a"], ["b"], ["e"], ["d"]]
+
+
+def test_ranks_that_saw_different_parts_of_a_step_divide_the_next_one_alike() -> None:
+    step = [("a",), ("b",), ("c",), ("d",), ("e",)]
+    large = units.UNIT_ELEMENTS["fifo"] // 2
+    ranks = [Units("fifo", joins=True) for _ in range(3)]
+    for came, rank in enumerate(ranks, start=2):
+        for _ in range(2):
+            _ends(rank, step, elements=large)
+        _ends(rank, step[:came], elements=large, ends=False)
+    assert [_ends(rank, step, elements=large) for rank in ranks] == [[["a"], ["b"], ["c"], ["d"], ["e"]]] * 3
 
 
 def test_units_of_other_runs() -> None:
@@ -76,6 +91,38 @@ def test_joined_buckets_have_the_means_of_single_ones(name: str, policy: PolicyN
     if policy == "fifo":  # the first step has three units
         rounds = alone.collectives / 21
         assert totals.collectives == rounds * (3 + 6 * units_a_step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Halved(PowerSGD):
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        bucket.memory.mul_(0.5)
+        yield from super().compress(bucket, context)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HalvedFeedback(ErrorFeedback):
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        bucket.memory.mul_(0.5)
+        yield from super().compress(bucket, context)
+
+
+@dataclasses.dataclass(frozen=True)
+class Told(Halved):
+    def may_join_buckets(self, step: int) -> bool:
+        return True
+
+
+def test_a_subclass_with_an_exchange_of_its_own_gets_single_buckets() -> None:
+    """It may use the bucket's memory, of which a unit has only the first bucket's."""
+    whole, halved = HalvedFeedback(inner=PowerSGD(rank=2)), Halved(rank=2)
+    assert not whole.may_join_buckets(0) and not halved.may_join_buckets(0)
+    assert ErrorFeedback(inner=PowerSGD()).may_join_buckets(0) and Told().may_join_buckets(0)
+    parameters = zeros((4,), (4,), (4,))
+    workers = Workers(halved, 1, parameters, buckets=3, joins_buckets=True)
+    for _ in range(3):
+        for mean in workers.step([[torch.ones(4) for _ in parameters]])[0]:
+            assert mean.tolist() == [0.5] * 4
 
 
 def test_the_first_message_leaves_with_the_first_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
