@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import NoReturn
@@ -137,12 +138,17 @@ class Engine:
             raise SettingsError(f"bucket {bucket.index()} consists of shards, one for each rank: {why}.")
         handed = Handed(bucket, view, future_on(memory.device), mark_of(memory.device))
         view.future = handed.future
-        tasks = [self._task(unit) for unit in self._units.add(handed, may_join=self._may_join_others(handed))]
-        is_last = bucket.is_last()
-        if is_last and not self._names_are_checked:
-            self._names_are_checked = True
-            self.compressor.check(self.state.described(), self.connection.world_size)
-            self.state.end_loading()
+        units, is_last = self._units.add(handed, may_join=self._may_join_others(handed)), bucket.is_last()
+        try:
+            tasks = [self._task(unit) for unit in units]
+            if is_last and not self._names_are_checked:
+                self._names_are_checked = True
+                self.compressor.check(self.state.described(), self.connection.world_size)
+                self.state.end_loading()
+        except Exception as error:  # the buckets of a unit that were handed in before wait for it
+            for one in itertools.chain(*units):
+                one.future.set_exception(error)  # type: ignore[arg-type]  # torch declares "expected Tensor"
+            raise
         for task in tasks:
             (self.scheduler or self.scheduler_for(memory.device)).submit(self.lane, task)
         if is_last:

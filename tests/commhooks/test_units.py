@@ -159,6 +159,17 @@ def test_a_unit_that_never_ends_fails_and_the_next_step_goes_on() -> None:
         third.wait()
 
 
+def test_settings_that_do_not_fit_fail_every_bucket_of_the_unit() -> None:
+    parameters = zeros((8, 8), (8, 8))
+    workers = Workers(commhooks.make_compressor("powersgd", skip=("other",)), 1, parameters, buckets=2, policy="fused")
+    engine, memory = workers.engines[0], workers._memories[0]
+    first = engine.run(GivenBucket(0, memory[0], [parameters[0]], is_last=False))
+    with pytest.raises(commhooks.SettingsError, match="'other' must match a parameter's name"):
+        engine.run(GivenBucket(1, memory[1], [parameters[1]], is_last=True))
+    with pytest.raises(commhooks.SettingsError, match="'other' must match a parameter's name"):
+        first.wait()
+
+
 def test_a_step_that_is_not_finite_changes_no_state_of_its_units() -> None:
     parameters = zeros(*SHAPES)
     for atomic in (False, True):
