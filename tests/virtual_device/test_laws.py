@@ -8,6 +8,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -151,7 +152,10 @@ def _check_beside_the_cpu(combination: Combination, seen: Seen) -> None:
 
     What a narrow wire or a narrow residual then makes of a rounding has no bound.
     """
-    expected, case = _on_the_cpu(combination), combination.case
+    case, root = combination.case, "commhooks.compressors.sparse_loco.root"
+    # A CPU has an order of its own for these, in which all CPUs agree.
+    with mock.patch("commhooks.compressors.dct.runs_later", return_value=True), mock.patch(root, torch.sqrt):
+        expected = _on_the_cpu(combination)
     if not case.rank:
         assert seen.equals(dataclasses.replace(seen, values=expected))
     elif case.wire is None and combination.residuals != "bf16":
