@@ -16,7 +16,7 @@ always takes the mean's signs. It sends 32 coefficients for every 64 elements of
 tiles of up to 64 rows of 64 elements, with 32 coefficients each. Its tiles' sides divide those of the matrix; here the
 last tiles are padded.
 Weakness: every rank receives all others' messages, so the bytes grow with the number of ranks. On a CPU a step takes
-as long as some 60 copies of the gradient: three transforms of every tile, and a selection in each.
+as long as 130 to 145 copies of the gradient: three transforms of every tile, and a selection in each.
 
 Legend: T tiles of a×b elements; C their coefficients; k sent of each tile; W ranks.
 """

@@ -11,7 +11,7 @@ The places of a bucket are sent in two runs, of their lowest 8 bits and of the o
 Biased: the residual fades, by a factor of 0.95 per step in the paper, and the faded part is never sent. ω for n
 elements is at most 1 - 1/(4n), if magnitudes differ most; for normally distributed ones it is slightly above top-k's.
 Weakness: every rank receives all others' messages, so the bytes grow with the number of ranks. On a CPU a step takes as
-long as 14 to 19 copies of the gradient, or 6 to 9 compiled, most of it for the selection in every tile.
+long as 17 to 27 copies of the gradient, or 10 to 13 compiled, most of it for the selection in every tile.
 
 Legend: T tiles of a×b elements; k sent of each tile; W ranks.
 """

@@ -6,7 +6,7 @@ Idea: few elements carry most of a gradient, so every rank sends its own k large
 Bytes on the wire: for each of k elements a value of 4 bytes (8 for float64) and an index of 1.5, 2 or 4, or 1/8 for
 each element of the parameter (sparse/indices.py). Biased, ω ≤ 1 - k/n for any size. Weakness: every rank receives all
 others' messages, so the bytes grow with the number of ranks. On a CPU, selecting elements and adding them up at
-scattered indices take as long as 9 to 11 copies of the gradient at 1 %, or 5 to 6 compiled; and three times as long at
+scattered indices take as long as 11 to 15 copies of the gradient at 1 %, or 5 to 6 compiled; and three times as long at
 10 %.
 """
 

@@ -172,10 +172,8 @@ class Engine:
         if self._undo is not None:
             for bucket in buckets:
                 self._undo.expect(last=bucket.is_last())
-        marks = [
-            *(handed.ready for handed in unit[:-1]),
-            mark_of(view.memory.device),
-        ]  # behind what lays out state, too
+        # The last mark is behind what has just laid out state, too.
+        marks = [*(handed.ready for handed in unit[:-1]), mark_of(view.memory.device)]
         return BucketTask(
             exchange=exchange,
             bucket=view,

@@ -9,7 +9,7 @@ Bytes: 1 per element and 4 per block, or 1/2 and 4. Stochastic: unbiased; for bl
 more than it is given from blocks of 394 elements on, but no element is off by more than 1/7 of the largest, so error
 feedback is safe with blocks of any size.
 Weakness: one large element makes the steps coarse for its whole block. On a CPU, a step of eager passes takes as long
-as 18 to 30 copies of the gradient; of compiled ones, 5 to 9.
+as 20 to 34 copies of the gradient; of compiled ones, 6 to 9.
 """
 
 from __future__ import annotations

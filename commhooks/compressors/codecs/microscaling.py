@@ -6,8 +6,8 @@ elements are divided by it and rounded to E4M3 or E2M1 numbers; larger values be
 Bytes: 1 per element and 1 per group, or 1/2 and 1. Contractive, biased: at most 1/64 (MXFP8) or 0.11 (MXFP4) is lost.
 Weakness: since scales are powers of two, a largest element may be cut by up to an eighth (MXFP8) or a quarter (MXFP4).
 The standard's smallest scale is 2**-127, so elements of up to 2**-137 (MXFP8) or 2**-129 (MXFP4) become 0; with error
-feedback they are sent once they have added up. On a CPU, a step of eager passes of MXFP4 takes as long as 33 copies
-of the gradient, as PyTorch has no cast to it; of compiled ones, 7 to 10.
+feedback they are sent once they have added up. On a CPU, a step of eager passes of MXFP4 takes as long as 34 to 42
+copies of the gradient, as PyTorch has no cast to it; of compiled ones, 6 to 7.
 """
 
 from __future__ import annotations

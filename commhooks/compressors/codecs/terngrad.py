@@ -8,7 +8,7 @@ Bytes: 1/4 per element and 4 per block. Unbiased, with an expected loss of up to
 5.2 at 128: too much for error feedback, whose residual would be several times the gradient; it is rejected unless
 damped.
 Weakness: that noise, which calls for larger batches or smaller steps. On a CPU, a step of eager passes takes as long
-as 14 to 20 copies of the gradient; of compiled ones, 3 to 5.
+as 26 to 28 copies of the gradient; of compiled ones, 4 to 5.
 """
 
 from __future__ import annotations
