@@ -28,6 +28,7 @@ from ..runs import Compute, EvaluationRecord, Goal, LayerRecord, ProbeRecord, Ru
 from ..specs import Spec
 from ..tasks import LoadedTask, load_task
 from ..tasks.task import mixed, seed_generators
+from ..turns import drawn
 from .kinds import register
 from .measure import Split
 from .probe import Probe
@@ -187,9 +188,9 @@ def _train_in_turns(runs: Mapping[int, RunSettings], work: Work, send: Send) -> 
     others, progress = OtherPrograms(), Progress(work.progress if able else None)
     try:
         for step in range(max(settings.steps for settings in runs.values())):
-            due = [run for run in training.values() if len(run.steps) == step < run.settings.steps]
-            for run in due:
-                run.step(step)
+            due = [number for number, run in training.items() if len(run.steps) == step < run.settings.steps]
+            for number in drawn(step, due):  # in a fixed order, one hook would always follow the same other
+                training[number].step(step)
             if due:
                 progress.keep([*training.values()])
         _go_on(training, work, progress)
@@ -218,14 +219,15 @@ def _go_on(training: Mapping[int, _Run], work: Work, progress: Progress) -> None
         run.goal = goals.get(number)
         if run.goal is not None:
             pursuits[number] = Pursuit(run.goal, run.steps)
+    turn = 0
     while pursuits:
         going = torch.tensor([pursuit.goes_on for pursuit in pursuits.values()])
         dist.broadcast(going, 0)  # each rank has its own clock
         pursuits = {number: one for (number, one), goes in zip(pursuits.items(), going.tolist(), strict=True) if goes}
-        for number, pursuit in pursuits.items():
+        for number in drawn(turn := turn + 1, [*pursuits]):
             run = training[number]
             run.step(len(run.steps))
-            pursuit.add(run.steps[-1])
+            pursuits[number].add(run.steps[-1])
         progress.keep([*training.values()])
 
 
