@@ -15,9 +15,9 @@ import commhooks
 
 from ..launch import reason_of
 from ..predicting import stored
+from ..results.former_verdicts import Difference, judgements, losses_of
 from ..results.intervals import Estimate
 from ..results.outcomes import Outcome, Setting, Versus, settings_of
-from ..results.verdicts import Difference, judgements, losses_of
 from ..runs import RunResult, RunSettings, strict
 from .findings import finding, names_of
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from commhooks.units import bytes_in_words, counted, three_digits
 
+from ..results.former_verdicts import Difference, Judgement, Verdict, judgements, losses_of
 from ..results.intervals import LEAST_SEEDS, Estimate
-from ..results.outcomes import MATTERS, SHOWN, USUAL_BASELINE, Outcome, Setting
+from ..results.outcomes import SHOWN, USUAL_BASELINE, Outcome, Setting
 from ..results.summary import SMOOTHING_STEPS
-from ..results.verdicts import Difference, Judgement, Verdict, judgements, losses_of
 from ..runs import RunSettings
 from .words import (
     link_in_words,
@@ -61,7 +61,7 @@ def finding(setting: Setting) -> str:
 
 def margin_in_words(setting: Setting) -> str:
     """Return from where on a difference of losses matters in a setting with a baseline."""
-    why = f"{100 * MATTERS:g} % of what the training loss of {setting.outcomes[0].hook} fell"
+    why = f"{100 * setting.margins.matters:g} % of what the training loss of {setting.outcomes[0].hook} fell"
     if setting.margin == SHOWN:
         return f"A difference of losses matters above {SHOWN:g}, half of the last digit shown."
     return f"A difference of losses matters above {setting.margin:.3f}, {why}."

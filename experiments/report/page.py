@@ -14,8 +14,9 @@ from markupsafe import Markup
 import commhooks
 
 from ..launch import reason_of
-from ..results.outcomes import MATTERS, Setting
+from ..results.outcomes import Setting
 from ..results.summary import SMOOTHING_STEPS
+from ..results.verdicts import USUAL
 from ..runs import SHARDED, RunResult, RunSettings
 from .findings import dilation, finding, lead, names_of
 from .layers import layer_grid
@@ -149,7 +150,7 @@ def page(
         emulated=any(one.settings.link.kind == "emulated" for one in settings),
         interface=any(outcome.overhead.seeds for one in settings for outcome in one.outcomes),
         smoothing=SMOOTHING_STEPS,
-        matters=f"{100 * MATTERS:g} %",
+        matters=f"{100 * USUAL.matters:g} %",
         target_rule=target_rule,
         facts=_facts(settings, results),
         command=command,

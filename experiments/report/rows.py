@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from commhooks.units import bytes_in_words, counted, three_digits
 
+from ..results.former_verdicts import Difference, Judgement, judgements, losses_of
 from ..results.intervals import LEAST_SEEDS, Estimate
 from ..results.outcomes import ACCURACY, PARTS, Outcome, Setting, Versus
-from ..results.verdicts import Difference, Judgement, judgements, losses_of
 from .findings import margin_in_words, no_target
 from .words import (
     NEVER,

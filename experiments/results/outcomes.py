@@ -25,12 +25,12 @@ from .summary import (
     total_seconds,
     typical_steps,
 )
+from .verdicts import SMALLEST_MARGIN, USUAL, Judged, Margins, Run, best, judge
 
 USUAL_BASELINE = "all-reduce"
 ACCURACY = "accuracy"
 PARTS = ("compute", "compression", "waiting")
-MATTERS = 0.01  # of what the baseline's training loss falls in the steps asked for
-SHOWN = 0.0005  # half of the last digit that is shown of a loss
+SHOWN = SMALLEST_MARGIN
 
 
 class Outcome:
@@ -234,6 +234,7 @@ class Setting:
     baseline: Outcome | None  # None: it was not run, or failed, in this setting
     targets: Mapping[int, float]  # training loss by seed; NaN: the baseline's did not fall, and none was asked for
     seeds: tuple[int, ...]  # of any hook
+    margins: Margins = USUAL
 
     @cached_property
     def versus(self) -> Mapping[str, Versus]:
@@ -242,20 +243,45 @@ class Setting:
         return {} if first is None else {one.hook: Versus.of(one, first) for one in self.outcomes if one is not first}
 
     @cached_property
+    def judged(self) -> Mapping[str, Judged]:
+        """The verdict on each hook that has a seed in common with the baseline; empty if no rank moved a byte."""
+        first = self.baseline
+        if first is None or self.is_silent:
+            return {}
+        runs = {one.hook: {seed: _run(result) for seed, result in one.results.items()} for one in self.outcomes}
+        return {
+            one.hook: judge(
+                runs[first.hook],
+                runs[one.hook],
+                steps=self.settings.steps,
+                every=steps_of_a_round(next(iter(one.results.values())).settings.hook),
+                margins=self.margins,
+            )
+            for one in self.outcomes
+            if one is not first and one.results.keys() & first.results.keys()
+        }
+
+    @property
+    def best(self) -> str | None:
+        """The hook that pays and has the lowest loss after equal time; None: none pays."""
+        return best(self.judged)
+
+    @cached_property
     def target(self) -> float:
         """The target, mean over the seeds that have one; NaN if none has."""
         return Estimate.of(self.targets).mean
 
     @cached_property
     def margin(self) -> float:
-        """The difference of two losses above which it matters: MATTERS times the fall of the baseline's training loss.
+        """The difference of losses above which it matters: `margins.matters` times the fall of the baseline's loss.
 
         It is at least half of the last digit that is shown of a loss, and exactly that if the baseline's loss did not
         fall.
         """
         runs = self.baseline.results if self.baseline is not None else {}
         fall = Estimate.of({seed: fall_of(one.asked_steps) for seed, one in runs.items()}).mean
-        return MATTERS * fall if MATTERS * fall > SHOWN else SHOWN  # NaN, of runs that diverged, is not above it
+        found = self.margins.matters * fall
+        return found if found > SHOWN else SHOWN  # NaN, of runs that diverged, is not above it
 
     @property
     def is_silent(self) -> bool:
@@ -280,6 +306,7 @@ def settings_of(
     baseline: str | None = None,
     target: float | None = None,
     failures: Sequence[RunSettings] = (),
+    margins: Margins = USUAL,
 ) -> list[Setting]:
     """Return the settings in order of appearance, each with its hooks in order of appearance.
 
@@ -288,6 +315,7 @@ def settings_of(
         baseline: The hook that the others are compared with; None: all-reduce if it is there, otherwise the first hook.
         target: The training loss to reach; None: by TARGET_RULE, for each setting.
         failures: Runs that have no result.
+        margins: What matters in a verdict.
 
     Raises:
         ValueError: There is no such hook.
@@ -299,7 +327,7 @@ def settings_of(
     for result in results:
         runs = grouped.setdefault(setting_of(result.settings), {}).setdefault(result.settings.hook.label, {})
         runs[result.settings.seed] = result
-    return [_setting(common, by_hook, chosen, target, failures) for common, by_hook in grouped.items()]
+    return [_setting(common, by_hook, chosen, target, failures, margins) for common, by_hook in grouped.items()]
 
 
 def chosen_baseline(asked: str | None, hooks: Sequence[Spec]) -> Spec:
@@ -329,6 +357,7 @@ def _setting(
     baseline: str,
     asked: float | None,
     failures: Sequence[RunSettings],
+    margins: Margins,
 ) -> Setting:
     own = [one for one in failures if setting_of(one) == common]
     seeds = {seed for runs in by_hook.values() for seed in runs} | {one.seed for one in own}
@@ -344,7 +373,14 @@ def _setting(
     ]
     outcomes.sort(key=lambda one: one.hook != baseline)
     first = outcomes[0] if outcomes[0].hook == baseline else None
-    return Setting(common, tuple(outcomes), first, targets, tuple(sorted(seeds)))
+    return Setting(common, tuple(outcomes), first, targets, tuple(sorted(seeds)), margins)
+
+
+def _run(result: RunResult) -> Run:
+    """Return what a verdict needs of a run."""
+    steps = result.steps
+    held_out = {one.step: one.loss for one in result.evaluations}
+    return Run([step.loss for step in steps], [step.seconds for step in steps], held_out)
 
 
 def _speed_up(ours: Estimate, baseline: Estimate) -> Estimate:

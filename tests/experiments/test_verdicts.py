@@ -17,10 +17,10 @@ from scipy.special import stdtrit
 
 from experiments.report.findings import finding, lead
 from experiments.report.rows import time_grid
+from experiments.results.former_verdicts import Difference, Judgement, Verdict, judgements, weighed
 from experiments.results.intervals import Estimate
 from experiments.results.moments import Moment
 from experiments.results.outcomes import Setting, settings_of
-from experiments.results.verdicts import Difference, Judgement, Verdict, judgements, weighed
 from experiments.runs import Goal, RunResult
 from tests.experiments.synthetic import diverged, result, stepwise
 
