@@ -11,12 +11,13 @@ from .gpu_cost.command import gpu_cost
 from .predictions.estimates import estimates
 from .predictions.plans import plans
 from .reproduce.command import HELP, reproduce
+from .verdicts.command import verdicts
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
 app.command(help=HELP, cls=EachOptionOnce)(reproduce)
-for study in (bench, estimates, gpu_cost, plans):
+for study in (bench, estimates, gpu_cost, plans, verdicts):
     app.command(cls=EachOptionOnce)(study)
 
 
