@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -198,14 +197,6 @@ def test_help_without_the_extra_names_every_command_and_what_to_install(bare: Ba
     assert bare("--version") == (0, purpose.version() + "\n")
 
 
-@pytest.mark.parametrize("given", [[], ["powersgd-rank", "--seeds", "20", "--out", "two words"], ["--help"]])
-def test_the_command_that_has_become_a_study_names_it_with_the_same_arguments(bare: Bare, given: list[str]) -> None:
-    code, said = bare("reproduce", *given)
-    assert code == 2
-    assert said.splitlines()[-1].strip() == shlex.join(["python", "-m", "experiments.studies", "reproduce", *given])
-    assert "reproduce" not in bare("--help")[1]
-
-
 @pytest.mark.parametrize("command", [name for name in purpose.COMMANDS if name != needs.WITHOUT_EXTRA])
 @pytest.mark.parametrize("rest", [[], ["--help"], ["--rate", "1Gbit/s"]], ids=["alone", "help", "options"])
 def test_a_command_without_the_extra_says_so_in_one_sentence(bare: Bare, command: str, rest: list[str]) -> None:
@@ -309,7 +300,7 @@ def test_a_command_that_does_not_exist_is_refused_without_the_extra_too(bare: Ba
     code, said = bare("train")
     assert code == 2
     assert "'train'" in said
-    assert "leaderboard" in said
+    assert "compare" in said
 
 
 def test_the_version_is_told() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import NoReturn
 
 from .needs import EXTRAS, WITHOUT_EXTRA, extra_of, missing, not_installed
 from .purpose import COMMANDS, GROUPS, PURPOSE, version
@@ -16,8 +14,6 @@ from .purpose import COMMANDS, GROUPS, PURPOSE, version
 
 def main() -> None:
     """Run the command line; if it lacks the packages that it needs itself, say what to install and exit with 2."""
-    if sys.argv[1:2] == ["reproduce"]:  # for one release
-        _say_where_it_is(sys.argv[2:])
     # torch.optim would otherwise make a folder here when it is imported, and leave it behind.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     if not missing("cli"):
@@ -28,13 +24,6 @@ def main() -> None:
         _print_environment(sys.argv[2:])
     else:
         _explain()
-
-
-def _say_where_it_is(words: list[str]) -> NoReturn:
-    """Print the command that replaces `commhooks reproduce`, with the same arguments, and exit with 2."""
-    command = shlex.join(["python", "-m", "experiments.studies", "reproduce", *words])
-    sys.stderr.write(f"commhooks reproduce is a study now, and is not installed: in a checkout, run\n\n    {command}\n")
-    raise SystemExit(2)
 
 
 def _print_environment(words: list[str]) -> None:

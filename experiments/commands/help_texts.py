@@ -89,22 +89,6 @@ slow-links-long (two of these hooks for 200 steps at 100 Mbit/s: three quarters 
 
     commhooks report runs/demo --json demo.json
 """,
-    "leaderboard": """
-The workers live in one process, and all runs have the same steps and data: only the averaging of gradients differs. \
-The results are accuracy against bytes and against compute, with the Pareto front, \
-differences from dense for each seed, and the effect of error feedback beside the one published by GRACE.
-
-[bold]All of them[/bold], about a quarter of an hour on two cores.
-
-    commhooks leaderboard --out runs/leaderboard
-
-[bold]A few[/bold], on one task, with more seeds.
-
-    commhooks leaderboard --hook top-k --hook powersgd:rank=2 --task digits --seeds 10 --out runs/few
-
-[bold]The folder[/bold] receives leaderboard.html (one self-contained file), runs.csv, standings.csv, \
-grace.csv and plots/*.png. Existing results are replaced only with --overwrite.
-""",
     "estimate": """
 This is arithmetic, without processes or a link, from each hook's measured cost in copies of memory and the time of \
 such a copy here. The guide (estimate.md) has the formula, and its error against real steps.

@@ -30,7 +30,6 @@ GROUPS = {
     "Lab": {
         "cluster": "Make a slow cluster on this machine: hosts in network namespaces, links with a real rate.",
         "simulate": "Compute step time and utilisation for 2 to 1,024 ranks from measurements on this machine.",
-        "leaderboard": "Train two small tasks under every compressor, and rank them by accuracy, bytes and compute.",
     },
 }
 """The commands in groups by purpose, each with a summary."""

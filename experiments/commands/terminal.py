@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .former import renewed
 from .needs import extra_of, missing, not_installed
 
 if TYPE_CHECKING:
@@ -137,9 +136,8 @@ def announce(console: Console, text: str) -> None:
 
 
 def command_given() -> str:
-    """Return the command line in its present form, with which a report can be made again."""
-    words = sys.argv[1:]
-    return shlex.join(["commhooks", *(renewed(words) or words)])
+    """Return the command line, with which a report can be made again."""
+    return shlex.join(["commhooks", *sys.argv[1:]])
 
 
 def write_json(write: Callable[[Path], None], what: str, place: Path, console: Console) -> None:

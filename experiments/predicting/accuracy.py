@@ -1,6 +1,6 @@
 """The accuracy that compressors cost: differences from dense all-reduce, as the leaderboard measured them.
 
-The file `accuracy.json` beside this one is written by `commhooks leaderboard --accuracy`. Its tasks are small and
+The file `accuracy.json` beside this one is written by the study `leaderboard`. Its tasks are small and
 trained for a few hundred steps. It shows which compressors cost nothing there, not what they cost elsewhere.
 """
 
@@ -96,7 +96,7 @@ class Accuracy:
             return stored.read(cls, path, form=FORMAT)
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
-                f"accuracy {path}: expected a file of format {FORMAT} that 'commhooks leaderboard --accuracy' wrote "
+                f"accuracy {path}: expected a file of format {FORMAT} that the leaderboard wrote (--accuracy) "
                 f"({type(error).__name__}: {error}); write it again"
             ) from error
 

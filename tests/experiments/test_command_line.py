@@ -1,4 +1,4 @@
-"""The command line as a whole: mistakes end in words, help is quick, and former lines are still read."""
+"""The command line as a whole: mistakes end in words, help is quick, and the guide lists every option."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import typer
 from typer.testing import CliRunner
 
 from experiments.commands.cli import app
-from experiments.commands.former import renewed
 from experiments.commands.purpose import COMMANDS, GROUPS
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +33,6 @@ MISTAKES = {
     "compare --latency 0 --hook fp16 --hook bf16 --latency 1ms": f"--latency is given 2 times{ONCE}",
     "compare --overwrite --overwrite": f"--overwrite is given 2 times{ONCE}",
     "profile --task=gpt --task=gpt --task=gpt": f"--task is given 3 times{ONCE}",
-    "overlap --task=gpt --task=gpt --task=gpt": f"--task is given 3 times{ONCE}",
     "cluster create demo --hosts=2 --hosts=3": f"--hosts is given 2 times{ONCE}",
     f"{SMALL} --rate '100 furlongs'": "error: rate '100 furlongs' does not parse",
     f"{SMALL} --rate ''": "error: rate '' does not parse",
@@ -135,13 +133,6 @@ MISTAKES = {
     "simulate --inner-latency 1us": "--inner-latency has no effect without --inner-rate",
     "simulate --site-rate 1Gbit/s": "hosts_per_site",
     "sweep --example --quiet": "--quiet has no effect with --example",
-    "leaderboard --task digits --task gtp": "did you mean 'gpt'",
-    "leaderboard --task gpt --task gpt": "asked for twice",
-    "leaderboard --hook powersgd --hook powersgd:rank=4": "asked for twice",
-    "leaderboard --hook ,": "hook ',' does not parse",
-    "leaderboard --seeds 1": "seeds must be at least 2",
-    "leaderboard --workers 1": "workers must be at least 2",
-    f"leaderboard --out {shlex.quote(__file__)}": "is a file; name a folder",
     "hooks powersdg": "Did you mean 'powersgd'",
     "hooks torch.bf16": "accepts bf16_compress_hook, by its name, only with NCCL",
     "compare --hook diloco": "say how many steps a round has, such as diloco:every=30",
@@ -150,10 +141,6 @@ MISTAKES = {
     "cluster create": "Missing argument 'name'",
     "cluster crate": "Did you mean 'create'",
     "cluster set-rate demo 1Mbit/s --direction left": "is not one of 'up', 'down', 'both'",
-    "run": "task 'TASK' is not known",
-    "run --task digits --steps 3 --hook": "Option '--hook' requires an argument",
-    "overlap --task": "Option '--task' requires an argument",
-    "overlap --rate 5 --rate 6": "--link is given 2 times",
 }
 
 
@@ -169,7 +156,7 @@ def test_a_mistake_ends_in_words_with_2(line: str, tmp_path: Path, monkeypatch: 
 
 QUICK = (
     "--help", "-h", "--version", "", "compare -h", "cluster --help", "comapre", "compare --rnaks 2",
-    "compare --steps many", "profile", "reproduce",
+    "compare --steps many", "profile",
 )  # fmt: skip
 ONE_AFTER_ANOTHER = """
 import shlex, sys
@@ -205,45 +192,6 @@ def test_every_command_explains_itself_in_two_spellings(command: str) -> None:
     short, long = (CliRunner().invoke(app, [command, option]) for option in ("-h", "--help"))
     assert (short.exit_code, short.output) == (0, long.output)
     assert COMMANDS[command].split(",")[0].split(":")[0] in " ".join(long.output.split())
-
-
-@pytest.mark.parametrize(
-    ("former", "now"),
-    {
-        "run --task gpt": "compare --task gpt --hook all-reduce --go-on 1",
-        "run --task gpt --hook=fp16 --quiet": "compare --task gpt --hook fp16 --go-on 1 --quiet",
-        "run --help": "compare --help",
-        "overlap": "profile --overlap --task gpt --link 100Mbit/s,latency=0.2ms",
-        "overlap --size small --rate 1Gbit/s --rounds 3 --ranks 4": (
-            "profile --overlap --task gpt:size=small --link 1Gbit/s,latency=0.2ms --steps 3 --ranks 4"
-        ),
-        "overlap --task gpt:width=64 --size small": (
-            "profile --overlap --task gpt:width=64,size=small --link 100Mbit/s,latency=0.2ms"
-        ),
-        "leaderboard --only top-k,fp16 --tasks digits --seeds 2": (
-            "leaderboard --hook top-k --hook fp16 --task digits --seeds 2"
-        ),
-        "estimate --json --parameters 2M --optimizer 5ms": "estimate --json - --parameters 2M --optimizer-time 5ms",
-    }.items(),
-)
-def test_a_line_of_an_earlier_version_is_read_as_what_has_taken_its_place(former: str, now: str) -> None:
-    assert shlex.join(renewed(shlex.split(former)) or []) == now
-    assert renewed(shlex.split(now)) is None
-
-
-def test_a_line_of_an_earlier_version_works_and_names_the_new_one() -> None:
-    ended = CliRunner().invoke(app, shlex.split(f"{SIZES} --json --hook fp16"))
-    assert ended.exit_code == 0
-    assert ended.stderr.startswith("warning: from the next release on, this is written commhooks estimate")
-    assert "--json - --hook fp16" in ended.stderr
-    assert ended.stdout.startswith("{")
-
-
-@pytest.mark.parametrize(
-    "line", ["", "compare --hook fp16", "estimate --json - --rate 1Gbit/s", "plan --json plan.json"]
-)
-def test_a_current_line_is_no_former_one(line: str) -> None:
-    assert renewed(shlex.split(line)) is None
 
 
 def test_hooks_and_tasks_are_listed_and_described() -> None:

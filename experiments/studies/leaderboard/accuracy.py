@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..machine import machine, versions
-from ..predicting.accuracy import Accuracy, Difference, TaskAccuracy
-from ..training.lockstep import SCORES
+from experiments.machine import machine, versions
+from experiments.predicting.accuracy import Accuracy, Difference, TaskAccuracy
+from experiments.training.lockstep import SCORES
+
 from .contenders import DENSE
 from .standings import Standing
 
