@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .needs import EXTRAS, WITHOUT_EXTRA, extra_of, missing, not_installed
+from .needs import WITHOUT_EXTRA, missing, not_installed
 from .purpose import COMMANDS, GROUPS, PURPOSE, version
 
 
@@ -16,7 +16,7 @@ def main() -> None:
     """Run the command line; if it lacks the packages that it needs itself, say what to install and exit with 2."""
     # torch.optim would otherwise make a folder here when it is imported, and leave it behind.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
-    if not missing("cli"):
+    if not {"typer", "rich"} & set(missing()):
         from .cli import app
 
         app()
@@ -45,9 +45,7 @@ def _explain() -> None:
     lines: list[str] = []
     for group, commands in GROUPS.items():
         lines += [f"{group.lower()}:", *(f"  {name:{width}}{summary}" for name, summary in commands.items())]
-    for extra in EXTRAS:
-        commands_with_it = [name for name in COMMANDS if extra_of(name) == extra and name != WITHOUT_EXTRA]
-        lines += ["", f"{', '.join(commands_with_it)} need {not_installed(extra)}"]
+    lines += ["", f"All but {WITHOUT_EXTRA} need {not_installed()}"]
     parser = argparse.ArgumentParser(
         "commhooks",
         description=PURPOSE,
@@ -64,4 +62,4 @@ def _explain() -> None:
     if command is None:
         parser.print_help()
         raise SystemExit(2)
-    parser.exit(2, f"commhooks {command} needs {not_installed(extra_of(command))}\n")
+    parser.exit(2, f"commhooks {command} needs {not_installed()}\n")

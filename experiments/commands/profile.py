@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .needs import missing, not_installed
 from .options import BucketCap, Ddp, Hooks, WorldLink, WorldRanks, json_option, task_option
 from .terminal import announce, check_unused, errors_in_words, write_json
 
@@ -63,8 +62,6 @@ def profile(
                 console.print(overlap_table(measured))
             return
         check_place(json, picture)
-        if picture is not None and missing("experiments"):
-            raise ValueError(f"--picture needs {not_installed('experiments')}")
         asked = Asked(
             task=Spec.parse(task, "task"),
             hooks=None if hook is None else tuple(map(Spec.parse, hook)),

@@ -14,7 +14,7 @@ GROUPS = {
     },
     "Compare": {
         "compare": "Train one model under several hooks, and write a table, plots and a report.",
-        "sweep": "Train all the runs of a YAML file or of a preset; finished ones are not run again.",
+        "sweep": "Train all the runs of a YAML file; finished ones are not run again.",
         "report": "Write tables and the report again from the results in folders, without training.",
     },
     "Look inside": {

@@ -39,9 +39,9 @@ ODD_HOOKS = (
     "powersgd:policy=fused,rank=2,start_after=2",
     "fp16",
 )
-COMPARE = [sys.executable, "-m", "experiments", "compare", "--task", "digits", "--size", "small"]
-LINK = ["--rate", "10Mbit/s", "--latency", "0"]
-ASKED = [*LINK, "--steps", str(STEPS), "--eval-every", "5"]
+COMPARE = [sys.executable, "-m", "experiments", "compare", "--task", "digits:size=small"]
+LINK = ["--link", "10Mbit/s"]
+ASKED = [*LINK, "--steps", str(STEPS)]
 ALL_HOOKS = [word for hook in HOOKS for word in ("--hook", hook)]
 HALF_WRITTEN = '{\n "format": 2,\n "par'  # by a process that was killed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import statistics
 from pathlib import Path
@@ -10,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from experiments.hooks import make_hook
-from experiments.links.link import LinkSettings
 from experiments.report.writing import write
 from experiments.results.outcomes import settings_of
 from experiments.runs import RunResult, RunSettings
 from experiments.seldom import OTHERS, RECIPES, Seldom
 from experiments.specs import Spec
-from experiments.sweeps.forecast import Forecast
 from experiments.sweeps.plan import plan
 from experiments.tasks import load_task
 from experiments.training.lockstep import train_in_lockstep
@@ -119,13 +116,6 @@ def test_a_report_has_the_mean_step_and_the_peak_of_a_round(results: dict[str, R
     write(list(results.values()), tmp_path, baseline=None, target_loss=None, command="")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert all(hook in page for hook in HOOKS) and page.count("peak ") == 2
-
-
-def test_a_forecast_spreads_a_round_over_its_steps() -> None:
-    forecast, slow = Forecast([]), LinkSettings(bits_per_second=1e3)  # on which compute takes no share of the time
-    runs = [dataclasses.replace(settings(hook), link=slow) for hook in ("int4", "diloco:compressor=int4,every=4")]
-    whole, quarter = map(forecast.seconds, runs)
-    assert quarter == pytest.approx(whole / 4, rel=0.01)
 
 
 @pytest.mark.parametrize("hook", [EXACT, SELDOM, STREAMED])
