@@ -198,7 +198,7 @@ def test_hooks_and_tasks_are_listed_and_described() -> None:
         CliRunner().invoke(app, ["hooks", "torch.powersgd"]).output.split()
     )
     seldom = " ".join(CliRunner().invoke(app, ["hooks", "diloco"], env={"COLUMNS": "200"}).output.split())
-    assert "every required The number of steps in a round." in seldom and "outer_momentum none" in seldom
+    assert "every required The number of steps in a round." in seldom and "outer auto The outer optimizer" in seldom
     assert "digits" in CliRunner().invoke(app, ["tasks"]).output
     assert "batch_size" in CliRunner().invoke(app, ["tasks", "digits"]).output
 
