@@ -7,12 +7,18 @@ trained for a few hundred steps. It shows which compressors cost nothing there, 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from commhooks.language.compressor import Compressor
+from commhooks.making import make_compressor
 
+from ..advice import Cost, cost_of_diloco
+from ..results.verdicts import USUAL
+from ..specs import Spec, is_seldom, steps_of_a_round
 from . import stored
+from .candidates import DENSE
 
 FILE = Path(__file__).with_name("accuracy.json")
 FORMAT = 1  # of the file; increased when readers must change
@@ -47,6 +53,8 @@ class TaskAccuracy:
     seeds: int
     seed_range: float
     """The distance between dense all-reduce's best and worst seeds; a smaller difference cannot be told from chance."""
+    fall: float
+    """By how much dense all-reduce's score is better than a guess; a difference above 1 % of it matters."""
     differences: tuple[Difference, ...]
 
 
@@ -80,6 +88,20 @@ class Accuracy:
             if one.compressor == str(compressor)
         )
 
+    def costs_of(self, hook: str) -> tuple[Cost, ...]:
+        """Return what a hook in text form cost on each task; nothing if these settings were not measured."""
+        spec = Spec.parse(hook)
+        if is_seldom(spec):
+            given = dict(spec.settings)
+            return cost_of_diloco(str(given.get("compressor", DENSE)), steps_of_a_round(spec))
+        try:
+            compressor = make_compressor(str(spec.having(policy=None, start_after=None)))
+        except (ValueError, TypeError):  # a compressor of the user's own, or PyTorch's hook
+            return ()
+        return tuple(
+            _cost(task, one) for task in self.tasks for one in task.differences if one.compressor == str(compressor)
+        )
+
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""
         stored.write(self, path, form=FORMAT)
@@ -99,6 +121,13 @@ class Accuracy:
                 f"accuracy {path}: expected a file of format {FORMAT} that the leaderboard wrote (--accuracy) "
                 f"({type(error).__name__}: {error}); write it again"
             ) from error
+
+
+def _cost(task: TaskAccuracy, one: Difference) -> Cost:
+    unit, margin = f"{task.unit} on {task.task}", USUAL.matters * task.fall
+    if one.mean is None or one.low is None or one.high is None:
+        return Cost(math.inf, math.inf, margin, unit)
+    return Cost(-one.mean, -one.low, margin, unit) if task.higher_is_better else Cost(one.mean, one.high, margin, unit)
 
 
 def _is_safe(task: TaskAccuracy, one: Difference) -> bool:

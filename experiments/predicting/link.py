@@ -7,7 +7,7 @@ W ranks run on H = W/R hosts of R ranks each. A collective with a payload of p b
     seconds   = max(wire, processor) + hops · latency
 
 summed over its legs. With one rank per host, or with `inner_rate=None`, there is one leg, of all W ranks at rate/R:
-data, messages and hops are those of `experiments.predicting.gloo` (algorithm "gloo"), or those of a ring alone:
+data, messages and hops are those of `experiments.links.gloo` (algorithm "gloo"), or those of a ring alone:
 
     ring            data (bytes per direction)   hops
     all-reduce      2 (W-1)/W · p                2 (W-1)
@@ -37,7 +37,7 @@ from typing import NamedTuple, Protocol
 
 from commhooks.communicators.collective import KINDS, ring_bytes
 
-from .gloo import MESSAGE_BYTES, Course, course_of
+from ..links.gloo import MESSAGE_BYTES, Course, course_of
 
 ALGORITHMS = ("gloo", "ring")
 HALF_SUM = "all-reduce float16"

@@ -27,6 +27,7 @@ def task(
         steps=10,
         seeds=3,
         seed_range=0.05,
+        fall=2.0,
         differences=tuple(
             Difference(str(commhooks.make_compressor(name)), *(values or (None, None, None)))
             for name, values in differences.items()

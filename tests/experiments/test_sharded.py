@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from experiments.links.gloo import course_of
 from experiments.links.link import LinkSettings
-from experiments.predicting.gloo import course_of
 from experiments.predicting.sharded import ShardedModule, blocks_of, modules_of
 from experiments.report.writing import write
 from experiments.results.outcomes import settings_of

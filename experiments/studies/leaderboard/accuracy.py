@@ -12,6 +12,8 @@ from experiments.training.lockstep import SCORES
 from .contenders import DENSE
 from .standings import Standing
 
+_GUESSED = {"digits": 10.0, "gpt": math.log(256), "lstm": math.log(256)}  # the score of a guess, in the task's unit
+
 
 def accuracy_of(
     standings: Sequence[Standing],
@@ -48,6 +50,7 @@ def _task(task: str, description: str, rows: Sequence[Standing], steps: int, see
         steps=steps,
         seeds=seeds,
         seed_range=score.scale * (dense.highest - dense.lowest),
+        fall=abs(score.scale * dense.score - _GUESSED[task]),
         differences=tuple(_difference(row) for row in rows),
     )
 

@@ -26,7 +26,7 @@ from experiments.results.summary import Spread
 from experiments.specs import Spec
 from experiments.tasks import load_task
 
-from ...predicting.gloo import ACKNOWLEDGEMENT, FRAMING, moved_bytes
+from ...links.gloo import ACKNOWLEDGEMENT, FRAMING, moved_bytes
 from ...predicting.payloads import rounds_of
 from ...predicting.sizes import Shape
 from .control_ranks import NewRate

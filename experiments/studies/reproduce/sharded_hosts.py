@@ -24,7 +24,7 @@ from experiments.results.summary import Spread
 from experiments.specs import Spec
 from experiments.tasks import load_task
 
-from ...predicting.gloo import ACKNOWLEDGEMENT, FRAMING
+from ...links.gloo import ACKNOWLEDGEMENT, FRAMING
 from ...predicting.link import OF_PYTORCH, Link
 from ...predicting.predicting import NoLink
 from ...predicting.sharded import PLAIN, modules_of, sharded_step

@@ -25,8 +25,8 @@ from experiments.results.summary import Spread
 from experiments.seldom import Seldom, exchanged
 from experiments.specs import Spec, is_seldom
 
+from ...links.gloo import ACKNOWLEDGEMENT, FRAMING
 from ...predicting.candidates import label_in_profile
-from ...predicting.gloo import ACKNOWLEDGEMENT, FRAMING
 from ...predicting.link import Link
 from ...predicting.predicting import predict, step_of
 from ...predicting.seldom import Rounds, round_time
