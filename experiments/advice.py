@@ -100,8 +100,9 @@ class Option:
 
     @property
     def worst(self) -> float:
-        """The largest of its mean costs, in margins; infinite if it was not measured."""
-        return max((one.mean / one.margin for one in self.costs), default=math.inf)
+        """Its largest mean cost, in margins: in the tables or, if they lack it, here. Infinite: not measured."""
+        known = self.costs if self.verdict is None else self.costs[:-1] or self.costs
+        return max((one.mean / one.margin for one in known), default=math.inf)
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,9 @@ def advise(
         nearest = min(lossy, key=_by_cost)
         risky = f"No gain is known to be safe: compare the loss before you use {_said(nearest)}."
         return Advice(None, risky, nearest.hook)
-    first = max(safe, key=lambda one: one.speed_up.mean) if safe else min(sure, key=_by_cost)
+    first, *rest = sorted(safe or sure, key=_by_cost)
+    for one in rest if safe else []:  # one that costs a little more, but nothing that matters, must surely be faster
+        first = one if _is_faster(one, first, 1 / (1 - saves)) else first
     said = [f"Use {_said(first)}"]
     others = [one for one in lossy if _is_faster(one, first, 1 / (1 - saves)) and one.costs]
     steps, rounds = ([one for one in others if one.is_seldom is kind] for kind in (False, True))
@@ -185,10 +188,10 @@ def line_of(hook: str) -> str:
     )
 
 
-def predicted(base: float, gain: float, uncertainty: float) -> Range:
-    """Return the speed-up of a step that is predicted to save seconds of `base`, known to a standard deviation."""
-    low, high = (gain + sign * _CERTAIN * uncertainty for sign in (-1, 1))
-    return Range(*(base / max(base - one, 1e-3 * base) for one in (gain, low, high)))
+def predicted(speed_up: float, deviation: float) -> Range:
+    """Return a predicted speed-up with its interval, from its relative standard deviation."""
+    times = math.exp(_CERTAIN * deviation)
+    return Range(speed_up, speed_up / times, speed_up * times)
 
 
 def cost_of_diloco(compressor: str, every: int) -> tuple[Cost, ...]:
@@ -210,8 +213,10 @@ def with_usual_feedback(hook: str, optimizer: str) -> str:
     return str(spec.having(error_feedback=False))
 
 
-def _by_cost(one: Option) -> float:
-    return one.worst
+def _by_cost(one: Option) -> tuple[float, float]:
+    # Policies cost the same. If one is hardly faster, the fused one goes first: it gains more the higher the latency.
+    is_fused = dict(Spec.parse(one.hook).settings).get("policy") == "fused"
+    return one.worst, -one.speed_up.mean * (1 + USUAL.saves * is_fused)
 
 
 def _is_faster(one: Option, other: Option, times: float) -> bool:

@@ -32,7 +32,7 @@ MUCH = (Cost(0.98, 1.04, 0.025, "nats on gpt"),)
 
 
 def option(hook: str, times: float, costs: Sequence[Cost] = (), *, sure: float = 0.02) -> Option:
-    return Option(hook=hook, speed_up=Range(times, times * (1 - sure), times * (1 + sure)), costs=costs)
+    return Option(hook=hook, speed_up=predicted(times, sure / 2), costs=costs)
 
 
 CAST, LOW_RANK, SPARSE = (
@@ -114,9 +114,16 @@ def test_the_line_to_type(hook: str, line: str) -> None:
     assert line_of(hook) == line
 
 
-def test_a_predicted_speed_up_has_the_interval_of_its_gain() -> None:
-    found = predicted(1.0, 0.5, 0.05)
-    assert found.mean == 2.0 and found.low == pytest.approx(1 / 0.598) and found.high == pytest.approx(1 / 0.402)
+def test_of_two_policies_that_are_about_as_fast_the_fused_one_is_named() -> None:
+    fifo = option("powersgd:rank=4", 10.2, SOME)
+    assert advise([CAST, fifo, LOW_RANK]).faster == LOW_RANK.hook
+    assert advise([CAST, option(fifo.hook, 12.0, SOME), LOW_RANK]).faster == fifo.hook
+
+
+def test_a_safe_hook_that_costs_a_little_more_must_surely_be_faster() -> None:
+    code = (Cost(0.002, 0.003, 0.025, "nats on gpt"),)
+    assert advise([option("int8", 2.0, code, sure=0.05), CAST]).hook == "fp16"
+    assert advise([option("int8", 2.2, code, sure=0.05), CAST]).hook == "int8"
 
 
 def test_costs_come_from_the_leaderboard_by_the_settings_that_were_measured() -> None:
