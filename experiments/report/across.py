@@ -81,7 +81,7 @@ def _series(along: str, settings: Sequence[Setting]) -> list[Series]:
             continue
         others = dataclasses.replace(one.settings.link, bits_per_second=1e6)
         change = {"link": others} if along == "rate" else {"ranks": 1}
-        common = dataclasses.replace(one.settings, **change)  # type: ignore[arg-type]  # a link, or a number of ranks
+        common = dataclasses.replace(one.settings, **change)
         grouped.setdefault(common, []).append(((rate or 0.0) if along == "rate" else float(one.settings.ranks), one))
     kept = {common: own for common, own in grouped.items() if len({place for place, _ in own}) > 1}
     names = distinguished(list(kept)) if len(kept) > 1 else [""]

@@ -18,10 +18,10 @@ def finding(setting: Setting) -> str:
     first, judged = setting.baseline, setting.judged
     if first is None:
         return "The baseline has no finished run here, so nothing is compared."
-    if not judged:
-        return f"No other hook was run with a seed of {first.hook}: there is nothing to compare."
     if setting.is_silent:
         return f"No bytes were moved with {counted(setting.settings.ranks, 'rank')}: there is nothing to compress."
+    if not judged:
+        return f"No other hook was run with a seed of {first.hook}: there is nothing to compare."
     chosen = setting.best
     if chosen is not None:
         return f"Use {chosen}: {judged[chosen].why}."
@@ -38,7 +38,8 @@ def facts_of(setting: Setting) -> str:
     optimizer = "" if settings.optimizer is None else f" {settings.optimizer.label},"
     taken = f"{counted(settings.steps, 'step')}, {counted(settings.ranks, 'rank')}"
     what = f"{run.parameters:,} parameters,{optimizer} {taken} over {link_in_words(settings.link)}, {seeds}."
-    return f"{what} {dilation(setting)}".strip()
+    changes = " Its rate changes during a run, so hooks see it at different steps." if settings.link.schedule else ""
+    return f"{what}{changes} {dilation(setting)}".strip()
 
 
 def dilation(setting: Setting) -> str:

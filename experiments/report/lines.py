@@ -108,7 +108,6 @@ def _part(one: Outcome, part: str) -> Estimate:
 _FIGURES: tuple[tuple[str, str, Callable[[Outcome], Estimate], Callable[[float], str]], ...] = (
     ("step_seconds", "step", lambda one: one.step, seconds_in_words),
     *((f"{part}_seconds", part, partial(_part, part=part), seconds_in_words) for part in PARTS),
-  
     ("train_loss", "training loss", lambda one: one.train_loss, "{:.3f}".format),
     ("held_out_loss", "held-out loss", lambda one: one.held_out_loss, "{:.3f}".format),
     ("seconds", "all steps asked for", lambda one: one.seconds, seconds_in_words),

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
@@ -208,7 +209,7 @@ def code_of_run(run: RunResult) -> str:
 
 def _mixed(results: Sequence[RunResult]) -> list[str]:
     """Return warnings about runs that are not of one kind."""
-    kinds = {
+    kinds: Mapping[str, set[Any]] = {
         "with different versions of the packages": {tuple(sorted(run.versions.items())) for run in results},
         "with different commits of commhooks": {run.commit for run in results},
         "on different machines: times of different settings cannot be compared": {

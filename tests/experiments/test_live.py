@@ -6,13 +6,13 @@ import dataclasses
 from io import StringIO
 
 import pytest
+from experiments.sweeps.pace import Pace
 from rich.console import Console
 
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from experiments.sweeps.execute import RunFailed
 from experiments.sweeps.live import Live, listeners, short_labels
-from experiments.sweeps.pace import Pace
 from experiments.training.worker import Evaluated, RunDone, StepDone
 from tests.experiments.synthetic import DENSE_BYTES, result
 
