@@ -125,6 +125,7 @@ class Live:
         self._hooks = Progress(name, *texts, console=console, get_time=clock)
         made, asked = sum(row.made for row in self._rows.values()), sum(one.steps for one in runs)
         self._total = self._whole.add_task("", total=asked, completed=made, runs="", left="")
+        self.drawn = Group(self._whole, self._hooks)
         self._scene: RunSettings | None = None
         self._tasks: dict[RunSettings, TaskID] = {}
         self._varying = [key for key in _written(runs) if len({str(one.to_dict().get(key)) for one in runs}) > 1]
@@ -135,15 +136,13 @@ class Live:
         if self._shown:
             # Under torchrun this process is a rank too, and drawing takes some of its time.
             often = 2 if torchrun_world() is None else 1
-            drawn = Group(self._whole, self._hooks)
             if os.isatty(2):
                 stderr = self._stack.enter_context(_each_line_of_stderr(self._print))
                 if self._console.stderr:
                     self._console.file = stderr
                     self._stack.callback(setattr, self._console, "file", sys.stderr)
-            self._stack.enter_context(
-                Display(drawn, console=self._console, refresh_per_second=often, transient=True, redirect_stderr=False)
-            )
+            display = Display(self.drawn, console=self._console, refresh_per_second=often, transient=True)
+            self._stack.enter_context(display)
         return self
 
     def __exit__(
