@@ -242,10 +242,10 @@ def test_a_command_with_typer_and_rich_alone_says_what_else_it_needs(
 
 
 THAT_NEITHER_DRAW_NOR_REPORT = [
-    ["estimate", "--parameters", "25M", "--compute", "200ms", "--copy-rate", "10GB/s"],
+    ["plan", "--parameters", "25M", "--compute", "200ms", "--link", "1Gbit/s"],
     ["plan", "--probe", "probe.json", "--profile", "profile.json"],
-    ["probe", "--ranks", "2", "--seconds", "1", "--unsteady"],
-    ["profile", "--task", "gpt:size=tiny", "--hook", "fp16", "--steps", "10"],
+    ["probe", "--ranks", "2", "--seconds", "1"],
+    ["profile", "--task", "gpt:size=tiny", "--hook", "fp16", "--seconds", "3"],
     ["check", "all-reduce", "--law", "replicas"],
     ["hooks"],
     ["tasks", "digits"],

@@ -11,7 +11,6 @@ from . import cluster
 from .check import check
 from .compare import compare
 from .env import env
-from .estimate import estimate
 from .former import renewed
 from .help_texts import help_of
 from .leaderboard import leaderboard
@@ -20,7 +19,6 @@ from .plan import plan
 from .probe import probe
 from .profile import profile
 from .purpose import COMMANDS, GROUPS, PURPOSE, version
-from .simulate import simulate
 from .sweep import report, sweep
 from .terminal import CONTEXT, Command, Explained
 
@@ -71,7 +69,6 @@ def commhooks(
 
 
 for function in (
-    estimate,
     plan,
     compare,
     sweep,
@@ -82,7 +79,6 @@ for function in (
     hooks,
     tasks,
     env,
-    simulate,
     leaderboard,
 ):
     name = function.__name__

@@ -14,8 +14,6 @@ def renewed(words: Sequence[str]) -> list[str] | None:
     command, given = words[0], list(_options_in(words[1:]))
     if command == "run":
         command, now = "compare", _run(given)
-    elif command == "overlap":
-        command, now = "profile", _overlap(given)
     else:
         now = [each for option in given for each in _option(command, *option)]
         if now == given:
@@ -41,20 +39,6 @@ def _run(given: list[Option]) -> list[Option]:
     return _valued_first([*given, *(option for option in needed if option[0] not in dict(given))])
 
 
-def _overlap(given: list[Option]) -> list[Option]:
-    """Return the options of `profile --overlap`, with the former command's default task and link."""
-    left, names = dict(given), {"--rounds": "--steps"}
-    if len(left) < len(given):  # which is refused
-        names |= {"--rate": "--link", "--latency": "--link", "--size": "--task"}
-        return [("--overlap", None), *((names.get(name, name), value) for name, value in given)]
-    task, size = left.pop("--task", "gpt"), left.pop("--size", None)
-    if task and size and "size=" not in task:
-        task += f"{',' if '=' in task else ':'}size={size}"
-    link = f"{left.pop('--rate', '100Mbit/s')},latency={left.pop('--latency', '0.2ms')}"
-    options = [("--task", task), ("--link", link), *((names.get(name, name), value) for name, value in left.items())]
-    return [("--overlap", None), *_valued_first(options)]
-
-
 def _valued_first(options: list[Option]) -> list[Option]:
     """Return the options, those without a value last: a missing value must not be taken from the next option's name."""
     return sorted(options, key=lambda option: option[1] is None)
@@ -63,10 +47,6 @@ def _valued_first(options: list[Option]) -> list[Option]:
 def _option(command: str, name: str, value: str | None) -> list[Option]:
     """Return the present form of a command's option: the same, another one, or one for each name in a list."""
     match command, name:
-        case "estimate", "--json" if value is None:
-            return [(name, "-")]
-        case "estimate", "--optimizer":
-            return [("--optimizer-time", value)]
         case "leaderboard", "--only" | "--tasks":
             now = "--hook" if name == "--only" else "--task"
             names = [one.strip() for one in (value or "").split(",") if one.strip()]

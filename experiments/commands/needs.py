@@ -17,7 +17,7 @@ EXTRAS = {"cli": _CLI, "experiments": _CLI | _DRAWING}
 """The contents of each extra: modules, and the packages that contain them."""
 WITHOUT_EXTRA = "env"
 """The command that runs wherever commhooks is installed."""
-_LIGHT = ("estimate", "plan", "profile", "probe", "check", "hooks", "tasks", "cluster", WITHOUT_EXTRA)
+_LIGHT = ("plan", "profile", "probe", "check", "hooks", "tasks", "cluster", WITHOUT_EXTRA)
 
 
 def extra_of(command: str) -> str:

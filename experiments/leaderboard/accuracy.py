@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ..machine import machine, versions
-from ..predicting.accuracy import Accuracy, Difference, TaskAccuracy
+from ..planning.accuracy import Accuracy, Difference, TaskAccuracy
 from ..training.lockstep import SCORES
 from .contenders import DENSE
 from .standings import Standing

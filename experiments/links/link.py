@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..predicting.gloo import MESSAGE_BYTES, NOTHING, Course, course_of
+from .gloo import MESSAGE_BYTES, NOTHING, Course, course_of
 from .text import LINK_KINDS, Schedule, fields_in, format_rate, parse_latency, parse_rate, text_of
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from commhooks.communicators.collective import KindTraffic
 from commhooks.tensors import tensor_bytes
 from ddp_core.collectives import result_of
 
-from ..predicting.gloo import course_of, moved_bytes
+from .gloo import course_of, moved_bytes
 from .link import Wire
 from .waits import WaitClock
 

@@ -9,9 +9,9 @@ import pytest
 
 import commhooks
 from commhooks.compressors import AllReduceMean
-from experiments import predicting
-from experiments.predicting.accuracy import FILE, Accuracy, Difference, TaskAccuracy
-from experiments.predicting.costs import Costs
+from experiments import planning
+from experiments.planning.accuracy import FILE, Accuracy, Difference, TaskAccuracy
+from experiments.planning.costs import Costs
 
 
 def task(
@@ -51,7 +51,7 @@ def test_the_file_of_the_package_is_of_compressors_that_can_be_made_and_names_it
             assert each.mean is None or each.low is None or each.high is None or each.low <= each.mean <= each.high
 
 
-def test_most_hooks_that_an_estimate_knows_were_measured_and_no_others_have_a_number() -> None:
+def test_most_hooks_of_which_tables_know_the_cost_were_measured_and_no_others_have_a_number() -> None:
     found, costs = Accuracy.read(), Costs.read()
     measured = {hook for hook, own in costs.hooks.items() if found.losses_of(commhooks.make_compressor(own.compressor))}
     assert costs.hooks.keys() - measured == {"powersgd:rank=2", "powersgd:rank=8", "powersgd:rank=32"}
@@ -84,4 +84,4 @@ def test_it_survives_its_file_and_a_damaged_one_is_refused(tmp_path: Path) -> No
         path.write_text(text)
         with pytest.raises(ValueError, match=r"accuracy.json: expected a file of format 1 that 'commhooks leaderboard"):
             Accuracy.read(path)
-    assert FILE.parent == Path(predicting.__file__).parent
+    assert FILE.parent == Path(planning.__file__).parent

@@ -20,8 +20,7 @@ from experiments.commands.purpose import COMMANDS, GROUPS
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide" / "commands.md"
 SMALL = "compare --size small"
-SIZES = "estimate --parameters 2M --compute 50ms --copy-rate 10GB/s"
-BILLION = "simulate --parameters 1B --compute 1s"
+SIZES = "plan --parameters 2M --compute 50ms"
 ONCE = ", but takes one value: give it once."
 MISTAKES = {
     "comapre": "Did you mean 'compare'",
@@ -34,7 +33,6 @@ MISTAKES = {
     "compare --latency 0 --hook fp16 --hook bf16 --latency 1ms": f"--latency is given 2 times{ONCE}",
     "compare --overwrite --overwrite": f"--overwrite is given 2 times{ONCE}",
     "profile --task=gpt --task=gpt --task=gpt": f"--task is given 3 times{ONCE}",
-    "overlap --task=gpt --task=gpt --task=gpt": f"--task is given 3 times{ONCE}",
     "cluster create demo --hosts=2 --hosts=3": f"--hosts is given 2 times{ONCE}",
     f"{SMALL} --rate '100 furlongs'": "error: rate '100 furlongs' does not parse",
     f"{SMALL} --rate ''": "error: rate '' does not parse",
@@ -75,65 +73,33 @@ MISTAKES = {
     "report nowhere": "holds no results",
     "sweep nowhere/none.yaml": "commhooks sweep --example >",
     "sweep --exmaple": "--example",
-    "estimate": "give --parameters 25M, or --task",
-    "estimate --parameters 2M": "--parameters needs the seconds of a step's compute",
-    f"{SIZES} --link hosts:1Gbit/s": "its times are computed from one rate and one latency",
-    f"{SIZES} --link 1Gbit/s --rate 1Gbit/s": "--link and --rate each name a link",
-    f"{SIZES} --backend mpi": "backend 'mpi' is not known",
-    f"{SIZES} --json nowhere/estimate.json": "cannot be written",
-    "estimate --parameters 2M --compute 2x": "is a factor of a task's time here",
-    "estimate --parameters many --compute 1s": "parameters 'many' does not parse",
-    f"{SIZES} --rate fast": "rate 'fast' does not parse",
-    f"{SIZES} --ranks 3 --ranks-per-host 2": "do not fill hosts of 2 ranks",
-    f"{SIZES} --hook powersgd:rank=5": "the costs of this hook were not measured",
-    f"{SIZES} --bucket-cap-mb 0": "bucket_cap_mb must be above zero",
-    f"{SIZES} --costs none.json": "costs none.json: expected a file of format 1",
-    f"{SIZES} --measure-costs costs.json": "--measure-costs estimates nothing: leave out --parameters",
-    "estimate --measure-costs none/costs.json": "there is no folder none",
-    "simulate --ranks 4,2": "expected ascending numbers",
-    "simulate --inner-rate 1Tbit/s": "give the ranks of each with --ranks-per-host",
-    "simulate --parameters 1B": "--parameters needs the seconds of a step's compute",
-    "simulate --ranks 2,...": "the last number must follow the dots",
-    "simulate --rate fast": "does not parse",
-    "simulate --parameters 1B --compute 0.5x": "--parameters needs the seconds",
-    "simulate --parameters many --compute 1s": "such as '124M' or '1B'",
-    f"{BILLION} --task gpt": "give one of --task",
-    f"{BILLION} --hook powersgd": "needs the shapes of the parameters",
-    f"{BILLION} --save x.json": "nothing is measured",
-    f"{BILLION} --bucket-cap-mb 1": "--bucket-cap-mb is for measuring",
-    "simulate --measured missing.json": "expected a file of format 2",
-    "simulate --measured missing.json --save x.json": "--save is for measuring",
-    "simulate --task gtp": "did you mean 'gpt'",
-    "simulate --hook powersdg": "powersdg",
-    "simulate --latency 1ms --latency 2ms": "takes one value",
-    "simulate --rate 1Gbit/s --rate 1000Mbit/s": "1 Gbit/s is given twice",
-    "simulate --hook fp16 --hook fp16": "fp16 is given twice",
-    "simulate --hook torch.powersgd": "is PyTorch's own, whose rounds",
-    "simulate --backend mpi": "backend 'mpi' is not known: expected one of gloo, none",
-    "simulate --copy-rate 14GB/s": "which --backend none does not count",
-    "simulate --compute fast": "compute 'fast' does not parse",
-    "simulate --bucket-cap-mb nan": "bucket_cap_mb must be above zero",
-    "plan": "name what to train: --task",
-    "plan --task gpt --link real": "start it with torchrun",
+    "plan": "say what is trained: --task my_task.py:task, or --parameters 25M --compute 200ms",
+    "plan --parameters 2M --link 1Gbit/s": "--parameters and --compute, the time of a step without communication",
+    "plan --parameters many --compute 1s": "parameters 'many' does not parse",
+    "plan --parameters 2M --compute 2x --link 1Gbit/s": "--compute 2x is a factor: give the seconds",
+    SIZES: "--parameters needs a network: --link 200Mbit/s,latency=5ms",
+    f"{SIZES} --link fast": "rate 'fast' does not parse",
+    f"{SIZES} --link 1Gbit/s+1Mbit/s@3s": "changes over time, so no figure holds for it",
+    f"{SIZES} --link 1Gbit/s --task gpt": "leave out the others",
+    f"{SIZES} --link 1Gbit/s --ranks 4,2": "expected ascending numbers from 2 on",
+    f"{SIZES} --link 1Gbit/s --ranks 1": "expected ascending numbers from 2 on",
+    f"{SIZES} --link 1Gbit/s --hook powersgd:rank=5": "its costs were not measured",
+    f"{SIZES} --link 1Gbit/s --hook diloco:every=0": "fragments must be from 1 to every",
+    f"{SIZES} --link 1Gbit/s --validate": "--validate takes real steps, which needs a --task",
+    f"{SIZES} --link 1Gbit/s --seconds 9": "--seconds has no effect with --parameters",
+    f"{SIZES} --link 1Gbit/s --json nowhere/plan.json": "cannot be written",
+    "plan --task gpt --ranks 2,4": "for several --ranks",
+    "plan --task gpt --cores 2": "--cores has no effect on a measured step",
+    "plan --task gpt --probe probe.json": "probe.json: expected a file of format 1",
     "probe --link 1Gbit/s+1Mbit/s@3s": "changes over time, so no figure holds for it",
     "probe --ranks 1": "a link is measured between two ranks or more",
     "probe --seconds 0": "a probe takes 1 to 120 seconds",
-    "plan --task gpt --probe-seconds 500": "a probe takes 1 to 120 seconds",
     "profile --task gpt --ranks 0": "ranks must be at least 1",
     "profile --task gpt --seconds 0": "a profile takes a time above zero",
-    "profile --task gpt --steps 1": "steps must be a whole number of at least",
     "probe --json nowhere/probe.json": "cannot be written",
     "profile": "Missing option '--task'",
     "profile --task gpt --hook torch.fp16": "profile one of ours",
-    "profile --task gpt --overlap": "overlap needs a rate",
-    "profile --task gpt --overlap --link 1Mbit/s --seconds 9": "--seconds has no effect with --overlap",
-    "plan --probe probe.json --probe-seconds 3": "--probe-seconds has no effect with --probe",
     "plan --profile profile.json --hook fp16": "--hook has no effect with --profile",
-    "plan --probe probe.json --profile profile.json --ranks 4": "--ranks has no effect with --probe and --profile",
-    "estimate --task gpt:size=tiny --matrix 1M": "--matrix has no effect with --task",
-    "estimate --measure-costs costs.json --ranks 4": "--ranks has no effect with --measure-costs",
-    "simulate --inner-latency 1us": "--inner-latency has no effect without --inner-rate",
-    "simulate --site-rate 1Gbit/s": "hosts_per_site",
     "sweep --example --quiet": "--quiet has no effect with --example",
     "leaderboard --task digits --task gtp": "did you mean 'gpt'",
     "leaderboard --task gpt --task gpt": "asked for twice",
@@ -152,8 +118,6 @@ MISTAKES = {
     "cluster set-rate demo 1Mbit/s --direction left": "is not one of 'up', 'down', 'both'",
     "run": "task 'TASK' is not known",
     "run --task digits --steps 3 --hook": "Option '--hook' requires an argument",
-    "overlap --task": "Option '--task' requires an argument",
-    "overlap --rate 5 --rate 6": "--link is given 2 times",
 }
 
 
@@ -213,17 +177,9 @@ def test_every_command_explains_itself_in_two_spellings(command: str) -> None:
         "run --task gpt": "compare --task gpt --hook all-reduce --go-on 1",
         "run --task gpt --hook=fp16 --quiet": "compare --task gpt --hook fp16 --go-on 1 --quiet",
         "run --help": "compare --help",
-        "overlap": "profile --overlap --task gpt --link 100Mbit/s,latency=0.2ms",
-        "overlap --size small --rate 1Gbit/s --rounds 3 --ranks 4": (
-            "profile --overlap --task gpt:size=small --link 1Gbit/s,latency=0.2ms --steps 3 --ranks 4"
-        ),
-        "overlap --task gpt:width=64 --size small": (
-            "profile --overlap --task gpt:width=64,size=small --link 100Mbit/s,latency=0.2ms"
-        ),
         "leaderboard --only top-k,fp16 --tasks digits --seeds 2": (
             "leaderboard --hook top-k --hook fp16 --task digits --seeds 2"
         ),
-        "estimate --json --parameters 2M --optimizer 5ms": "estimate --json - --parameters 2M --optimizer-time 5ms",
     }.items(),
 )
 def test_a_line_of_an_earlier_version_is_read_as_what_has_taken_its_place(former: str, now: str) -> None:
@@ -231,17 +187,7 @@ def test_a_line_of_an_earlier_version_is_read_as_what_has_taken_its_place(former
     assert renewed(shlex.split(now)) is None
 
 
-def test_a_line_of_an_earlier_version_works_and_names_the_new_one() -> None:
-    ended = CliRunner().invoke(app, shlex.split(f"{SIZES} --json --hook fp16"))
-    assert ended.exit_code == 0
-    assert ended.stderr.startswith("warning: from the next release on, this is written commhooks estimate")
-    assert "--json - --hook fp16" in ended.stderr
-    assert ended.stdout.startswith("{")
-
-
-@pytest.mark.parametrize(
-    "line", ["", "compare --hook fp16", "estimate --json - --rate 1Gbit/s", "plan --json plan.json"]
-)
+@pytest.mark.parametrize("line", ["", "compare --hook fp16", "plan --json plan.json"])
 def test_a_current_line_is_no_former_one(line: str) -> None:
     assert renewed(shlex.split(line)) is None
 

@@ -18,7 +18,7 @@ from experiments.leaderboard.accuracy import accuracy_of
 from experiments.leaderboard.board import SORTED, Results, RunsFile, prepare_board, print_board, write_board
 from experiments.leaderboard.contenders import LeftOut
 from experiments.leaderboard.grace import compare_with_grace
-from experiments.predicting.accuracy import Accuracy
+from experiments.planning.accuracy import Accuracy
 from experiments.report import heartbeat
 from experiments.sweeps.lock import claimed
 from tests.experiments.standing_samples import rows, runs

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from commhooks.communicators import Collective
 from commhooks.language import Group
+from experiments.links.gloo import Course, course_of
 from experiments.links.link import EmulatedLink, LinkSettings, Wire, format_rate, parse_latency, parse_rate
-from experiments.predicting.gloo import Course, course_of
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from torch import nn
 from torch.futures import Future
 
 import commhooks
+from experiments.links.gloo import Course, course_of
 from experiments.links.link import EmulatedLink, LinkSettings, Wire
 from experiments.links.linked_group import LinkedGroup, LinkedWork
 from experiments.links.waits import WaitClock
-from experiments.predicting.gloo import Course, course_of
 from experiments.specs import Spec
 from experiments.training.registration import wrap_in_ddp
 from experiments.training.stock import check_stock, is_stock, register_stock, stock_names

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from experiments.cluster import why_not
+from experiments.links.gloo import FRAMING
 from experiments.links.link import LinkSettings
-from experiments.predicting.gloo import FRAMING
 from experiments.results.summary import steps_to, target_loss, total_seconds, unprobed
 from experiments.runs import RunResult, RunSettings
 from experiments.sweeps.execute import execute

@@ -26,9 +26,9 @@ from experiments.results.summary import Spread
 from experiments.specs import Spec
 from experiments.tasks import load_task
 
-from ...predicting.gloo import ACKNOWLEDGEMENT, FRAMING, moved_bytes
-from ...predicting.payloads import rounds_of
-from ...predicting.sizes import Shape
+from ...links.gloo import ACKNOWLEDGEMENT, FRAMING, moved_bytes
+from ...planning.costs import Shape
+from ...timing.payloads import rounds_of
 from .control_ranks import NewRate
 from .hsdp_ranks import EVERY, HSDP, WITHIN, Asked, Settings, run_turns
 from .notes import Notes
