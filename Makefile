@@ -83,7 +83,7 @@ demo: $(STAMP)
 	$(BIN)/commhooks compare --out runs/demo --overwrite
 
 leaderboard: $(STAMP)
-	$(BIN)/commhooks leaderboard --out runs/leaderboard --overwrite --docs docs/guide/leaderboard \
+	$(BIN)/python -m experiments.studies leaderboard --out runs/leaderboard --overwrite --docs docs/guide/leaderboard \
 		--accuracy experiments/planning/accuracy.json
 
 test-fast: $(STAMP)

@@ -19,7 +19,7 @@ from commhooks.compressors import COMPRESSORS
 from commhooks.language.text import short_name
 from commhooks.making import ENTRY_POINTS, kind_of, settings_of
 
-from .seldom import OTHERS, RECIPES, Seldom
+from .seldom import Seldom
 from .specs import DILOCO, Spec, is_seldom
 from .tasks import TASKS
 from .tasks.loading import task_function
@@ -85,10 +85,9 @@ def hook_card(name: str) -> Card:
         return Card(spec.name, f"PyTorch's own {spec.name.removeprefix(PREFIX)}, to compare with.", found)
     if is_seldom(spec):
         about, defaults = _documented(Seldom), _defaults_of(Seldom)
-        recipes = [f"{each}: {recipe}." for each, recipe in (*RECIPES.items(), ("any other", OTHERS))]
         return Card(
             DILOCO,
-            "\n".join([inspect.getdoc(Seldom) or "", "", "Outer recipes, by compressor:", *recipes]),
+            inspect.getdoc(Seldom) or "",
             tuple(Setting(each, _in_words(default), about[each]) for each, default in defaults.items()),
         )
     kind = kind_of(spec.name)

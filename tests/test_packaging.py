@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -24,11 +23,10 @@ import commhooks
 from commhooks.native import compiled
 from experiments.commands import front, needs, purpose
 from experiments.commands.cli import app
-from tests.commhooks.test_plan import a_probe, a_profile, hook
 from tests.tiers import THOROUGH
 
 ROOT = Path(__file__).parent.parent
-OTHERS = needs.EXTRAS["experiments"].keys() - needs.EXTRAS["cli"].keys()
+OTHERS = needs.EXPERIMENTS.keys() - {"typer", "rich", "scipy"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -153,11 +151,8 @@ def test_the_version_has_one_source() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", commhooks.__version__)
 
 
-def test_the_command_looks_for_what_its_extras_install() -> None:
-    extras = PROJECT["project"]["optional-dependencies"]
-    assert {name: list(packages.values()) for name, packages in needs.EXTRAS.items()} == {
-        name: extras[name] for name in needs.EXTRAS
-    }
+def test_the_command_looks_for_what_its_extra_installs() -> None:
+    assert list(needs.EXPERIMENTS.values()) == PROJECT["project"]["optional-dependencies"]["experiments"]
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     assert commands | {group.name for group in app.registered_groups} == purpose.COMMANDS.keys()
 
@@ -190,29 +185,16 @@ class Bare:
 def test_help_without_the_extra_names_every_command_and_what_to_install(bare: Bare) -> None:
     code, said = bare("--help")
     assert code == 0
-    sentences = [needs.not_installed(extra) for extra in needs.EXTRAS]
-    assert [sentence.partition(",")[0] for sentence in sentences] == ["typer", "typer"]
-    for words in (*purpose.COMMANDS, *purpose.COMMANDS.values(), *sentences):
+    for words in (*purpose.COMMANDS, *purpose.COMMANDS.values(), needs.not_installed()):
         assert words in said
     assert bare() == (2, said)
     assert bare("--version") == (0, purpose.version() + "\n")
 
 
-@pytest.mark.parametrize("given", [[], ["powersgd-rank", "--seeds", "20", "--out", "two words"], ["--help"]])
-def test_the_command_that_has_become_a_study_names_it_with_the_same_arguments(bare: Bare, given: list[str]) -> None:
-    code, said = bare("reproduce", *given)
-    assert code == 2
-    assert said.splitlines()[-1].strip() == shlex.join(["python", "-m", "experiments.studies", "reproduce", *given])
-    assert "reproduce" not in bare("--help")[1]
-
-
 @pytest.mark.parametrize("command", [name for name in purpose.COMMANDS if name != needs.WITHOUT_EXTRA])
 @pytest.mark.parametrize("rest", [[], ["--help"], ["--rate", "1Gbit/s"]], ids=["alone", "help", "options"])
 def test_a_command_without_the_extra_says_so_in_one_sentence(bare: Bare, command: str, rest: list[str]) -> None:
-    extra = needs.extra_of(command)
-    packages = {"cli": ["typer"], "experiments": ["typer", "scikit-learn"]}[extra]
-    install = f"pip install {' '.join(packages)}"
-    sentence = f"commhooks {command} needs {', '.join(packages)}, not installed here: {install}\n"
+    sentence = f"commhooks {command} needs typer, scikit-learn, not installed here: pip install typer scikit-learn\n"
     assert bare(command, *rest) == (2, sentence)
 
 
@@ -227,7 +209,7 @@ def test_the_environment_is_told_without_the_extra(bare: Bare, tmp_path: Path) -
     assert bare("env", "--rate")[0] == 2
 
 
-@pytest.mark.parametrize("command", [name for name in purpose.COMMANDS if needs.extra_of(name) == "experiments"])
+@pytest.mark.parametrize("command", ["compare", "report", "plan"])
 def test_a_command_with_typer_and_rich_alone_says_what_else_it_needs(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,80 +218,16 @@ def test_a_command_with_typer_and_rich_alone_says_what_else_it_needs(
     words = [command, "."] if command == "report" else [command]
     ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 2
-    assert ended.output == f"commhooks {command} needs {needs.not_installed('experiments')}\n"
+    assert ended.output == f"commhooks {command} needs {needs.not_installed()}\n"
     assert "matplotlib, scikit-learn, tensorboard, jinja2, pandas, pyyaml" in ended.output
     assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
-
-
-THAT_NEITHER_DRAW_NOR_REPORT = [
-    ["plan", "--parameters", "25M", "--compute", "200ms", "--link", "1Gbit/s"],
-    ["plan", "--probe", "probe.json", "--profile", "profile.json"],
-    ["probe", "--ranks", "2", "--seconds", "1"],
-    ["profile", "--task", "gpt:size=tiny", "--hook", "fp16", "--seconds", "3"],
-    ["check", "all-reduce", "--law", "replicas"],
-    ["hooks"],
-    ["tasks", "digits"],
-    ["env"],
-    ["cluster", "--help"],
-]
-ONE_AFTER_ANOTHER = """
-import json, sys, traceback
-from experiments.commands import front
-
-if __name__ == "__main__":
-    ended = {}
-    for words in json.loads(sys.argv.pop()):
-        sys.argv[1:] = words
-        print("the command:", *words, flush=True)
-        try:
-            front.main()
-        except SystemExit as exit:
-            ended[words[0]] = exit.code or 0
-        except BaseException:
-            traceback.print_exc()
-            ended[words[0]] = "an exception"
-    with open("ended.json", "w") as file:
-        json.dump(ended, file)
-"""
-
-
-@pytest.fixture(scope="module")
-def without_others(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object], str]:
-    """Return how commands end where typer and rich are all that is installed, by name, and what they print.
-
-    One process runs them all: it cannot import what is missing, whichever of them asks for it.
-    """
-    folder = tmp_path_factory.mktemp("without")
-    a_probe().write(folder / "probe.json")
-    a_profile(hook("fp16", 0.113, 2)).write(folder / "profile.json")
-    (folder / "missing").mkdir()
-    for module in OTHERS:
-        (folder / "missing" / f"{module}.py").write_text(f"raise ModuleNotFoundError('No module named {module}')\n")
-    environment = os.environ | {"PYTHONPATH": f"{folder / 'missing'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", ONE_AFTER_ANOTHER, json.dumps(THAT_NEITHER_DRAW_NOR_REPORT)]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250, check=False
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    return json.loads((folder / "ended.json").read_text()), said
-
-
-@THOROUGH
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("command", [words[0] for words in THAT_NEITHER_DRAW_NOR_REPORT])
-def test_a_command_that_neither_draws_nor_reports_runs_with_typer_and_rich_alone(
-    without_others: tuple[dict[str, object], str], command: str
-) -> None:
-    ended, said = without_others
-    assert ended[command] == 0, said
 
 
 def test_a_command_that_does_not_exist_is_refused_without_the_extra_too(bare: Bare) -> None:
     code, said = bare("train")
     assert code == 2
     assert "'train'" in said
-    assert "leaderboard" in said
+    assert "compare" in said
 
 
 def test_the_version_is_told() -> None:

@@ -6,11 +6,9 @@ Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD",
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.nn import Module
@@ -66,7 +64,7 @@ class ModelAverager(averagers.ModelAverager):
             every=every,
             compressor=compressor,
             optimizer_state=optimizer_state,
-            outer=functools.partial(torch.optim.SGD, lr=1.0),  # from the last average to the next one
+            outer="average",  # from the last average to the next one
             **options,
         )
 

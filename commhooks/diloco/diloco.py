@@ -25,7 +25,7 @@ from commhooks.diloco.cutting import Arrangement
 from commhooks.diloco.inner import Inner, OptimizerState
 from commhooks.diloco.loading import misfits
 from commhooks.diloco.moments import Moments
-from commhooks.diloco.outer import Outer, made_of, nesterov
+from commhooks.diloco.outer import Outer, made_of
 from commhooks.diloco.parts import BUFFERS, Buffers, Fragment, PartsFeed
 from commhooks.diloco.shards import shaped_like
 from commhooks.diloco.starting import Beginning, average_over, group_of_ranks, mismatch, trained
@@ -61,7 +61,7 @@ class DiLoCo:
     """Training in which ranks communicate every `every` steps: call `step` after each step of the optimizer.
 
     Each rank trains its own model with its own `optimizer`. At a fragment's turn, the ranks average their differences
-    from its outer copy, compressed by `compressor`. The optimizer that `outer` made then steps the outer copy with that
+    from its outer copy, compressed by `compressor`. The outer optimizer then steps the outer copy with that
     mean as gradient, and the ranks continue from there.
 
     - `model` is a plain module or, inside a site, a DistributedDataParallel or FSDP2's shards; DiLoCo then averages
@@ -74,6 +74,11 @@ class DiLoCo:
     - `optimizer` trains all parameters of the model that require a gradient, and no others. It is none with `train()`
       and `eval()`, as schedule-free ones have: their point of evaluation would differ between ranks. Learning-rate
       schedules, including that of `outer_optimizer`, are left to the caller.
+    - `outer` is the outer optimizer. "average": outer copies become the mean of the ranks' parameters; "published":
+      SGD with a rate of 0.7 and a Nesterov momentum of 0.9, as in DiLoCo's paper; "sgd:rate=0.5,momentum=0.6": other
+      figures; or a function that makes an optimizer of the outer copies. "auto" is "average" in rounds of up to 100
+      steps and with SparseLoCo, where that was measured to be best, and otherwise "published"; `schedule.outer` says
+      which.
     - `fragments` is the number of parts sent one after another in each round, or shell patterns for each part's
       parameters. A number deals layers to parts in turn; arrangement="sequential" cuts runs, "even" deals parameters.
     - `delay`: the number of steps between sending a fragment and using its mean, in which training continues.
@@ -90,7 +95,7 @@ class DiLoCo:
       `lockstep_connections`, workers of one process, whose models must begin equal, exchange in `step_in_lockstep`.
 
     Memory, in bytes for each fp32 parameter: 4 for the outer copy, 4 for the message, the outer optimizer's state (SGD
-    with momentum: 4), and the compressor's state (a residual: 4; the server error of two hops: 4/W). With
+    with momentum: 4, without: 0), and the compressor's state (a residual: 4; the server error of two hops: 4/W). With
     optimizer_state="mean", 4 more for each moment: its message. Fragments whose
     exchanges never overlap share the memory of their messages.
 
@@ -107,7 +112,7 @@ class DiLoCo:
         *,
         every: int,
         compressor: Compressor | str = "all-reduce",
-        outer: Outer = nesterov,
+        outer: Outer | str = "auto",
         fragments: int | Sequence[str | Sequence[str]] = 1,
         arrangement: Arrangement = "strided",
         delay: int = 0,
@@ -134,6 +139,7 @@ class DiLoCo:
                 optimizer,
                 every,
                 compressor,
+                outer,
                 fragments,
                 arrangement,
                 delay,
@@ -157,7 +163,9 @@ class DiLoCo:
         kept = everything_kept(self._model, beginning.named.values())
         share_from_rank_0("DiLoCo", kept, kept_buffers(self._model, saved=False), group)
         self._make_parts(beginning, on_host=on_host)
-        self._outer_optimizer = made_of(outer, [held for one in self._fragments for held in one.outer.values()], group)
+        self._outer_optimizer = made_of(
+            beginning.outer, [held for one in self._fragments for held in one.outer.values()], group
+        )
         self._is_weighted = weighted
         self._weight = 1.0
         self._open_exchange(beginning.compressor, settings, connection)
@@ -452,7 +460,8 @@ class DiLoCo:
         compressor = next(iter(self.exchange.values())).compressor
         fragments = counted(len(self._fragments), "fragment")
         return (
-            f"DiLoCo: {compressor}, {fragments} every {self.schedule.every} steps, rank {rank} of {ranks}\n"
+            f"DiLoCo: {compressor}, outer {self.schedule.outer}, {fragments} every {self.schedule.every} steps, "
+            f"rank {rank} of {ranks}\n"
             f"{self.statistics()}"
         )
 
@@ -557,7 +566,7 @@ class DiLoCo:
     def load_state_dict(self, state: Mapping[str, Any] | CheckpointError, **rules: Unpack[LoadOptions]) -> None:
         """Restore a `state_dict`; call it on every rank, which must also load its own model and optimizer.
 
-        `settings="change"` also allows another `every`, `delay`, `mixing` or `optimizer_state`. See
+        `settings="change"` also allows another `every`, `delay`, `mixing`, `outer` or `optimizer_state`. See
         `Handle.load_state_dict`.
         """
         self.restore(read(state), LoadRules(**rules))
@@ -571,14 +580,27 @@ class DiLoCo:
         shared = saved.shared
         self._inner.count()
         self.steps, self._rounds, self._dropped = shared["step"], shared["rounds"], shared["dropped_rounds"]
-        self._outer_optimizer.load_state_dict(cloned(shared["outer_optimizer"]))
+        self._load_outer_optimizer(shared)
         for fragment in self._fragments:
             for name, outer in fragment.outer.items():
                 outer.copy_(shared["outer"][name])
         for number, part in enumerate(self._parts):
             part.load(shared["due"].get(str(number), {}))
         for number, moments in enumerate(self._moments):
-            moments.load(shared.get("moments_due", {}).get(str(number), {}))
+            moments.load(shared["moments_due"].get(str(number), {}))
+
+    def _load_outer_optimizer(self, shared: Mapping[str, Any]) -> None:
+        """Restore the outer optimizer; one that was changed (`settings="change"`) keeps its rate and momentum."""
+        groups = self._outer_optimizer.param_groups
+        now = [{name: option for name, option in group.items() if name != "params"} for group in groups]
+        self._outer_optimizer.load_state_dict(cloned(shared["outer_optimizer"]))
+        if shared["schedule"]["outer"] == self.schedule.outer:
+            return
+        for group, options in zip(self._outer_optimizer.param_groups, now, strict=True):
+            group.update(options)
+            if not group.get("momentum"):
+                for copy in group["params"]:
+                    self._outer_optimizer.state.pop(copy, None)
 
     def close(self) -> None:
         """End all exchanges, and the thread that carries them; a later step raises `CompressorError`."""

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from commhooks.diloco.nesterov import Nesterov
 from commhooks.diloco.parts import Fragment, RoundPart
 from commhooks.diloco.starting import Schedule
 from commhooks.saving.form import Form, faults_of
@@ -21,7 +20,7 @@ SHARED: Form = {
     "dropped_rounds": int,
     "schedule": dict,
     "due": {str: {"at": int, "mean": {str: Tensor}, "ranks?": int}},
-    "moments_due?": {str: {"at": int, "mean": {str: Tensor}}},
+    "moments_due": {str: {"at": int, "mean": {str: Tensor}}},
     "outer": {str: Tensor},
     "outer_optimizer": {"param_groups": list, ...: Any},
     "outer_optimizer_class": str,
@@ -39,8 +38,6 @@ def misfits(
     if faults := list(faults_of(shared, SHARED)):
         return [f"DiLoCo's state is damaged: {fault}" for fault in faults]
     saved, before = shared["outer_optimizer"], shared["outer_optimizer_class"]
-    if isinstance(optimizer, Nesterov) and Nesterov.continues(before, saved["param_groups"]):
-        before = Nesterov.__name__
     return [
         *_other_settings(shared["schedule"], schedule.as_dict(), rules),
         *other_optimizer("outer optimizer", before, saved["param_groups"], optimizer),
@@ -49,7 +46,6 @@ def misfits(
 
 
 def _other_settings(saved: Mapping[str, Any], now: Mapping[str, Any], rules: LoadRules) -> Iterator[str]:
-    saved = {"optimizer_state": "local", **saved}  # what it was before there was a choice
     for name, value in now.items():
         if saved.get(name) != value and (name == "fragments" or rules.settings == "refuse"):
             remedy = "; pass settings='change'" * (name != "fragments")
@@ -68,6 +64,6 @@ def _other_parts(shared: Mapping[str, Any], parts: Sequence[RoundPart]) -> Itera
         if due["at"] <= shared["step"]:
             yield f"a mean was due at step {due['at']}, which was over at step {shared['step']}"
         yield from other_tensors("means under way", due["mean"], numbered[number].like)
-    for number, due in shared.get("moments_due", {}).items():
+    for number, due in shared["moments_due"].items():
         if due["at"] <= shared["step"]:
             yield f"moments {number} were due at step {due['at']}, which was over at step {shared['step']}"

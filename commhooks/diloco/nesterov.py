@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,20 +12,16 @@ from torch.optim import Optimizer
 class Nesterov(Optimizer):
     """SGD with Nesterov momentum, whose products and sums are rounded one by one.
 
+    A momentum of 0 keeps no state.
+
     Source: Sutskever, Martens, Dahl, Hinton, "On the importance of initialization and momentum in deep learning", ICML
     2013, as `torch.optim.SGD` formulates it: m = momentum·m + g, then p = p - lr·(g + momentum·m). PyTorch's own may
     fuse a product with a sum, which some processors cannot, so ranks that step by themselves would drift apart. Its
-    state and options are named as PyTorch's, which earlier checkpoints hold.
+    state and options are named as PyTorch's.
     """
 
     def __init__(self, params: Any, lr: float, momentum: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "nesterov": True})
-
-    @staticmethod
-    def continues(name: str, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether groups saved from an optimizer of this class's name ask for the same formula."""
-        options = ("dampening", "weight_decay", "maximize")
-        return name == "SGD" and all(one.get("nesterov") and not any(map(one.get, options)) for one in groups)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # "incompatible with supertype": no closures
@@ -38,6 +33,9 @@ class Nesterov(Optimizer):
                     self._step(p, p.grad, group["lr"], group["momentum"])
 
     def _step(self, p: Tensor, g: Tensor, lr: float, momentum: float) -> None:
+        if momentum == 0:
+            p.sub_(g * lr)
+            return
         m = self.state[p].get("momentum_buffer")
         if m is None:
             m = self.state[p]["momentum_buffer"] = g.clone()

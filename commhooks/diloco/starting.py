@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from commhooks.communicators.parent_group import group_or_default, name_and_store
 from commhooks.diloco.cutting import Arrangement, cut, turns
 from commhooks.diloco.inner import OptimizerState, check_is_free
+from commhooks.diloco.outer import Outer, OuterSGD, outer_of
 from commhooks.diloco.shards import Shards
 from commhooks.errors import SettingsError
 from commhooks.exchange.checks import checked_compressor
@@ -38,6 +39,8 @@ class Schedule:
     fragments: tuple[tuple[str, ...], ...]
     """The names of each fragment's parameters."""
     optimizer_state: OptimizerState = "local"
+    outer: str = "average"
+    """The outer optimizer that was chosen: its name or settings, or "own" for a function of the caller's."""
 
     @property
     def turns(self) -> list[int]:
@@ -67,6 +70,7 @@ class Beginning:
     shards: Shards
     optimizer: Optimizer
     compressor: Compressor
+    outer: Outer
     weighted: bool
 
     @classmethod
@@ -76,6 +80,7 @@ class Beginning:
         optimizer: object,
         every: int,
         compressor: Compressor | str,
+        outer: Outer | str,
         fragments: int | Sequence[str | Sequence[str]],
         arrangement: Arrangement,
         delay: int,
@@ -112,6 +117,7 @@ class Beginning:
         _check_trains(found, named)
         check_is_free(found)
         compressor = checked_compressor("DiLoCo", compressor)
+        outer = outer_of(outer, compressor, every)
         if weighted:
             check_takes_weights(compressor)
         parts = cut(named, fragments, arrangement)
@@ -123,6 +129,7 @@ class Beginning:
             mixing=float(mixing),
             fragments=tuple(map(tuple, parts)),
             optimizer_state=optimizer_state,
+            outer=str(outer) if isinstance(outer, OuterSGD) else "own",
         )
         return cls(
             schedule=schedule,
@@ -131,6 +138,7 @@ class Beginning:
             shards=Shards(model),
             optimizer=found,
             compressor=compressor,
+            outer=outer,
             weighted=weighted,
         )
 

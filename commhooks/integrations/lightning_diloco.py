@@ -53,7 +53,7 @@ _ABSENT = "absent"
 class DiLoCoOptions(LoadOptions, total=False):
     """The arguments of `DiLoCo` that a callback passes on, and the fields of `LoadRules`."""
 
-    outer: Outer
+    outer: Outer | str
     fragments: int | Sequence[str | Sequence[str]]
     arrangement: Arrangement
     delay: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Annotated, Any
 
 import typer
@@ -11,9 +10,7 @@ from . import cluster
 from .check import check
 from .compare import compare
 from .env import env
-from .former import renewed
 from .help_texts import help_of
-from .leaderboard import leaderboard
 from .names import hooks, tasks
 from .plan import plan
 from .probe import probe
@@ -24,7 +21,7 @@ from .terminal import CONTEXT, Command, Explained
 
 
 class Commands(Explained):
-    """The commands in their groups; lines of earlier versions are read too."""
+    """The commands in their groups."""
 
     def format_commands(self, ctx: object, formatter: Any) -> None:
         """Write each command with its summary, in its group."""
@@ -32,15 +29,6 @@ class Commands(Explained):
         for group, commands in GROUPS.items():
             with formatter.section(group):
                 formatter.write_dl([(name.ljust(width), summary) for name, summary in commands.items()])
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command, and the words after it."""
-        now = renewed(args)
-        if now is not None and not ctx.resilient_parsing:
-            typer.echo(
-                f"warning: from the next release on, this is written {shlex.join(['commhooks', *now])}", err=True
-            )
-        return super().resolve_command(ctx, now or args)
 
 
 app = typer.Typer(
@@ -79,7 +67,6 @@ for function in (
     hooks,
     tasks,
     env,
-    leaderboard,
 ):
     name = function.__name__
     app.command(help=help_of(name), cls=Command)(function)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,10 +11,8 @@ from .links import links_in
 from .options import (
     REPEAT,
     Baseline,
-    BucketCap,
     ComputeOption,
     Ddp,
-    EvaluateEvery,
     GoOn,
     Hooks,
     Links,
@@ -24,14 +21,11 @@ from .options import (
     Overwrite,
     Quiet,
     Ranks,
-    Seed,
     Seeds,
     Sharded,
-    Size,
     Steps,
     Target,
     Tasks,
-    latency_option,
     rate_option,
 )
 from .terminal import command_given, errors_in_words
@@ -42,25 +36,26 @@ if TYPE_CHECKING:
     from ..sweeps.sweep import Sweep
 
 
+DEFAULT_TASKS = ("digits", "gpt")
+DEFAULT_HOOKS = ("all-reduce", "fp16", "bf16", "powersgd:rank=1,start_after=5", "powersgd:rank=4,start_after=5")
+SHARDED_HOOKS = ("bf16", "int8", "int4")
+Rates = Annotated[list[str] | None, rate_option(DEFAULT_RATE, f" Each has {DEFAULT_LATENCY} of latency.{REPEAT}")]
+
+
 def compare(
     task: Tasks = None,
     hook: Hooks = None,
     optimizer: Optimizers = None,
     ranks: Ranks = None,
     link: Links = None,
-    rate: Annotated[list[str] | None, rate_option(DEFAULT_RATE, REPEAT)] = None,
-    latency: Annotated[str | None, latency_option(DEFAULT_LATENCY)] = None,
+    rate: Rates = None,
     compute: ComputeOption = None,
     steps: Steps = None,
-    size: Size = None,
-    seed: Seed = None,
-    seeds: Seeds = None,
+    seeds: Seeds = 1,
     ddp: Ddp = "core",
     sharded: Sharded = False,
-    bucket_cap_mb: BucketCap = None,
     baseline: Baseline = None,
     target_loss: Target = None,
-    evaluate_every: EvaluateEvery = 20,
     go_on: GoOn = 10,
     out: Out = None,
     overwrite: Overwrite = False,
@@ -71,8 +66,8 @@ def compare(
         from ..runs import SHARDED
         from ..sweeps.output import dated_folder
         from ..sweeps.plan import plan
-        from ..sweeps.presets import DEFAULT_HOOKS, DEFAULT_TASKS, SHARDED_HOOKS
         from ..sweeps.sweep import Sweep
+        from ..sweeps.yaml_file import seeds_of
         from ..training.stock import NO_HOOK
 
         if sharded:
@@ -86,14 +81,11 @@ def compare(
             hook or DEFAULT_HOOKS,
             optimizers=optimizer or [None],
             ranks=ranks or [None],
-            links=links_in(link, rate, latency, ([DEFAULT_RATE], DEFAULT_LATENCY)),
+            links=links_in(link, rate, None, ([DEFAULT_RATE], DEFAULT_LATENCY)),
             compute=compute,
             steps=steps,
-            size=size,
-            seeds=_seeds(seed, seeds),
+            seeds=seeds_of(seeds),
             ddp=ddp,
-            bucket_cap_mb=bucket_cap_mb,
-            evaluate_every=evaluate_every,
         )
         sweep = Sweep(
             runs=runs,
@@ -114,11 +106,3 @@ def make_runs(sweep: Sweep, console: Console) -> None:
 
     if make(sweep, console).failures:
         raise typer.Exit(1)
-
-
-def _seeds(seed: int | None, seeds: int | None) -> Sequence[int]:
-    from ..sweeps.yaml_file import seeds_of
-
-    if seed is not None and seeds is not None:
-        raise ValueError("give --seed for one seed or --seeds for several, not both")
-    return [seed or 0] if seeds is None else seeds_of(seeds)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import NoReturn
 
-from .needs import EXTRAS, WITHOUT_EXTRA, extra_of, missing, not_installed
+from .needs import WITHOUT_EXTRA, missing, not_installed
 from .purpose import COMMANDS, GROUPS, PURPOSE, version
 
 
 def main() -> None:
     """Run the command line; if it lacks the packages that it needs itself, say what to install and exit with 2."""
-    if sys.argv[1:2] == ["reproduce"]:  # for one release
-        _say_where_it_is(sys.argv[2:])
     # torch.optim would otherwise make a folder here when it is imported, and leave it behind.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
-    if not missing("cli"):
+    if not {"typer", "rich"} & set(missing()):
         from .cli import app
 
         app()
@@ -28,13 +24,6 @@ def main() -> None:
         _print_environment(sys.argv[2:])
     else:
         _explain()
-
-
-def _say_where_it_is(words: list[str]) -> NoReturn:
-    """Print the command that replaces `commhooks reproduce`, with the same arguments, and exit with 2."""
-    command = shlex.join(["python", "-m", "experiments.studies", "reproduce", *words])
-    sys.stderr.write(f"commhooks reproduce is a study now, and is not installed: in a checkout, run\n\n    {command}\n")
-    raise SystemExit(2)
 
 
 def _print_environment(words: list[str]) -> None:
@@ -56,9 +45,7 @@ def _explain() -> None:
     lines: list[str] = []
     for group, commands in GROUPS.items():
         lines += [f"{group.lower()}:", *(f"  {name:{width}}{summary}" for name, summary in commands.items())]
-    for extra in EXTRAS:
-        commands_with_it = [name for name in COMMANDS if extra_of(name) == extra and name != WITHOUT_EXTRA]
-        lines += ["", f"{', '.join(commands_with_it)} need {not_installed(extra)}"]
+    lines += ["", f"All but {WITHOUT_EXTRA} need {not_installed()}"]
     parser = argparse.ArgumentParser(
         "commhooks",
         description=PURPOSE,
@@ -75,4 +62,4 @@ def _explain() -> None:
     if command is None:
         parser.print_help()
         raise SystemExit(2)
-    parser.exit(2, f"commhooks {command} needs {not_installed(extra_of(command))}\n")
+    parser.exit(2, f"commhooks {command} needs {not_installed()}\n")

@@ -26,7 +26,7 @@ Ranks are processes on this machine, connected by an emulated link whose rate yo
 
 [bold]Several links[/bold]: repeat --rate, or --link for links in full.
 
-    commhooks compare --task gpt --rate 100Mbit/s --rate 1Gbit/s --latency 1ms
+    commhooks compare --task gpt --link 100Mbit/s,latency=1ms --link 1Gbit/s,latency=1ms
 
 [bold]Real links on this machine[/bold], as root: each rank on a host of its own, a network namespace.
 
@@ -43,7 +43,7 @@ adds to the folder.
 
 [bold]A quick look[/bold], on a small model.
 
-    commhooks compare --task digits --size small --steps 30
+    commhooks compare --task digits:size=small --steps 30
 
 [bold]Several machines[/bold], over their own network: torchrun starts the ranks.
 
@@ -69,12 +69,9 @@ are added. --overwrite first removes the results, but no file that this program 
 After Ctrl-C, a power failure or a kill, the same command continues where it stopped. \
 A run that fails does not end the others: its traceback is in FOLDER/failures, and it is tried again the next time.
 
-[bold]A preset[/bold] is a sweep by name: quick (a minute), demo (the runs of compare, at equal steps), \
-slow-links (a GPT of 4 million parameters under five hooks, 10 Mbit/s to 1 Gbit/s, 2 and 4 hosts, three seeds: about \
-an hour, as root), \
-slow-links-long (two of these hooks for 200 steps at 100 Mbit/s: three quarters of an hour, as root).
+[bold]Other examples[/bold] are in docs/examples/sweeps: quick.yaml (a minute), slow-links.yaml (an hour, as root).
 
-    commhooks sweep --preset slow-links --dry-run
+    commhooks sweep docs/examples/sweeps/quick.yaml
 """,
     "report": """
 [bold]One folder[/bold], for example after adding to it.
@@ -88,22 +85,6 @@ slow-links-long (two of these hooks for 200 steps at 100 Mbit/s: three quarters 
 [bold]For a program[/bold]: the same figures as JSON, with units, spread and seeds.
 
     commhooks report runs/demo --json demo.json
-""",
-    "leaderboard": """
-The workers live in one process, and all runs have the same steps and data: only the averaging of gradients differs. \
-The results are accuracy against bytes and against compute, with the Pareto front, \
-differences from dense for each seed, and the effect of error feedback beside the one published by GRACE.
-
-[bold]All of them[/bold], about a quarter of an hour on two cores.
-
-    commhooks leaderboard --out runs/leaderboard
-
-[bold]A few[/bold], on one task, with more seeds.
-
-    commhooks leaderboard --hook top-k --hook powersgd:rank=2 --task digits --seeds 10 --out runs/few
-
-[bold]The folder[/bold] receives leaderboard.html (one self-contained file), runs.csv, standings.csv, \
-grace.csv and plots/*.png. Existing results are replaced only with --overwrite.
 """,
     "profile": """
 Some steps run unchanged. Then the hooks take turns in steps that send nothing: these show each hook's cost besides \

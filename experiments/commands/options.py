@@ -71,9 +71,7 @@ Ranks = Annotated[
 LINK = "A link in full: 100Mbit/s,latency=1ms."
 Links = Annotated[list[str] | None, typer.Option("--link", help=LINK + REPEAT)]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps per run; default: the task's own.")]
-Size = Annotated[str | None, typer.Option(help="Size of a built-in task's model: tiny, small, medium, large.")]
-Seed = Annotated[int | None, typer.Option(help="A single seed (default: 0); with it, losses are the same bit for bit.")]
-Seeds = Annotated[int | None, typer.Option(help="The number of seeds, from 0 on; several give intervals.")]
+Seeds = Annotated[int, typer.Option(help="The number of seeds, from 0 on; several give intervals.")]
 ComputeOption = Annotated[
     str | None,
     typer.Option("--compute", help="Time of a step's compute on your processor: 200ms, or 0.5x of its time here."),
@@ -86,9 +84,6 @@ BucketCap = Annotated[float | None, typer.Option(help="Bucket size in MiB; defau
 Target = Annotated[float | None, typer.Option(help="Training loss to reach; default: 95 % of the baseline's progress.")]
 Baseline = Annotated[
     str | None, typer.Option(help="The hook with which others are compared; default: all-reduce, or else the first.")
-]
-EvaluateEvery = Annotated[
-    int, typer.Option("--evaluate-every", "--eval-every", help="Steps between two evaluations on held-out data.")
 ]
 GoOn = Annotated[
     int,

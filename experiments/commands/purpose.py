@@ -13,7 +13,7 @@ GROUPS = {
     },
     "Compare": {
         "compare": "Train one model under several hooks, and write a table, plots and a report.",
-        "sweep": "Train all the runs of a YAML file or of a preset; finished ones are not run again.",
+        "sweep": "Train all the runs of a YAML file; finished ones are not run again.",
         "report": "Write tables and the report again from the results in folders, without training.",
     },
     "Look inside": {
@@ -28,7 +28,6 @@ GROUPS = {
     },
     "Lab": {
         "cluster": "Make a slow cluster on this machine: hosts in network namespaces, links with a real rate.",
-        "leaderboard": "Train two small tasks under every compressor, and rank them by accuracy, bytes and compute.",
     },
 }
 """The commands in groups by purpose, each with a summary."""

@@ -15,47 +15,38 @@ from .terminal import check_unused, command_given, errors_in_words, write_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..runs import RunResult, RunSettings
     from ..sweeps.sweep import Sweep
 
 
 def sweep(
     context: typer.Context,
     file: Annotated[Path | None, typer.Argument(help="A YAML file with runs.", show_default=False)] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="Instead of a file: demo, quick, slow-links or slow-links-long.")
-    ] = None,
     example: Annotated[bool, typer.Option("--example", help="Print a file that works, with comments.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and estimate the time.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the runs and list them.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the results; default: the file's, or runs/<name>.")
     ] = None,
     overwrite: Overwrite = False,
-    baseline: Baseline = None,
-    target_loss: Target = None,
     quiet: Quiet = False,
 ) -> None:
     """Train all the runs of a YAML file."""
     with errors_in_words() as console:
-        from ..sweeps.yaml_file import EXAMPLE
+        from ..sweeps.sweep import Sweep
+        from ..sweeps.yaml_file import EXAMPLE, read_sweep
 
         if example:
-            others = [name for name in context.params if name not in {"example", "file"}]
-            check_unused(context, others, "with --example")
+            check_unused(context, ["dry_run", "out", "overwrite", "quiet"], "with --example")
             typer.echo(EXAMPLE, nl=False)
             return
-        asked = _asked_sweep(file, preset)
-        asked = dataclasses.replace(
-            asked,
-            out=out or asked.out,
-            overwrite=overwrite,
-            baseline=baseline or asked.baseline,
-            target_loss=asked.target_loss if target_loss is None else target_loss,
-            command=command_given(),
-            quiet=quiet,
-        )
+        if file is None:
+            raise ValueError(
+                "name a YAML file: 'commhooks sweep FILE.yaml'; 'commhooks sweep --example > FILE.yaml' writes one "
+                "that works"
+            )
+        asked = Sweep(**vars(read_sweep(file)), overwrite=overwrite, command=command_given(), quiet=quiet)
+        asked = dataclasses.replace(asked, out=out or asked.out)
         if dry_run:
-            _print_forecast(asked, console)
+            _list_runs(asked, console)
         else:
             make_runs(asked, console)
 
@@ -79,29 +70,14 @@ def report(
             write_json(lambda path: write_text(found, path), "summary     ", json, console)
 
 
-def _asked_sweep(file: Path | None, preset: str | None) -> Sweep:
-    """Return the sweep of a file or of a preset."""
-    from ..sweeps.presets import preset as runs_of_preset
-    from ..sweeps.sweep import Sweep
-    from ..sweeps.yaml_file import read_sweep
-
-    if (file is None) == (preset is None):
-        raise ValueError(
-            "name a YAML file or a preset: 'commhooks sweep FILE.yaml' or 'commhooks sweep --preset quick'; "
-            "'commhooks sweep --example > FILE.yaml' writes a file that works"
-        )
-    if preset is not None:
-        return Sweep(runs=runs_of_preset(preset), out=Path("runs") / preset)
-    assert file is not None, "one of the two is there"
-    return Sweep(**vars(read_sweep(file)))
-
-
-def _print_forecast(sweep: Sweep, console: Console) -> None:
-    from ..sweeps.forecast import forecast
+def _list_runs(sweep: Sweep, console: Console) -> None:
+    """Print every run with the settings in which runs differ, and how many are finished."""
     from ..sweeps.store import finished, sources_of
 
-    done: dict[RunSettings, RunResult] = {}
-    if not sweep.overwrite:
-        done = finished(sweep.out, sweep.runs, sources_of(sweep.runs))
-    for line in forecast(sweep.runs, done):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    done = {} if sweep.overwrite else finished(sweep.out, sweep.runs, sources_of(sweep.runs))
+    settings = [{name: getattr(value, "label", value) for name, value in vars(one).items()} for one in sweep.runs]
+    shown = [name for name in settings[0] if len({one[name] for one in settings}) > 1] or ["task", "hook"]
+    for one, labels in zip(sweep.runs, settings, strict=True):
+        line = ", ".join(f"{name} {labels[name]}" for name in shown if labels[name] is not None)
+        console.print(f"{line}{': finished' if one in done else ''}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{len(done)} of {len(sweep.runs)} runs are finished already.", highlight=False)

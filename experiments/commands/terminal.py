@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .former import renewed
-from .needs import extra_of, missing, not_installed
+from .needs import WITHOUT_EXTRA, missing, not_installed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,9 +73,8 @@ class Command(EachOptionOnce):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; if packages are missing, say what to install and exit with 2."""
-        extra = extra_of(ctx.info_name)
-        if missing(extra):
-            typer.echo(f"commhooks {ctx.info_name} needs {not_installed(extra)}", err=True)
+        if ctx.info_name != WITHOUT_EXTRA and missing():
+            typer.echo(f"commhooks {ctx.info_name} needs {not_installed()}", err=True)
             raise typer.Exit(2)
         return super().invoke(ctx)
 
@@ -137,9 +135,8 @@ def announce(console: Console, text: str) -> None:
 
 
 def command_given() -> str:
-    """Return the command line in its present form, with which a report can be made again."""
-    words = sys.argv[1:]
-    return shlex.join(["commhooks", *(renewed(words) or words)])
+    """Return the command line, with which a report can be made again."""
+    return shlex.join(["commhooks", *sys.argv[1:]])
 
 
 def write_json(write: Callable[[Path], None], what: str, place: Path, console: Console) -> None:

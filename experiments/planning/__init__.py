@@ -9,13 +9,12 @@ from ..timing.link import Link
 from ..timing.rounds import Rounds
 from .candidates import Candidate
 from .errors import ProbeError, ProfileError
-from .plans import Plan, plan
+from .plans import Choice, Plan, plan
 from .predicting import Prediction, predict
 from .probes import Probe
 from .probing import probe
 from .profiles import Profile
 from .profiling import profile
-from .recommending import Choice
 from .tables import profile_from_tables
 
 __all__ = [

@@ -1,18 +1,23 @@
 """The accuracy that compressors cost: differences from dense all-reduce, as the leaderboard measured them.
 
-The file `accuracy.json` beside this one is written by `commhooks leaderboard --accuracy`. Its tasks are small and
+The file `accuracy.json` beside this one is written by the study `leaderboard`. Its tasks are small and
 trained for a few hundred steps. It shows which compressors cost nothing there, not what they cost elsewhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from commhooks.language.compressor import Compressor
+from commhooks.making import make_compressor
 
 from .. import stored
+from ..advice import Cost, cost_of_diloco
+from ..results.verdicts import USUAL
+from ..specs import Spec, is_seldom, steps_of_a_round
+from .candidates import DENSE
 
 FILE = Path(__file__).with_name("accuracy.json")
 FORMAT = 1  # of the file; increased when readers must change
@@ -47,18 +52,9 @@ class TaskAccuracy:
     seeds: int
     seed_range: float
     """The distance between dense all-reduce's best and worst seeds; a smaller difference cannot be told from chance."""
+    fall: float
+    """By how much dense all-reduce's score is better than a guess; a difference above 1 % of it matters."""
     differences: tuple[Difference, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Loss:
-    """One compressor's cost in accuracy on one task."""
-
-    task: str
-    unit: str
-    difference: Difference
-    is_safe: bool
-    """True if even the worse end of the interval is no worse than dense all-reduce with another seed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,13 +67,18 @@ class Accuracy:
     machine: str
     versions: Mapping[str, str]
 
-    def losses_of(self, compressor: Compressor) -> tuple[Loss, ...]:
-        """Return what a compressor cost on each task on which exactly these settings were measured."""
+    def costs_of(self, hook: str) -> tuple[Cost, ...]:
+        """Return what a hook in text form cost on each task; nothing if these settings were not measured."""
+        spec = Spec.parse(hook)
+        if is_seldom(spec):
+            given = dict(spec.settings)
+            return cost_of_diloco(str(given.get("compressor", DENSE)), steps_of_a_round(spec))
+        try:
+            compressor = make_compressor(str(spec.having(policy=None, start_after=None)))
+        except (ValueError, TypeError):  # a compressor of the user's own, or PyTorch's hook
+            return ()
         return tuple(
-            Loss(task.task, task.unit, one, _is_safe(task, one))
-            for task in self.tasks
-            for one in task.differences
-            if one.compressor == str(compressor)
+            _cost(task, one) for task in self.tasks for one in task.differences if one.compressor == str(compressor)
         )
 
     def write(self, path: Path) -> None:
@@ -96,13 +97,13 @@ class Accuracy:
             return stored.read(cls, path, form=FORMAT)
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
-                f"accuracy {path}: expected a file of format {FORMAT} that 'commhooks leaderboard --accuracy' wrote "
+                f"accuracy {path}: expected a file of format {FORMAT} that the leaderboard wrote (--accuracy) "
                 f"({type(error).__name__}: {error}); write it again"
             ) from error
 
 
-def _is_safe(task: TaskAccuracy, one: Difference) -> bool:
-    if one.low is None or one.high is None:
-        return False
-    worst = -one.low if task.higher_is_better else one.high
-    return worst <= task.seed_range
+def _cost(task: TaskAccuracy, one: Difference) -> Cost:
+    unit, margin = f"{task.unit} on {task.task}", USUAL.matters * task.fall
+    if one.mean is None or one.low is None or one.high is None:
+        return Cost(math.inf, math.inf, margin, unit)
+    return Cost(-one.mean, -one.low, margin, unit) if task.higher_is_better else Cost(one.mean, one.high, margin, unit)

@@ -9,19 +9,49 @@ from commhooks.errors import SettingsError
 from commhooks.making import compressor_in_file
 from commhooks.units import seconds_in_words
 
-from ..timing.link import Network
+from ..advice import Advice, Cost, Option, advise, line_of, predicted
+from ..links.link import format_rate
+from ..timing.link import Link, Network
 from ..timing.rounds import Rounds
 from ..timing.sharded import PLAIN
-from .accuracy import Accuracy, Loss
+from .accuracy import Accuracy
 from .candidates import ALL_REDUCE, DENSE, NOOP
 from .errors import ProfileError
-from .predicting import Prediction, predict, was_measured_over
+from .predicting import CHECKED_RATES, Prediction, predict, was_measured_over
 from .profiles import HookProfile, Profile
-from .recommending import Choice, recommend
 
 MOST_CONTRADICTION = 0.3
 """The error of the plain all-reduce's prediction, relative to its measured step, beyond which nothing is recommended:
 the network and the profile do not describe the same thing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A hook, and what a step under it is predicted to take and known to cost."""
+
+    label: str
+    """The hook's name with settings and policy."""
+    seconds: float
+    uncertainty: float
+    """Seconds in either direction: one standard deviation, roughly."""
+    speed_up: float
+    """The speed-up over all-reduce, or over plain FSDP2."""
+    deviation: float
+    """The relative uncertainty of the speed-up: one standard deviation."""
+    utilisation: float
+    """The part of the step that a rank needs without communication."""
+    bytes_sent: int
+    """Bytes sent per step and rank, averaged over ranks."""
+    code: str
+    """The line that trains with it; empty: nothing is to be attached."""
+    costs: tuple[Cost, ...] = ()
+    """What it cost in accuracy, by task; empty: it was not measured."""
+    state_bytes: int = 0
+
+    @property
+    def option(self) -> Option:
+        """The choice as the advice sees it."""
+        return Option(hook=self.label, speed_up=predicted(self.speed_up, self.deviation), costs=self.costs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,14 +63,10 @@ class Plan:
     """Fastest first."""
     compared: str
     """The label with which others are compared: all-reduce, or plain FSDP2."""
-    recommended: str | None
-    """The label of the hook to use; None: none is recommended."""
-    reasons: tuple[str, ...]
-    """The recommendation, or why there is none, in sentences."""
+    advice: Advice
+    """Which hook to use, and why."""
     bound: float
     """The largest possible speed-up: the step with which others are compared, over the step without communication."""
-    tasks: tuple[tuple[str, str], ...]
-    """The tasks on which accuracy was measured, each with the unit of its differences."""
     plain_error: float | None = None
     """Predicted over measured step of the plain all-reduce, minus 1; None: it was not measured over this network."""
 
@@ -77,78 +103,73 @@ def plan(
         raise ProfileError(f"plan: the profile lacks hook {missing[0]!r}, with which others are compared.")
     accuracy = Accuracy.read() if accuracy is None else accuracy
     compared, noop = (PLAIN if sharded else DENSE), profile.noop.seconds.median
-    found: dict[str, tuple[Prediction, HookProfile, int]] = {}
+    found: dict[str, tuple[Prediction, HookProfile]] = {}
     for label, hook in profile.hooks.items():
-        if sharded and (hook.policy != "fifo" or not compressor_in_file(hook.hook).scatters):
+        if label == NOOP and not sharded:
             continue
-        if label != NOOP:
-            shown = DENSE if label == ALL_REDUCE else label
-            found[shown] = predict(profile, network, label, sharded=sharded), hook, 1
-    if sharded:
-        found[PLAIN] = predict(profile, network, NOOP, sharded=True), profile.hooks[NOOP], 1
-    for label, (compressor, own) in (rounds or {}).items():
-        hook = profile.hooks[compressor]
-        found[label] = predict(profile, network, compressor, rounds=own), hook, own.every
-    base = found[compared][0]
-    choices = []
-    for label, (one, hook, every) in found.items():
-        choices.append(
-            Choice(
-                label=label,
-                seconds=one.seconds,
-                uncertainty=one.uncertainty,
-                gain=base.seconds - one.seconds,
-                gain_uncertainty=one.uncertainty_beside(base),
-                speed_up=base.seconds / one.seconds,
-                utilisation=min(1.0, noop / one.seconds),
-                bytes_sent=one.time.bytes_sent,
-                code="" if label in (DENSE, PLAIN) else _code(label, hook, rounds or {}, sharded=sharded),
-                losses=() if label == PLAIN or label in (rounds or {}) else _losses(accuracy, hook),
-                state_bytes=hook.state_bytes,
-                every=every,
-            )
+        if label != NOOP and sharded and (hook.policy != "fifo" or not compressor_in_file(hook.hook).scatters):
+            continue
+        found[{NOOP: PLAIN, ALL_REDUCE: DENSE}.get(label, label)] = (
+            predict(profile, network, label, sharded=sharded),
+            hook,
         )
+    for label, (compressor, own) in (rounds or {}).items():
+        found[label] = predict(profile, network, compressor, rounds=own), profile.hooks[compressor]
+    base = found[compared][0]
+    choices = [
+        Choice(
+            label=label,
+            seconds=one.seconds,
+            uncertainty=one.uncertainty,
+            speed_up=base.seconds / one.seconds,
+            deviation=one.deviation_beside(base),
+            utilisation=min(1.0, noop / one.seconds),
+            bytes_sent=one.time.bytes_sent,
+            code="" if label in (DENSE, PLAIN) else _code(label, hook, sharded=sharded),
+            costs=() if label == PLAIN else _costs(accuracy, label, hook),
+            state_bytes=hook.state_bytes,
+        )
+        for label, (one, hook) in found.items()
+    ]
     choices.sort(key=lambda one: one.seconds)
-    tasks = tuple((task.task, task.unit) for task in accuracy.tasks)
-    error = base.seconds / profile.plain.seconds.median - 1 if was_measured_over(profile, network) else None
-    recommended, reasons = recommend(choices, compared, tasks)
-    if error is not None and not sharded and abs(error) > MOST_CONTRADICTION:
-        recommended, reasons = None, (_contradiction(base.seconds, profile.plain.seconds.median),)
+    error = None
+    if not sharded and was_measured_over(profile, network):
+        error = base.seconds / profile.plain.seconds.median - 1
+    options = [one.option for one in choices if one.label != compared]
     return Plan(
         ranks=profile.ranks,
         choices=tuple(choices),
         compared=compared,
-        recommended=recommended,
-        reasons=reasons,
+        advice=advise(options, baseline=compared, unchecked=_unchecked(profile, network, base, error)),
         bound=max(1.0, base.seconds / noop),
-        tasks=tasks,
-        plain_error=None if sharded else error,
+        plain_error=error,
     )
 
 
-def _contradiction(predicted: float, measured: float) -> str:
-    return (
-        f"No hook can be recommended: the plain all-reduce should take {seconds_in_words(predicted)} a step and "
-        f"was measured to take {seconds_in_words(measured)}. Plan again, over the same network and without other load."
-    )
+def _unchecked(profile: Profile, network: Network, base: Prediction, error: float | None) -> str:
+    """Return why no prediction holds: the rate was never checked, or the plain all-reduce took another time."""
+    low, high = CHECKED_RATES
+    if isinstance(network, Link) and not low <= network.rate <= high:
+        return (
+            f"predictions were compared with real steps from {format_rate(low)} to {format_rate(high)}, and "
+            f"{format_rate(network.rate)} is beyond"
+        )
+    if error is not None and abs(error) > MOST_CONTRADICTION:
+        return (
+            f"the plain all-reduce should take {seconds_in_words(base.seconds)} a step and was measured to take "
+            f"{seconds_in_words(profile.plain.seconds.median)}, so plan again without other load"
+        )
+    return ""
 
 
-def _losses(accuracy: Accuracy, hook: HookProfile) -> tuple[Loss, ...]:
+def _costs(accuracy: Accuracy, label: str, hook: HookProfile) -> tuple[Cost, ...]:
     try:
-        return accuracy.losses_of(compressor_in_file(hook.hook))
+        compressor_in_file(hook.hook)
     except SettingsError:  # a class of the user's, which is not imported because a file names it
         return ()
+    return accuracy.costs_of(label)
 
 
-def _code(label: str, hook: HookProfile, rounds: Mapping[str, tuple[str, Rounds]], *, sharded: bool) -> str:
+def _code(label: str, hook: HookProfile, *, sharded: bool) -> str:
     """Return the line of Python with which a model is trained under a hook."""
-    if label in rounds:
-        own = rounds[label][1]
-        given = [f"every={own.every}", f'compressor="{hook.hook}"']
-        given += [f"fragments={own.fragments}"] if own.fragments > 1 else []
-        given += [f"delay={own.delay}"] if own.delay else []
-        return f"commhooks.DiLoCo(model, optimizer, {', '.join(given)})"
-    if sharded:
-        return f'commhooks.attach_sharded(model, "{hook.hook}")'
-    policy = "" if hook.policy == "fifo" else f', policy="{hook.policy}"'
-    return f'commhooks.attach(model, "{hook.hook}"{policy})'
+    return f'commhooks.attach_sharded(model, "{hook.hook}")' if sharded else line_of(label)

@@ -28,6 +28,8 @@ from .sharded import sharded_step_of
 
 TABLES_SPREAD = 0.07
 """The error of steps computed from tables: the root of the mean square over docs/guide/plan/checked.md."""
+CHECKED_RATES = 10e6, 3e9
+"""Bits per second between which predictions were compared with real steps."""
 _KNOWN = 0.93  # a median of n values is known to about this times their quartile range over √n: 1.25 · 0.74
 _MIB = 2**20
 
@@ -49,13 +51,13 @@ class Prediction:
     doubt: float
     """The uncertainty of what the network adds, relative to it."""
 
-    def uncertainty_beside(self, other: Prediction) -> float:
-        """Return the uncertainty, in seconds, of the difference from another hook's step.
+    def deviation_beside(self, other: Prediction) -> float:
+        """Return the relative uncertainty of the ratio of two hooks' steps: one standard deviation.
 
-        An error of the network's model affects both alike, as far as it adds as much to both.
+        An error of the network's model affects both alike, as far as it is as large a part of both.
         """
-        network = max(self.doubt, other.doubt) * abs(self.added - other.added)
-        return math.hypot(self.noise, other.noise, network)
+        network = max(self.doubt, other.doubt) * abs(self.added / self.seconds - other.added / other.seconds)
+        return math.hypot(self.noise / self.seconds, other.noise / other.seconds, network)
 
 
 def predict(

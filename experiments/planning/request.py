@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from .. import stored
 from ..hooks import policy_of
 from ..launch import torchrun_world
 from ..links.link import LinkSettings
-from ..runs import Compute
+from ..runs import Compute, strict
 from ..seldom import Seldom, exchanged
 from ..specs import Spec, is_seldom
 from ..timing.link import Link, Network
@@ -130,7 +131,7 @@ class Planned:
 
     def write(self, path: Path) -> None:
         """Write everything into a JSON file; an existing one is replaced at once, or stays as it is."""
-        stored.write(self, path, form=FORMAT)
+        stored.write_text(path, json.dumps(strict({"format": FORMAT, **dataclasses.asdict(self)}), indent=1) + "\n")
 
 
 def make_plans(asked: Asked) -> Planned | None:

@@ -13,19 +13,21 @@ from commhooks.units import bytes_in_words, counted, seconds_in_words
 
 from ..links.link import format_rate
 from ..report.table import plain_table
-from ..report.words import percent, range_of_seconds, times
+from ..report.words import NEVER, percent, range_of_seconds, times
 from ..results.summary import Spread
+from ..specs import Spec, is_seldom
 from ..timing.link import plain_kind
 from .candidates import ALL_REDUCE, DENSE, NOOP
-from .plans import Plan
+from .plans import Choice, Plan
 from .predicting import TABLES_SPREAD
 from .probes import MOST_DISAGREEMENT, Cost, Probe
 from .profiles import Profile, StepParts
-from .recommending import Choice
-from .request import Planned
+from .request import ASSUMED_LATENCY, Planned
 
-CHECKED_RATES = 10e6, 3e9
-"""Bits per second between which predictions were compared with real steps: docs/guide/plan/checked.md."""
+_MEASURE = (
+    "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commhooks plan --task "
+    "my_task.py:task --validate"
+)
 _MEBI = 2**20
 _IDLE = 0.5  # utilisation below which DiLoCo is pointed at
 
@@ -37,23 +39,20 @@ def plan_tables(found: Planned) -> list[Table]:
     (plan,) = found.plans
     title = f"{found.model}, {counted(plan.ranks, 'rank')}, {_network_in_words(found)}"
     title += ", sharded by FSDP2" if found.sharded else ""
-    table = plain_table(
-        title, ("step", "speed-up", "compute", "sent", *(f"{task}, {unit}" for task, unit in plan.tasks))
-    )
+    table = plain_table(title, ("step", "speed-up", "compute", "sent", "cost in accuracy"))
     for one in plan.choices:
         name = escape(one.label)
         table.add_row(
-            f"[bold]{name}" if one.label == plan.recommended else name,
+            f"[bold]{name}" if one.label == plan.advice.hook else name,
             f"{seconds_in_words(one.seconds)} ± {100 * one.uncertainty / one.seconds:.0f} %",
             times(one.speed_up),
             percent(one.utilisation),
             bytes_in_words(one.bytes_sent),
-            *(_loss_in_words(one, task) for task, _ in plan.tasks),
+            _cost_in_words(one, plan),
         )
-    columns = " and ".join(task for task, _ in plan.tasks)
     table.caption = (
-        f"compute: the part of a step in which a rank computes. sent: by each rank. {columns}: differences from "
-        "all-reduce on small tasks, of the leaderboard; another model may lose more or less."
+        "compute: the part of a step in which a rank computes. sent: by each rank. cost in accuracy: of these settings "
+        "on small tasks; another model may lose more or less."
     )
     return [table]
 
@@ -61,16 +60,19 @@ def plan_tables(found: Planned) -> list[Table]:
 def plan_sentences(found: Planned) -> list[str]:
     """Return the conclusions from plans, as sentences."""
     plan = found.plans[0]
-    said = []
-    if unchecked := _unchecked(found):
-        said.append(unchecked)
+    said = [*_advice_by_ranks(found.plans)] if len(found.plans) > 1 else [plan.advice.sentence]
+    if plan.advice.hook is not None and len(found.plans) == 1:
+        said.append(f"In Python: {plan.of(plan.advice.hook).code}")
+    if plan.advice.sentence.startswith("Not checked"):
+        said.append(f"Measure: {_MEASURE}")
     else:
-        said += plan.reasons if len(found.plans) == 1 else _reasons_by_ranks(found.plans)
         said.append(
             f"Without any communication steps would be {times(plan.bound)} as fast as with {plan.compared} on "
             f"{counted(plan.ranks, 'rank')}: no hook can save more."
         )
-    if max(one.utilisation for one in plan.choices) < _IDLE and not any(one.every > 1 for one in plan.choices):
+    if max(one.utilisation for one in plan.choices) < _IDLE and not any(
+        is_seldom(Spec.parse(one.label)) for one in plan.choices
+    ):
         said.append(
             "Even the fastest leaves ranks idle for most of a step. To communicate in fewer steps, add --hook "
             "diloco:every=30; it trains differently, so compare the loss."
@@ -155,14 +157,15 @@ def _by_ranks(found: Planned) -> Table:
     return table
 
 
-def _reasons_by_ranks(plans: Sequence[Plan]) -> list[str]:
-    """Return the first reason of each plan that recommends something else than the plan before."""
-    changes = [one for before, one in zip([None, *plans], plans, strict=False) if _hook_of(before) != _hook_of(one)]
-    return [f"From {counted(one.ranks, 'rank')} on: {one.reasons[0]}" for one in changes]
-
-
-def _hook_of(plan: Plan | None) -> str | None:
-    return "" if plan is None else plan.recommended
+def _advice_by_ranks(plans: Sequence[Plan]) -> list[str]:
+    """Return the advice of each plan that recommends something else than the plan before."""
+    said: list[str] = []
+    before: str | None = ""
+    for one in plans:
+        if one.advice.hook != before:
+            said.append(f"From {counted(one.ranks, 'rank')} on: {one.advice.sentence}")
+        before = one.advice.hook
+    return said
 
 
 def _network_in_words(found: Planned) -> str:
@@ -171,25 +174,13 @@ def _network_in_words(found: Planned) -> str:
     return f"{format_rate(found.link.rate)}"
 
 
-def _unchecked(found: Planned) -> str | None:
-    """Return a sentence if the model was never compared with real steps at the given rate."""
-    low, high = CHECKED_RATES
-    if found.link is None or low <= found.link.rate <= high:
-        return None
-    return (
-        f"Not checked: predictions were compared with real steps from {format_rate(low)} to {format_rate(high)}, and "
-        f"{format_rate(found.link.rate)} is beyond, so nothing is recommended. Measure: torchrun --nnodes 2 "
-        "--nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commhooks plan --task my_task.py:task --validate"
-    )
-
-
 def _on_the_network(found: Planned) -> list[str]:
     """Return sentences about what is not known of the network."""
     if found.latency_is_assumed and found.link is not None:
         rate = format_rate(found.link.rate).replace(" ", "")
         return [
-            f"The latency is assumed: {_assumed()}, as between neighbours. Measure it with ping HOST, and give half of "
-            f"the time that it reports: --link {rate},latency=5ms"
+            f"The latency is assumed: {seconds_in_words(ASSUMED_LATENCY)}, as between neighbours. Measure it with "
+            f"ping HOST, and give half of the time that it reports: --link {rate},latency=5ms"
         ]
     if found.probe is None:
         return []
@@ -208,19 +199,13 @@ def _on_the_network(found: Planned) -> list[str]:
     return said
 
 
-def _assumed() -> str:
-    from .request import ASSUMED_LATENCY
-
-    return seconds_in_words(ASSUMED_LATENCY)
-
-
-def _loss_in_words(one: Choice, task: str) -> str:
-    """Return a compressor's difference from all-reduce on a task: '+0.98', 'diverged' or 'not measured'."""
-    loss = next((loss for loss in one.losses if loss.task == task), None)
-    if loss is None:
+def _cost_in_words(one: Choice, plan: Plan) -> str:
+    """Return a hook's worst cost in accuracy: '0.98 nats on gpt', 'no worse' or 'not measured'."""
+    if one.label == plan.compared:
+        return NEVER
+    if not one.costs:
         return "not measured"
-    mean = loss.difference.mean
-    return "diverged" if mean is None else f"{round(mean, 2) + 0.0:+.2f}"  # no -0.00
+    return "no worse" if one.option.is_safe else str(max(one.costs, key=lambda cost: cost.mean / cost.margin))
 
 
 def _collective(kind: str, cost: Cost, ranks: int) -> list[str]:

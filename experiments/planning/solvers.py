@@ -11,4 +11,6 @@ def optimize() -> Any:
     try:
         return importlib.import_module("scipy.optimize")
     except ImportError as error:
-        raise ImportError("probe and plan need SciPy, which is not installed: pip install 'commhooks[cli]'") from error
+        raise ImportError(
+            "probe and plan need SciPy, which is not installed: pip install 'commhooks[experiments]'"
+        ) from error

@@ -202,15 +202,21 @@ def _held_out(found: Judged, pairs: Pairs, steps: int, why: str) -> Judged:
 
 
 def _held_out_difference(ours: Run, theirs: Run, steps: int, *, equal: bool) -> float | None:
-    if steps not in theirs.held_out or not ours.held_out:
-        return None
+    """Return the difference of held-out losses after the steps asked for, or after the time that both have had."""
     if equal:
-        return ours.held_out[steps] - theirs.held_out[steps] if steps in ours.held_out else None
-    # A straight line between two evaluations lies above most curves; of the baseline's only the last one counts.
-    ends, places = np.cumsum(ours.seconds), sorted(ours.held_out)
-    seconds = min(sum(theirs.seconds[:steps]), float(ends[-1]))
-    losses = [ours.held_out[place] for place in places]
-    return float(np.interp(seconds, ends[np.subtract(places, 1)], losses)) - theirs.held_out[steps]
+        known = steps in ours.held_out and steps in theirs.held_out
+        return ours.held_out[steps] - theirs.held_out[steps] if known else None
+    if not ours.held_out or not theirs.held_out:
+        return None
+    common = min(sum(ours.seconds), sum(theirs.seconds[:steps]))
+    return _held_out_after(common, ours) - _held_out_after(common, theirs)
+
+
+def _held_out_after(seconds: float, run: Run) -> float:
+    """Return the held-out loss after this time, on a line between evaluations; before the first, that one's."""
+    places = sorted(run.held_out)
+    ends = np.cumsum(run.seconds)[np.subtract(places, 1)]
+    return float(np.interp(seconds, ends, [run.held_out[place] for place in places]))
 
 
 def _speed_up(pairs: Pairs, steps: int, every: int) -> Range:

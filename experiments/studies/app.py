@@ -1,4 +1,4 @@
-"""The studies by name: what was published, how fast this package is, what GPUs do, how close predictions come."""
+"""The studies by name: published results, speed of this package, work of GPUs, compressors in a rank, predictions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from experiments.commands.terminal import EachOptionOnce
 
 from .bench.command import bench
 from .gpu_cost.command import gpu_cost
+from .leaderboard.command import leaderboard
 from .measured_costs import costs
 from .predictions.command import predictions
 from .reproduce.command import HELP, reproduce
+from .verdicts.command import verdicts
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
 app.command(help=HELP, cls=EachOptionOnce)(reproduce)
-for study in (bench, costs, gpu_cost, predictions):
+for study in (bench, costs, gpu_cost, leaderboard, predictions, verdicts):
     app.command(cls=EachOptionOnce)(study)
 
 

@@ -95,12 +95,6 @@ def execute(
     return made
 
 
-def starts(runs: Sequence[RunSettings]) -> int:
-    """Return the number of times that `execute` starts ranks for these runs if none fails, without torchrun."""
-    # Before the runs of a world that states seconds, other ranks measure what compute takes here.
-    return sum(2 if world[0].states_seconds else 1 for world in _worlds(runs))
-
-
 def _worlds(runs: Sequence[RunSettings]) -> Iterator[list[RunSettings]]:
     """Yield groups of runs that the same processes can make: with the same number of ranks and the same hosts."""
     for _, group in groupby(runs, lambda one: (one.ranks, _shared(one))):

@@ -47,7 +47,6 @@ def plan(
     optimizers: Sequence[str | None] = (None,),
     ranks: Sequence[int | None] = (None,),
     steps: int | None = None,
-    size: str | None = None,
     compute: str | None = None,
     ddp: str = "core",
     bucket_cap_mb: float | None = None,
@@ -63,7 +62,6 @@ def plan(
         optimizers: Optimizers as text, such as 'sgd:lr=0.1'; None: the task's own.
         ranks: The number of ranks; None: torchrun's world size, or 2.
         steps: The number of optimizer steps; None: each task's own.
-        size: The preset of built-in tasks that name none; None: each task's default.
         compute: The time of a step's compute on the user's processor; None: its time here.
         ddp: 'core', 'torch', or 'sharded' for FSDP2.
         bucket_cap_mb: The bucket size in MiB; None: the DDP's own.
@@ -76,14 +74,6 @@ def plan(
     if not tasks or not hooks or not links or not seeds:
         raise ValueError("nothing to run: name at least one task, one hook, one link and one seed")
     named = [Spec.parse(task, "task") for task in tasks]
-    if size is not None:
-        for spec in named:
-            if ":" in spec.name:
-                raise ValueError(
-                    f"--size {size} is that of built-in tasks, and {spec.name} is your own: write what it takes behind "
-                    f"its name, such as {spec.name}:width=64, and the size of a built-in task as gpt:size={size}"
-                )
-        named = [spec.with_default("size", size) for spec in named]
     chosen: dict[str, Sequence[Any]] = {
         "task": named,
         "hook": hooks,

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import commhooks
 from commhooks.lockstep import lockstep_connections, step_in_lockstep
 
 from ..hooks import make_hook
-from ..seldom import Recipe, Seldom
+from ..seldom import Seldom
 from ..specs import Spec
 from ..tasks import LoadedTask
 from ..tasks.task import mixed, seed_generators
@@ -33,17 +32,12 @@ def settings_of(hook: Spec, seed: int = 0) -> dict[str, Any]:
     return {
         "every": asked.every,
         "compressor": make_hook(asked.compressor, seed),
-        "outer": functools.partial(outer_optimizer, asked.recipe),
+        "outer": asked.outer,
         "fragments": asked.fragments,
         "arrangement": asked.arrangement,
         "delay": asked.delay,
         "mixing": float(asked.mixing),
     }
-
-
-def outer_optimizer(recipe: Recipe, tensors: list[Tensor]) -> torch.optim.Optimizer:
-    """Return the outer optimizer of a recipe."""
-    return torch.optim.SGD(tensors, lr=recipe.rate, momentum=recipe.momentum, nesterov=recipe.momentum > 0)
 
 
 def check_diloco(hook: Spec, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:

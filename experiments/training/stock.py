@@ -96,7 +96,7 @@ def _powersgd_of_one_bucket(state: powerSGD_hook.PowerSGDState, bucket: GradBuck
         raise RuntimeError(
             "PyTorch's powerSGD_hook fails over Gloo if the gradients are in several buckets: the ranks start its "
             "collectives in different orders, and the process aborts or hangs. Choose buckets large enough for all "
-            "gradients together (--bucket-cap-mb), or compare with 'powersgd', which is ours."
+            "gradients together (bucket_cap_mb), or compare with 'powersgd', which is ours."
         )
     return powerSGD_hook.powerSGD_hook(state, bucket)
 

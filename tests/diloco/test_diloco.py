@@ -20,7 +20,7 @@ import commhooks
 from commhooks import CheckpointError, DiLoCo, SettingsError
 from commhooks.diloco.cutting import cut, turns
 from commhooks.diloco.inner import Inner
-from commhooks.diloco.outer import nesterov
+from commhooks.diloco.outer import NAMED
 from commhooks.diloco.starting import Schedule
 from commhooks.errors import CompressorError
 from commhooks.exchange.options import check_timeout
@@ -73,7 +73,16 @@ def test_ten_rounds_of_three_fragments_are_those_of_a_reference_in_numpy(delay: 
     models = [Weights(start) for _ in pull]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     team = [
-        DiLoCo(model, optimizer, every=6, fragments=3, delay=delay, mixing=mixing, connection=connection)
+        DiLoCo(
+            model,
+            optimizer,
+            every=6,
+            outer="published",
+            fragments=3,
+            delay=delay,
+            mixing=mixing,
+            connection=connection,
+        )
         for model, optimizer, connection in zip(models, optimizers, lockstep_connections(3), strict=True)
     ]
     for _ in range(60):
@@ -96,11 +105,11 @@ def test_ten_rounds_of_three_fragments_are_those_of_a_reference_in_numpy(delay: 
 pytorchs = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def test_the_default_outer_step_is_that_of_pytorchs_sgd() -> None:
+def test_the_published_outer_step_is_that_of_pytorchs_sgd() -> None:
     """Bound: in each step four operations round, and the momentum and the copies sum up at most 10 times that."""
     steps, generator = 100, torch.Generator().manual_seed(0)
     ours, theirs = (torch.zeros(1000) for _ in range(2))
-    optimizers, largest = (nesterov([ours]), pytorchs([theirs])), 0.0
+    optimizers, largest = (NAMED["published"]([ours]), pytorchs([theirs])), 0.0
     for _ in range(steps):
         ours.grad = theirs.grad = torch.randn(1000, generator=generator)
         for optimizer in optimizers:
@@ -110,20 +119,37 @@ def test_the_default_outer_step_is_that_of_pytorchs_sgd() -> None:
     assert (ours - theirs).abs().max() <= steps * 4 * 10 * 2**-24 * largest
 
 
-def test_a_checkpoint_with_pytorchs_sgd_as_outer_optimizer_is_continued() -> None:
-    """What was the default saved it; other formulas of that class are refused."""
-    before = workers(2, every=3, outer=pytorchs)
+@pytest.mark.parametrize(
+    ("outer", "every", "compressor", "chosen"),
+    [
+        ("auto", 30, "int4", "average"),
+        ("auto", 100, "powersgd:rank=1", "average"),
+        ("auto", 101, "int4", "published"),
+        ("auto", 500, "sparse-loco", "average"),
+        ("published", 3, "sparse-loco", "published"),
+        ("sgd:rate=0.7,momentum=0.9", 3, "int4", "published"),
+        ("sgd:rate=0.5", 3, "int4", "sgd:momentum=0,rate=0.5"),
+        (plain, 3, "int4", "own"),
+    ],
+)
+def test_the_outer_optimizer_is_chosen_by_compressor_and_rounds_and_said(
+    outer: Any, every: int, compressor: str, chosen: str
+) -> None:
+    (one,) = workers(1, every=every, compressor=compressor, outer=outer)
+    assert one.diloco.schedule.outer == chosen
+    assert one.save()["diloco"]["shared"]["schedule"]["outer"] == chosen
+    assert f"outer {chosen}," in str(one.diloco)
+
+
+def test_a_checkpoint_with_another_outer_optimizer_is_loaded_only_if_asked_and_then_the_new_one_steps() -> None:
+    before = workers(2, every=3)
     train_in_lockstep(before, 0, 6)
-    after = workers(2, every=3)
-    for one, other in zip(before, after, strict=True):
-        other.load(one.save())
-    for team in (before, after):
-        train_in_lockstep(team, 6, 9)
-    for ours, theirs in zip(after[0].model.parameters(), before[0].model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=3 * 4 * 10 * 2**-24 * 4)
-    decayed = workers(2, every=3, outer=functools.partial(pytorchs, weight_decay=0.1))
-    with pytest.raises(CheckpointError, match="outer optimizer: saved from SGD, now Nesterov"):
-        after[0].diloco.load_state_dict(decayed[0].save()["diloco"])
+    (saved, _), (after, _) = [one.save() for one in before], workers(2, every=3, outer="auto")
+    with pytest.raises(CheckpointError, match="outer: saved with 'published', now 'average'; pass settings='change'"):
+        after.diloco.load_state_dict(saved["diloco"])
+    after.diloco.load_state_dict(saved["diloco"], settings="change")
+    (group,) = after.diloco.outer_optimizer.param_groups
+    assert (group["lr"], group["momentum"]) == (1.0, 0.0) and not after.diloco.outer_optimizer.state
 
 
 def test_a_round_of_one_step_with_plain_outer_steps_of_rate_1_is_data_parallel_training() -> None:

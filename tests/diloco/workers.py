@@ -39,7 +39,8 @@ class Worker:
         self.rank = rank
         self.model = network() if model is None else model
         self.optimizer = make(self.model)
-        self.diloco = DiLoCo(self.model, self.optimizer, **settings)
+        # With momentum, so that there is state of the outer optimizer, whatever "auto" would choose.
+        self.diloco = DiLoCo(self.model, self.optimizer, **{"outer": "published"} | settings)
 
     @staticmethod
     def gradients(model: nn.Module, rank: int, step: int, scaler: torch.amp.GradScaler | None = None) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from experiments.leaderboard.contenders import Contender
-from experiments.leaderboard.standings import Run, Standing, standings
 from experiments.results.summary import Spread
 from experiments.specs import Spec
+from experiments.studies.leaderboard.contenders import Contender
+from experiments.studies.leaderboard.standings import Run, Standing, standings
 from experiments.training.lockstep import Trained
 
 DENSE_BYTES = 100_000.0

@@ -132,8 +132,7 @@ def test_of_an_accuracy_file_texts_are_compared(planted: Path) -> None:
     more = dataclasses.replace(task, differences=(*named, *task.differences))
     dataclasses.replace(found, tasks=(more,)).write(planted / "accuracy.json")
     read = Accuracy.read(planted / "accuracy.json")
-    asked = commhooks.make_compressor("fp16")
-    assert read.losses_of(asked) == tuple(one for one in found.losses_of(asked) if one.task == task.task) != ()
+    assert read.costs_of("fp16") == found.costs_of("fp16")[:1] != ()
     assert not (planted / "imported").exists()
 
 

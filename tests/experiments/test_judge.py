@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments.results.outcomes import settings_of
 from experiments.results.verdicts import Judged, Margins, Run, Verdict, best, judge
+from experiments.studies.verdicts.counting import Recorded, of_nulls, of_recorded
 from tests.experiments.synthetic import results
 
+ROOT = Path(__file__).parents[2]
 STEPS = 80
 Runs = dict[int, Run]
 
@@ -140,3 +143,13 @@ def test_a_setting_judges_all_its_hooks_and_names_the_best() -> None:
     assert setting.judged.keys() == {"fp16", "powersgd:rank=4"} and setting.best in setting.judged
     assert setting.judged["fp16"].verdict is Verdict.PAYS
     assert setting.judged["fp16"].margin == pytest.approx(setting.margin, rel=0.05)
+
+
+def test_of_recorded_runs_resampled_few_verdicts_are_wrong_and_a_null_never_pays() -> None:
+    recorded = Recorded(ROOT / "docs" / "reproductions" / "verdicts" / "curves.npz")
+    counts = of_recorded(recorded, times=3).values()
+    judged = sum(len(one.verdicts) for one in counts)
+    assert judged > 100 and sum(one.wrong for one in counts) <= 0.05 * judged
+    assert sum(one.right for one in counts) > 0.75 * judged
+    for verdicts in of_nulls(recorded).values():
+        assert verdicts.count(Verdict.PAYS) <= 0.05 * len(verdicts)

@@ -1,9 +1,8 @@
-"""`commhooks leaderboard` from end to end, for a few steps: what it writes, and what it refuses."""
+"""The study `leaderboard` from end to end, for a few steps: what it writes, and what it refuses."""
 
 from __future__ import annotations
 
 import csv
-import os
 import re
 from io import StringIO
 from pathlib import Path
@@ -12,17 +11,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from commhooks.compressors import COMPRESSORS
-from experiments.commands.cli import app
-from experiments.leaderboard.accuracy import accuracy_of
-from experiments.leaderboard.board import SORTED, Results, RunsFile, prepare_board, print_board, write_board
-from experiments.leaderboard.contenders import LeftOut
-from experiments.leaderboard.grace import compare_with_grace
 from experiments.planning.accuracy import Accuracy
 from experiments.report import heartbeat
-from experiments.sweeps.lock import claimed
+from experiments.studies.app import app
+from experiments.studies.leaderboard.accuracy import accuracy_of
+from experiments.studies.leaderboard.board import SORTED, Results, RunsFile, prepare_board, print_board, write_board
+from experiments.studies.leaderboard.contenders import LeftOut
+from experiments.studies.leaderboard.grace import compare_with_grace
 from tests.experiments.standing_samples import rows, runs
-from tests.experiments.test_report import Links
 
 pytestmark = pytest.mark.a_row  # they take seconds
 
@@ -39,7 +35,7 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def sample(command: str = "commhooks leaderboard") -> Results:
+def sample(command: str = "leaderboard") -> Results:
     return Results(
         standings=rows(),
         grace=compare_with_grace(runs(), REFUSED),
@@ -62,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = RunsFile(out / "board")
     for one in runs():
         file.append(one)
-    write_board(sample("commhooks leaderboard <x>"), out / "board", out / "docs" / "leaderboard")
+    write_board(sample("leaderboard <x>"), out / "board", out / "docs" / "leaderboard")
     return out
 
 
@@ -84,7 +80,7 @@ def test_it_trains_times_and_writes_what_it_found(tmp_path: Path, monkeypatch: p
     assert [float(row["ratio"]) for row in standings] == [1, 2, 2]
     dense, cast, fed = (float(row["vnmse"]) for row in standings)
     assert dense < 1e-12 < cast == fed < 1e-6, "in the first step nothing is owed yet"
-    assert (out / "leaderboard.html").exists() and (tmp_path / "docs" / "tables.md").exists()
+    assert (out / "tables.md").exists() and (tmp_path / "docs" / "tables.md").exists()
     (task,) = Accuracy.read(tmp_path / "accuracy.json").tasks
     assert (task.task, task.unit, task.steps, task.seeds) == ("digits", "points", 3, 2)
     differences = [100 * float(row["difference"] or 0) for row in standings]
@@ -92,15 +88,6 @@ def test_it_trains_times_and_writes_what_it_found(tmp_path: Path, monkeypatch: p
     again = run(*ONLY, "--out", str(out))
     assert again.exit_code == 2
     assert "holds results already" in again.output
-
-
-def test_another_leaderboard_in_the_same_folder_is_refused_and_loses_the_first_nothing(folder: Path) -> None:
-    before = (folder / "board" / "runs.csv").read_bytes()
-    with claimed(folder / "board"):
-        ended = run(*ONLY, "--out", str(folder / "board"), "--overwrite")
-    assert ended.exit_code == 2
-    assert f"is in use by process {os.getpid()} on" in " ".join(ended.output.split())
-    assert (folder / "board" / "runs.csv").read_bytes() == before
 
 
 def test_the_file_for_estimates_has_every_difference_in_the_tasks_unit_and_none_of_what_diverged() -> None:
@@ -123,33 +110,6 @@ def test_the_file_for_estimates_has_every_difference_in_the_tasks_unit_and_none_
     assert (diverged.mean, diverged.low, diverged.high) == (None, None, None)
     nats = next(one for one in gpt.differences if one.compressor == "top-k")
     assert nats.mean == pytest.approx(0.09)
-
-
-@pytest.mark.usefixtures("pictures_are_not_rendered")
-def test_overwrite_removes_what_a_leaderboard_wrote_and_nothing_else(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    prepare_board(out, overwrite=False)
-    RunsFile(out)
-    write_board(sample(), out, None)
-    prepare_board(out, overwrite=True)
-    assert [path for path in out.rglob("*") if path.is_file()] == []
-    (out / "runs.csv").write_text("my own table")
-    with pytest.raises(ValueError, match="runs.csv"):
-        prepare_board(out, overwrite=True)
-    assert (out / "runs.csv").read_text() == "my own table"
-
-
-def test_the_page_needs_nothing_but_itself_and_names_everything(folder: Path) -> None:
-    text = (folder / "board" / "leaderboard.html").read_text()
-    page = Links()
-    page.feed(text)
-    assert len(page.fetched) == 2 * 2 * 2  # tasks, themes, pictures
-    assert all(link.startswith("data:image/png;base64,") for link in page.fetched)
-    assert not re.search(r"url\(|@import|<script", text)
-    for words in ("commhooks leaderboard &lt;x&gt;", "would &lt;grow&gt;", "terngrad + EF", "Pareto front", "diverged"):
-        assert words in text
-    front = re.findall(r"<li><code>(.*?)</code>", text)
-    assert front == 2 * ["fp16", "sign + EF", "powersgd:rank=1 + EF", "top-k:ratio=0.01 + EF"]
 
 
 def test_the_documentation_gets_tables_and_the_pictures_that_they_show(folder: Path) -> None:
@@ -184,8 +144,18 @@ def test_the_tables_fit_a_terminal(folder: Path) -> None:
         assert words in text
 
 
-def test_help_teaches_with_examples() -> None:
-    ended = run("--help")
-    assert ended.exit_code == 0
-    assert "commhooks leaderboard --hook top-k --hook powersgd:rank=2" in ended.output
-    assert {"top-k", "powersgd"} <= COMPRESSORS.keys()
+@pytest.mark.parametrize(
+    ("line", "words"),
+    {
+        "--task digits --task gtp": "did you mean 'gpt'",
+        "--task gpt --task gpt": "asked for twice",
+        "--hook powersgd --hook powersgd:rank=4": "asked for twice",
+        "--hook ,": "hook ',' does not parse",
+        "--seeds 1": "seeds must be at least 2",
+        "--workers 1": "workers must be at least 2",
+        f"--task digits --out {__file__}": "is a file; name a folder",
+    }.items(),
+)
+def test_a_mistake_ends_in_words_with_2(line: str, words: str) -> None:
+    ended = CliRunner().invoke(app, ["leaderboard", *line.split()], env={"COLUMNS": "300"})
+    assert (ended.exit_code, words in " ".join(ended.output.split())) == (2, True), ended.output

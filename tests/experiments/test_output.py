@@ -69,15 +69,15 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Result, bool]:
 
     monkeypatch.setattr(sweep, "execute", execute)
     monkeypatch.setattr(sweep, "write", lambda found, folder, **_: (folder / "report.html").write_text(HEAD + "new"))
-    same = ["--task", "digits", "--hook", "bf16", "--steps", "40", "--latency", "0.2ms"]
+    same = ["--task", "digits", "--hook", "bf16", "--steps", "40"]
     return CliRunner().invoke(app, ["compare", *same, *words]), bool(trained)
 
 
 def test_results_are_added_to_those_that_are_there(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (out / "thesis.tex").write_text("years of work")
     before = files(out)
-    for seed, trains in ("0", True), ("1", True), ("0", False):
-        ended, trained = run(monkeypatch, "--out", str(out), "--seed", seed)
+    for seeds, trains in ("1", True), ("2", True), ("1", False):
+        ended, trained = run(monkeypatch, "--out", str(out), "--seeds", seeds)
         assert (ended.exit_code, trained) == (0, trains), ended.output
     assert "1 of 1 runs are finished already" in ended.output
     after = files(out)

@@ -17,12 +17,12 @@ from experiments.sweeps.plan import crowded, in_turn, plan
 
 
 def planned(**changes: Any) -> tuple[RunSettings, ...]:
-    asked: dict[str, Any] = {"tasks": ["digits"], "hooks": ["all-reduce"], "links": [LinkSettings()], "size": "small"}
+    asked: dict[str, Any] = {"tasks": ["digits:size=small"], "hooks": ["all-reduce"], "links": [LinkSettings()]}
     return plan(**{**asked, **changes})
 
 
 def test_every_task_is_run_under_every_hook() -> None:
-    runs = planned(tasks=["gpt", "digits"], hooks=["all-reduce", "powersgd:rank=2"])
+    runs = planned(tasks=["gpt:size=small", "digits:size=small"], hooks=["all-reduce", "powersgd:rank=2"])
     assert [run.label for run in runs] == [
         "gpt:size=small · all-reduce · seed 0",
         "gpt:size=small · powersgd:rank=2 · seed 0",
@@ -46,7 +46,11 @@ def test_what_takes_turns_stays_together() -> None:
 
 
 def test_hooks_that_do_not_suit_the_optimizer_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {"hooks": ["all-reduce", "dgc"], "size": "tiny", "optimizers": ["sgd:lr=0.1", None]}
+    asked: dict[str, Any] = {
+        "hooks": ["all-reduce", "dgc"],
+        "tasks": ["digits:size=tiny"],
+        "optimizers": ["sgd:lr=0.1", None],
+    }
     told = "digits:size=tiny: dgc with SGD: momentum is applied twice, by both; give the optimizer a momentum of 0"
     with pytest.warns(UserWarning, match=told) as heard:  # digits' own optimizer has momentum
         planned(**asked, seeds=[0, 1])

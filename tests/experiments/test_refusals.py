@@ -10,11 +10,11 @@ import pytest
 from torch import nn
 
 from experiments.cluster import Cluster, follow
-from experiments.leaderboard.contenders import contenders
 from experiments.links.link import LinkSettings, parse_latency, parse_rate
 from experiments.runs import SHARDED, RunSettings
 from experiments.specs import Spec
 from experiments.studies.bench.overlap import OverlapSettings
+from experiments.studies.leaderboard.contenders import contenders
 from experiments.sweeps.plan import plan
 from experiments.tasks import load_task
 from experiments.tasks.optimizers import make_optimizer
@@ -159,16 +159,16 @@ REFUSED: dict[Callable[..., object], list[tuple[Any, str]]] = {
         ({"hooks": ["powersgd:matrices=round"]}, "matrices must be one of stacked, first-dimension"),
         ({"hooks": []}, "name at least one task, one hook"),
         ({"hooks": ["int8:gather=int8"]}, "leave out gather"),
-        ({"tasks": ["gpt", "gpt"]}, "gpt:size=small is given twice"),
-        ({"size": "vast"}, "expected one of tiny, small, medium, large"),
+        ({"tasks": ["gpt", "gpt"]}, "gpt is given twice"),
+        ({"tasks": ["digits:size=vast"]}, "expected one of tiny, small, medium, large"),
         ({"ranks": [0]}, "at least 1"),
         ({"seeds": [0, 0]}, "0 is given twice"),
         ({"seeds": [-1]}, "seed must be a whole number of at least 0"),
         ({"optimizers": ["sgd:rl=0.1"]}, "rl"),
         ({"compute": "200"}, "compute '200' does not parse.*'200ms'"),
-        ({"size": None, "tasks": ["tests/experiments/no_tasks.py:nothing"]}, "expected a Task, or a tuple"),
-        ({"size": None, "tasks": ["tests/experiments/no_tasks.py:no_scalar"]}, "the mean over the batch .got a tensor"),
-        ({"size": None, "tasks": ["tests/experiments/no_tasks.py:fails"]}, "on the first batch, .*: RuntimeError"),
+        ({"tasks": ["tests/experiments/no_tasks.py:nothing"]}, "expected a Task, or a tuple"),
+        ({"tasks": ["tests/experiments/no_tasks.py:no_scalar"]}, "the mean over the batch .got a tensor"),
+        ({"tasks": ["tests/experiments/no_tasks.py:fails"]}, "on the first batch, .*: RuntimeError"),
         ({"links": ["hosts:50kbit/s"]}, "link 'hosts:50kbit/s': .* at least 0.1 Mbit/s .* .got 50 kbit/s"),
         ({"links": ["hosts:1Mbit/s,down=50kbit/s"]}, "got 50 kbit/s"),
         ({"links": ["hosts:100Mbit/s+50kbit/s@30s"]}, "got 50 kbit/s"),
@@ -190,8 +190,9 @@ REFUSED: dict[Callable[..., object], list[tuple[Any, str]]] = {
         (":every=4,fragments=5", "5 fragments need at least as many steps"),
         (":every=4,arrangement=round", "arrangement must be one of strided, sequential"),
         (":every=4,mixing=2", "mixing must be a number in"),
-        (":every=4,outer_rate=0", "outer_rate must be above zero"),
-        (":every=4,outer_momentum=1", "outer_momentum must be in"),
+        (":every=4,outer=(sgd:rate=0)", "rate must be above zero"),
+        (":every=4,outer=(sgd:rate=1,momentum=1)", "momentum must be in"),
+        (":every=4,outer=best", "outer='best'.: expected auto, average, published"),
         (":every=4,compressor=inty4", "Did you mean 'int4'"),
         (":every=4,compressor=4", "compressor must be a name"),
         (":every=4,compressor=torch.fp16", "'torch.fp16' is not known"),

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
+import inspect
 import statistics
 from pathlib import Path
 
 import pytest
 
+import commhooks
 from experiments.hooks import make_hook
-from experiments.links.link import LinkSettings
 from experiments.report.writing import write
 from experiments.results.outcomes import settings_of
 from experiments.runs import RunResult, RunSettings
-from experiments.seldom import OTHERS, RECIPES, Seldom
 from experiments.specs import Spec
-from experiments.sweeps.forecast import Forecast
 from experiments.sweeps.plan import plan
 from experiments.tasks import load_task
 from experiments.training.lockstep import train_in_lockstep
+from experiments.training.seldom import settings_of as arguments_of
 from experiments.training.seldom import train_seldom_in_lockstep
 from tests.experiments.on_two_ranks import train_on_two_ranks
 
 BITS_PER_SECOND = 50e6
 DENSE, EXACT, SELDOM, STREAMED = HOOKS = (
     "all-reduce",
-    "diloco:every=1,outer_momentum=0,outer_rate=1",
+    "diloco:every=1,outer=average",
     "diloco:compressor=int4,every=6",
     "diloco:compressor=(powersgd:rank=1),delay=1,every=4,fragments=2,mixing=0.5",
 )
@@ -45,20 +43,11 @@ def results() -> dict[str, RunResult]:
     return dict(zip(HOOKS, train_on_two_ranks([settings(hook) for hook in HOOKS]), strict=True))
 
 
-def test_a_compressor_has_its_own_outer_recipe_unless_one_is_given() -> None:
-    assert Seldom.of(Spec.parse("diloco:every=3,compressor=fp16")).recipe == OTHERS
-    for name, recipe in RECIPES.items():
-        assert Seldom.of(Spec.parse(f"diloco:every=3,compressor=({name})")).recipe == recipe
-        asked = Seldom.of(Spec.parse(f"diloco:every=3,compressor={name},outer_momentum=0.5")).recipe
-        assert (asked.rate, asked.momentum) == (recipe.rate, 0.5)
-        assert str(make_hook(Spec(name))) == name, "there is such a compressor"
-
-
-def test_the_guide_has_the_outer_recipe_of_every_compressor() -> None:
-    text = (Path(__file__).parents[2] / "docs/guide/diloco-rounds.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (?:`([a-z0-9-]+)`|any other) \| ([\d.]+) \| ([\d.]+|none) \|", text, re.M)
-    found = {name: (float(rate), 0.0 if momentum == "none" else float(momentum)) for name, rate, momentum in rows}
-    assert found == {name: (one.rate, one.momentum) for name, one in {**RECIPES, "": OTHERS}.items()}
+def test_what_a_comparison_trains_is_what_diloco_does_by_default() -> None:
+    made = arguments_of(Spec.parse("diloco:every=6,compressor=int4"))
+    assert (made.pop("every"), made.pop("compressor")) == (6, commhooks.make_compressor("int4"))
+    parameters = inspect.signature(commhooks.DiLoCo).parameters
+    assert made == {name: parameters[name].default for name in made} and "outer" in made
 
 
 def test_parentheses_around_a_name_alone_make_no_other_hook() -> None:
@@ -119,13 +108,6 @@ def test_a_report_has_the_mean_step_and_the_peak_of_a_round(results: dict[str, R
     write(list(results.values()), tmp_path, baseline=None, target_loss=None, command="")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert all(hook in page for hook in HOOKS) and page.count("peak ") == 2
-
-
-def test_a_forecast_spreads_a_round_over_its_steps() -> None:
-    forecast, slow = Forecast([]), LinkSettings(bits_per_second=1e3)  # on which compute takes no share of the time
-    runs = [dataclasses.replace(settings(hook), link=slow) for hook in ("int4", "diloco:compressor=int4,every=4")]
-    whole, quarter = map(forecast.seconds, runs)
-    assert quarter == pytest.approx(whole / 4, rel=0.01)
 
 
 @pytest.mark.parametrize("hook", [EXACT, SELDOM, STREAMED])

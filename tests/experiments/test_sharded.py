@@ -14,7 +14,6 @@ from experiments.report.writing import write
 from experiments.results.outcomes import settings_of
 from experiments.runs import SHARDED, RunResult, RunSettings
 from experiments.specs import Spec
-from experiments.sweeps.forecast import Forecast
 from experiments.tasks import load_task
 from experiments.timing.sharded import ShardedModule, blocks_of, modules_of
 from experiments.training.sharded import step_bytes
@@ -125,9 +124,3 @@ def test_workers_of_one_process_end_as_ranks_do(results: dict[str, RunResult], h
     trained = train_sharded_in_lockstep(load_task(TASK), Spec.parse(hook), steps=STEPS, workers=2)
     assert trained.loss == results[hook].evaluation.loss
     assert trained.moved_bytes == results[hook].steps[-1].moved_bytes
-
-
-def test_a_forecast_of_a_slow_link_is_that_of_the_bytes() -> None:
-    slow = dataclasses.replace(settings("int8"), link=LinkSettings(bits_per_second=1e3))
-    seconds = 8 * step_bytes(load_task(TASK).model, slow.hook, 2) / 1e3
-    assert Forecast([]).seconds(slow) == pytest.approx(STEPS * seconds, rel=0.01)

@@ -12,11 +12,11 @@ from torch import Tensor
 from commhooks.compressors import COMPRESSORS, Registered, TopK
 from commhooks.language import Loss
 from experiments.hooks import make_hook
-from experiments.leaderboard import contenders as module
-from experiments.leaderboard.contenders import SKIPPED, USUAL, Contender, LeftOut, contenders, relative_error
-from experiments.leaderboard.grace import PUBLISHED, compare_with_grace
-from experiments.leaderboard.standings import Run, Standing, is_better, standings
 from experiments.specs import Spec
+from experiments.studies.leaderboard import contenders as module
+from experiments.studies.leaderboard.contenders import SKIPPED, USUAL, Contender, LeftOut, contenders, relative_error
+from experiments.studies.leaderboard.grace import PUBLISHED, compare_with_grace
+from experiments.studies.leaderboard.standings import Run, Standing, is_better, standings
 from experiments.tasks import load_task
 from experiments.training.lockstep import SCORES
 from tests.experiments.standing_samples import rows, runs, trained

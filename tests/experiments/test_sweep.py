@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,16 @@ from typer.testing import CliRunner
 import experiments
 from experiments import api
 from experiments.commands.cli import app
-from experiments.commands.help_texts import help_of
 from experiments.launch import WorldError
 from experiments.links.link import LinkSettings
 from experiments.report.page import HEAD
 from experiments.runs import RunResult, RunSettings
-from experiments.specs import Spec
-from experiments.sweeps import sweep
+from experiments.sweeps import plan, sweep
 from experiments.sweeps.execute import Listener, Made
-from experiments.sweeps.forecast import Forecast, forecast
 from experiments.sweeps.notes import notes_about
-from experiments.sweeps.presets import PRESETS, preset
 from experiments.sweeps.store import finished, load_table, read_failures, table_of, write_failure
 from experiments.sweeps.sweep import Sweep, make
 from experiments.sweeps.yaml_file import EXAMPLE, read_sweep
-from experiments.tasks import load_task
 from tests.experiments.synthetic import result, results, stepwise, with_slow_probes
 
 ROOT = Path(__file__).parents[2]
@@ -116,14 +110,14 @@ def test_a_mistake_in_a_file_is_named_with_its_place(text: str, words: str, writ
 
 
 @pytest.mark.a_row
-def test_presets_are_runs_that_differ_and_the_help_says_which_need_root() -> None:
-    for name in PRESETS:
-        runs = preset(name)
-        assert len({one.name for one in runs}) == len(runs) > 1
-        described = help_of("sweep").partition(f"{name} (")[2].partition(")")[0]
-        assert described.endswith("as root") == any(one.link.kind == "hosts" for one in runs), name
-    assert len(preset("slow-links")) == 2 * 2 * 5 * 3 + 2 * 4 * 3  # links, ranks, hooks, seeds
-    assert len(preset("slow-links-long")) == 2 * 2 * 3
+def test_the_examples_are_sweeps_and_say_which_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "why_not", lambda: None)
+    sizes = {"quick": 4 * 2, "slow-links": 2 * 2 * 5 * 3 + 2 * 4 * 3, "slow-links-long": 2 * 2 * 3}
+    files = sorted((ROOT / "docs" / "examples" / "sweeps").glob("*.yaml"), key=lambda path: path.stem)
+    assert [path.stem for path in files] == sorted(sizes)
+    for path in files:
+        assert len(set(read_sweep(path).runs)) == sizes[path.stem]
+        assert ("as root" in path.read_text()) == ("hosts:" in path.read_text())
 
 
 FAILING = "fp16"
@@ -149,7 +143,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[RunSetti
     return calls
 
 
-COMMAND = ["compare", "--task", "digits", "--size", "small", "--steps", "10"]
+COMMAND = ["compare", "--task", "digits:size=small", "--steps", "10"]
 
 
 def test_a_run_that_fails_is_listed_and_tried_again(asked: list[list[RunSettings]], tmp_path: Path) -> None:
@@ -273,60 +267,6 @@ def test_a_report_is_made_again_from_several_folders(tmp_path: Path) -> None:
     ended = CliRunner().invoke(app, ["report", str(tmp_path / "0")])
     assert ended.exit_code == 0, ended.output
     assert "<code>results/</code>" in (tmp_path / "0" / "report.html").read_text()
-
-
-def test_a_forecast_counts_what_is_finished_and_the_bytes_of_the_rest() -> None:
-    known = result("powersgd:rank=4", ratio=20)
-    again, slower, dense = (
-        dataclasses.replace(known.settings, seed=3),
-        dataclasses.replace(known.settings, link=dataclasses.replace(known.settings.link, bits_per_second=1e6)),
-        dataclasses.replace(result().settings, link=dataclasses.replace(known.settings.link, bits_per_second=1e6)),
-    )
-    estimate = Forecast([known])
-    assert estimate.seconds(again) == pytest.approx(sum(step.seconds for step in known.steps))
-    compute = sum(step.compute + step.compression for step in known.steps)
-    assert estimate.seconds(slower) == pytest.approx(compute + 40 * 8 * 4e6 / 20 / 1e6, rel=0.01)
-    gradients = sum(4 * parameter.numel() for parameter in load_task("gpt").model.parameters())
-    assert estimate.seconds(dense) == pytest.approx(compute + 40 * 8 * gradients / 1e6, rel=0.01)
-    lines = forecast([known.settings, again, dense], {known.settings: known})
-    assert lines[0].endswith("finished") and "1 of 3 runs are finished already" in lines[3] and "41 min" in lines[4]
-
-
-def test_a_forecast_counts_the_starts_of_ranks_as_they_are_made() -> None:
-    known = result()
-    hosts, others = [LinkSettings.parse(f"hosts:{rate}") for rate in ("1Gbit/s", "10Mbit/s")], [Spec("a"), Spec("b")]
-
-    def seconds(**chosen: Sequence[Any]) -> float:
-        runs = [
-            dataclasses.replace(known.settings, hook=hook, **dict(zip(chosen, values, strict=True)))
-            for values in product(*chosen.values())
-            for hook in others
-        ]
-        made = [dataclasses.replace(known, settings=settings) for settings in runs]
-        return Forecast(made).total(runs) - sum(step.seconds for step in known.steps) * len(runs)
-
-    start = seconds(seed=(0, 1), link=[LinkSettings.parse("1Gbit/s"), LinkSettings.parse("10Mbit/s")])  # one world
-    assert start > 0
-    for starts, chosen in (
-        (2, {"link": hosts, "seed": (0, 1)}),
-        (4, {"link": hosts, "seed": (0, 1), "compute": ["0.5x"]}),
-        (4, {"link": [LinkSettings.parse("hosts:1Gbit/s+1Mbit/s@30s")], "seed": (0, 1)}),
-        (2 * 2, {"seed": (0, 1), "compute": ["200ms"]}),  # each is measured first
-        (2, {"ranks": (2, 3), "seed": (0, 1)}),
-    ):
-        assert seconds(**chosen) == pytest.approx(starts * start), chosen
-
-
-def test_a_forecast_names_every_setting_in_which_runs_differ() -> None:
-    plain = result()
-    tuned = [dataclasses.replace(plain.settings, optimizer=Spec.parse(f"adamw:lr={lr}")) for lr in (1e-3, 2e-3)]
-    runs = [plain.settings, *tuned]
-    lines = forecast(runs, {settings: dataclasses.replace(plain, settings=settings) for settings in runs})
-    assert [line.rpartition(", ")[2] for line in lines[:3]] == [
-        "optimizer as usual: finished",
-        "optimizer adamw:lr=0.001: finished",
-        "optimizer adamw:lr=0.002: finished",
-    ]
 
 
 def test_a_script_compares_in_five_lines(asked: list[list[RunSettings]], tmp_path: Path) -> None:

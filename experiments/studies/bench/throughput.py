@@ -5,8 +5,8 @@ from __future__ import annotations
 from commhooks.compressors import COMPRESSORS
 from commhooks.native import compiled
 from experiments.launch import Tell
-from experiments.leaderboard.contenders import SKIPPED, USUAL
 from experiments.results.summary import Spread
+from experiments.studies.leaderboard.contenders import SKIPPED, USUAL
 
 from .copies import EAGER, MODELS, TINY, Worked, in_copies
 from .rows import Row

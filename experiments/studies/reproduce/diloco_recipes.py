@@ -127,7 +127,7 @@ def _second(settings: Settings, hook: str, seed: int) -> Run:
 def _hook(compressor: str, every: int, recipe: Recipe) -> str:
     """Return DiLoCo as it is written in `commhooks compare`."""
     rate, momentum = recipe
-    return f"diloco:every={every},compressor=({compressor}),outer_rate={rate:g},outer_momentum={momentum:g}"
+    return f"diloco:every={every},compressor=({compressor}),outer=(sgd:rate={rate:g},momentum={momentum:g})"
 
 
 def _loss(rows: Rows, run: Run) -> float:

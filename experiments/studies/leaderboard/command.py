@@ -1,14 +1,16 @@
-"""The command `commhooks leaderboard`."""
+"""The study `leaderboard`: train two small tasks under every compressor, and rank them."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .options import hook_option
-from .terminal import command_given, errors_in_words
+from experiments.commands.options import hook_option
+from experiments.commands.terminal import errors_in_words
 
 
 def leaderboard(
@@ -32,11 +34,11 @@ def leaderboard(
 ) -> None:
     """Train under every compressor, and report the costs of each."""
     with errors_in_words() as console:
-        from ..leaderboard.running import Leaderboard, run_leaderboard
-        from ..planning.worlds import check_place
+        from experiments.planning.worlds import check_place
+
+        from .running import Leaderboard, run_leaderboard
 
         check_place(accuracy)
-
         board = Leaderboard(
             out=out,
             tasks=tuple(task or ("digits", "gpt")),
@@ -48,6 +50,6 @@ def leaderboard(
             docs=docs,
             accuracy=accuracy,
             processes=processes,
-            command=command_given(),
+            command=shlex.join(["python", "-m", "experiments.studies", *sys.argv[1:]]),
         )
         run_leaderboard(board, console)

@@ -11,10 +11,9 @@ from commhooks.compressors import COMPRESSORS
 from commhooks.errors import CommHooksError
 from commhooks.language.loss import error_of
 from commhooks.units import unknown
-
-from ..hooks import make_hook
-from ..specs import Spec
-from ..tasks import LoadedTask
+from experiments.hooks import make_hook
+from experiments.specs import Spec
+from experiments.tasks import LoadedTask
 
 DENSE = "all-reduce"
 """The baseline for all others."""

@@ -1,4 +1,4 @@
-"""The output of the leaderboard: CSV files, pictures, one HTML file, and tables for the documentation."""
+"""The output of the leaderboard: CSV files, pictures, and a page of tables for the documentation."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as TerminalTable
 
-from ..machine import machine, versions
-from ..report.blocks import Block, Table, markdown
-from ..report.page import data_uri, head, template
-from ..report.plots import THEMES
-from ..report.table import plain_table
-from ..specs import Spec
-from ..sweeps.lock import LOCK, OWNER
-from ..sweeps.output import Contents, prepare_folder
-from ..tasks import load_task
-from ..training.lockstep import SCORES, Trained
-from .board_plots import PICTURES, score_against_bytes, score_against_compute
+from experiments.machine import machine, versions
+from experiments.report.blocks import Block, Table, markdown
+from experiments.report.plots import THEMES
+from experiments.report.table import plain_table
+from experiments.specs import Spec
+from experiments.tasks import load_task
+from experiments.training.lockstep import SCORES, Trained
+
+from .board_plots import score_against_bytes, score_against_compute
 from .contenders import Contender, LeftOut
 from .grace import Comparison
 from .standing_rows import (
@@ -30,15 +28,15 @@ from .standing_rows import (
     front_in_words,
     grace_row,
     headings,
-    score_in_words,
     standing_row,
 )
 from .standings import Run, Standing, recommended
 
-PAGE, RUNS, STANDINGS, GRACE, TABLES = "leaderboard.html", "runs.csv", "standings.csv", "grace.csv", "tables.md"
+RUNS, STANDINGS, GRACE, TABLES = "runs.csv", "standings.csv", "grace.csv", "tables.md"
 SORTED, END = '<div class="sorted" markdown>', "</div>"
 """The HTML around a table of the documentation that readers can sort."""
 _SHOWN, _FOLDED = (0, 1, 2, 6, 4, 8), (0, 3, 5, 7)  # columns of a task's table, and of the one below it that is folded
+_PICTURES = {"bytes": score_against_bytes, "compute": score_against_compute}
 _ADVICE = (
     "On every task even the worse end of their interval is no worse than the plain all-reduce with another seed, and "
     "no other such compressor sends fewer bytes for as little compute. Below they have a tick (✓); bold names are on "
@@ -51,18 +49,6 @@ _STANDING_FIELDS = [
     *("difference", "difference_low", "difference_high", "payload_bytes", "vnmse", "moved_bytes", "ratio"),
     *("residual", "diverged", "compute", "compute_low", "compute_high", "on_front"),
 ]
-_CONTENTS = Contents(
-    files={
-        PAGE: head("leaderboard"),
-        RUNS: ",".join(_RUN_FIELDS),
-        STANDINGS: ",".join(_STANDING_FIELDS),
-        GRACE: ",".join(_GRACE_FIELDS),
-        LOCK: OWNER,
-    },
-    folders=("plots",),
-    pictures=PICTURES,
-    tasks=tuple(SCORES),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +72,18 @@ class Results:
 
 
 def prepare_board(out: Path, *, overwrite: bool) -> None:
-    """Create the folder; see `prepare_folder`."""
-    prepare_folder(out, _CONTENTS, overwrite=overwrite)
+    """Create the folder, without an earlier leaderboard's runs.
+
+    Raises:
+        ValueError: It has such runs, and they are not to be overwritten, or it is a file.
+
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; name a folder")
+    if (out / RUNS).exists() and not overwrite:
+        raise ValueError(f"{out} holds results already: name another folder, or give --overwrite")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / RUNS).unlink(missing_ok=True)
 
 
 class RunsFile:
@@ -105,16 +101,15 @@ class RunsFile:
 
 
 def write_board(results: Results, out: Path, docs: Path | None) -> None:
-    """Write tables, pictures and the page into `out`, and the documentation's tables and pictures into `docs`."""
+    """Write tables and pictures into `out`, and the documentation's into `docs`."""
     _write_csv(out / STANDINGS, _STANDING_FIELDS, map(_standing_values, results.standings))
     _write_csv(out / GRACE, _GRACE_FIELDS, map(_grace_values, results.grace))
-    plots = _plots(results)
-    for folder in [out / "plots"] if docs is None else [out / "plots", docs]:
-        folder.mkdir(parents=True, exist_ok=True)
-        for (task, picture, theme), png in plots.items():
-            if theme == THEMES[0].name:
-                (folder / f"{task}.{picture}.png").write_bytes(png)
-    (out / PAGE).write_text(_page(results, plots), encoding="utf-8")
+    for pictures in [out / "plots"] if docs is None else [out / "plots", docs]:
+        pictures.mkdir(parents=True, exist_ok=True)
+        for task in results.steps:
+            for picture, draw in _PICTURES.items():
+                (pictures / f"{task}.{picture}.png").write_bytes(draw(results.of(task), THEMES[0]))
+    (out / TABLES).write_text(_markdown(results, "plots"), encoding="utf-8")
     if docs is not None:
         (docs / TABLES).write_text(_markdown(results, docs.name), encoding="utf-8")
 
@@ -130,7 +125,7 @@ def print_board(results: Results, out: Path, console: Console) -> None:
         console.print(f"Pareto front, from few bytes to many: {front_in_words(rows)}", highlight=False)
     for one in results.left_out:
         console.print(f"left out: {one.label}: {one.reason}", highlight=False, markup=False)
-    console.print(f"\nreport  {out / PAGE}", highlight=False, soft_wrap=True)
+    console.print(f"\ntables  {out / TABLES}", highlight=False, soft_wrap=True)
 
 
 def _terminal_table(title: str, rows: Sequence[Standing], columns: slice) -> TerminalTable:
@@ -140,44 +135,6 @@ def _terminal_table(title: str, rows: Sequence[Standing], columns: slice) -> Ter
         cells = standing_row(row)
         table.add_row(cells[0], *cells[columns], style="bold" if row.on_front else "")
     return table
-
-
-def _plots(results: Results) -> dict[tuple[str, str, str], bytes]:
-    draw = {"bytes": score_against_bytes, "compute": score_against_compute}
-    return {
-        (task, picture, theme.name): draw[picture](results.of(task), theme)
-        for task in results.steps
-        for picture in PICTURES
-        for theme in THEMES
-    }
-
-
-def _page(results: Results, plots: Mapping[tuple[str, str, str], bytes]) -> str:
-    return template("board.html.j2").render(
-        name="leaderboard",
-        title=f"{len(results.of(next(iter(results.steps))))} ways to average a gradient",
-        results=results,
-        sections=[_section(results, task, plots) for task in results.steps],
-        grace_headings=GRACE_HEADINGS,
-        grace=[grace_row(one) for one in results.grace],
-        facts=list(_facts().items()),
-        command=results.command,
-    )
-
-
-def _section(results: Results, task: str, plots: Mapping[tuple[str, str, str], bytes]) -> dict[str, object]:
-    rows = results.of(task)
-    pictures = [{theme.name: data_uri(plots[task, picture, theme.name]) for theme in THEMES} for picture in PICTURES]
-    description = _description(task, results.size)
-    return {
-        "task": task,
-        "description": description[0].upper() + description[1:],
-        "steps": results.steps[task],
-        "headings": headings(task),
-        "rows": [(row.on_front, standing_row(row)) for row in rows],
-        "front": [(row.contender.label, score_in_words(row), standing_row(row)[4]) for row in rows if row.on_front],
-        "plots": pictures,
-    }
 
 
 def _description(task: str, size: str) -> str:
@@ -210,7 +167,7 @@ def _markdown(results: Results, folder: str) -> str:
         page += [
             f"### {task}",
             f"{description}; {steps} steps.",
-            "\n".join(f"![{task}: {picture}]({folder}/{task}.{picture}.png)" for picture in PICTURES),
+            "\n".join(f"![{task}: {picture}]({folder}/{task}.{picture}.png)" for picture in _PICTURES),
             f"Pareto front, from few bytes to many: {front_in_words(rows, code=True)}.",
             SORTED,
             Table("", [titles[n] for n in _SHOWN], _columns(names, cells, _SHOWN)),

@@ -8,9 +8,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..results.intervals import Interval, differences
-from ..results.summary import Spread
-from ..training.lockstep import SCORES, Score, Trained
+from experiments.results.intervals import Interval, differences
+from experiments.results.summary import Spread
+from experiments.training.lockstep import SCORES, Score, Trained
+
 from .contenders import DENSE, Contender
 
 

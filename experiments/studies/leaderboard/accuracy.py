@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..machine import machine, versions
-from ..planning.accuracy import Accuracy, Difference, TaskAccuracy
-from ..training.lockstep import SCORES
+from experiments.machine import machine, versions
+from experiments.planning.accuracy import Accuracy, Difference, TaskAccuracy
+from experiments.training.lockstep import SCORES
+
 from .contenders import DENSE
 from .standings import Standing
+
+_GUESSED = {"digits": 10.0, "gpt": math.log(256), "lstm": math.log(256)}  # the score of a guess, in the task's unit
 
 
 def accuracy_of(
@@ -47,6 +50,7 @@ def _task(task: str, description: str, rows: Sequence[Standing], steps: int, see
         steps=steps,
         seeds=seeds,
         seed_range=score.scale * (dense.highest - dense.lowest),
+        fall=abs(score.scale * dense.score - _GUESSED[task]),
         differences=tuple(_difference(row) for row in rows),
     )
 

@@ -10,15 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from commhooks.errors import CommHooksError
+from experiments.jobs import run_jobs
+from experiments.machine import cores
+from experiments.report.heartbeat import Heartbeat
+from experiments.results.summary import Spread
+from experiments.specs import Spec
+from experiments.tasks import LoadedTask, load_task
+from experiments.training.lockstep import SCORES, time_in_lockstep, train_in_lockstep
 
-from ..jobs import run_jobs
-from ..machine import cores
-from ..report.heartbeat import Heartbeat
-from ..results.summary import Spread
-from ..specs import Spec
-from ..sweeps.lock import claimed
-from ..tasks import LoadedTask, load_task
-from ..training.lockstep import SCORES, time_in_lockstep, train_in_lockstep
 from .accuracy import accuracy_of
 from .board import Results, RunsFile, prepare_board, print_board, write_board
 from .contenders import Contender, LeftOut, contenders, known_names
@@ -46,7 +45,7 @@ class Leaderboard:
     processes: int | None = None  # None: one for each core
     timed: tuple[str, str] = ("gpt", "medium")  # the task and size whose gradient is used to time compressors
     rounds: int = 7  # of the timing
-    command: str = "commhooks leaderboard"  # the command that reproduces the results
+    command: str = "python -m experiments.studies leaderboard"  # the command that reproduces the results
 
     def __post_init__(self) -> None:
         known_names(self.tasks, list(SCORES), "task")
@@ -123,15 +122,10 @@ def run_leaderboard(board: Leaderboard, console: Console) -> list[Standing]:
     """Make all runs, write the results, and return the standings.
 
     Raises:
-        ValueError: A name is not known, or the folder cannot be used, or another process uses it; see `prepare_folder`.
+        ValueError: A name is not known, or the folder cannot be used; see `prepare_board`.
 
     """
     jobs, left_out = _plan(board)
-    with claimed(board.out):
-        return _run(board, jobs, left_out, console)
-
-
-def _run(board: Leaderboard, jobs: list[TrainingJob], left_out: list[LeftOut], console: Console) -> list[Standing]:
     timed = list(dict.fromkeys(job.contender for job in jobs))
     prepare_board(board.out, overwrite=board.overwrite)
     listener = _Listener(board.out, jobs, timed, left_out)

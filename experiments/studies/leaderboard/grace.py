@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..results.intervals import Interval
-from ..training.lockstep import SCORES
+from experiments.results.intervals import Interval
+from experiments.training.lockstep import SCORES
+
 from .contenders import LeftOut
 from .standings import Run, paired
 
