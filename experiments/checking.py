@@ -12,7 +12,7 @@ from commhooks.language.compressor import Compressor
 from commhooks.making import kind_of, make_compressor
 from commhooks.testing import Finding, as_used
 
-from .predicting.stored import write_text
+from .stored import write_text
 from .tasks.importing import failures_in_words, import_module
 
 

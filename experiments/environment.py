@@ -16,7 +16,7 @@ import commhooks
 from commhooks.units import bytes_in_words, counted
 
 from .commit import commit_of_code
-from .predicting.stored import write_text
+from .stored import write_text
 
 FORMAT = 1
 """The format of the JSON text; increased when its readers must change."""
@@ -98,7 +98,7 @@ def _of_torch() -> dict[str, Any]:
     from commhooks.native import compiled
 
     from . import versions
-    from .predicting.place import processor_name, usable_processors
+    from .machine import processor_name, usable_processors
 
     dist = torch.distributed
     cuda = torch.cuda.is_available()

@@ -22,7 +22,7 @@ def make_hook(spec: Spec, seed: int = 0) -> Compressor:
     """
     if is_seldom(spec):
         raise ValueError(
-            f"hook {spec.label!r}: DiLoCo averages models, not gradients; only compare, sweep and simulate support it; "
+            f"hook {spec.label!r}: DiLoCo averages models, not gradients; only compare, sweep and plan support it; "
             f"name its compressor by itself, such as {Seldom.of(spec).compressor.label}"
         )
     policy_of(spec)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from .predicting.place import processor_name, usable_processors
+from commhooks.units import counted
 
 
 def versions() -> dict[str, str]:
@@ -91,3 +91,28 @@ def _seconds_of(process: int) -> float | None:
         return None
     user, system = table.read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]  # the name may hold spaces
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def usable_processors() -> frozenset[int]:
+    """Return the numbers of the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def processor_name() -> str:
+    """Return the processor's model name, if Linux provides it."""
+    table = Path("/proc/cpuinfo")
+    lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def load_average() -> float | None:
+    """Return how many processes were runnable over the last minute, on average; None if the system does not tell."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def machine_in_words() -> str:
+    """Return the kind of machine: nothing that identifies it."""
+    return f"{counted(len(usable_processors()), 'core')}, {processor_name()}, {platform.system()} {platform.machine()}"

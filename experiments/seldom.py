@@ -9,8 +9,8 @@ from typing import Any
 from commhooks.language.text import Spelling, parse
 from commhooks.units import unknown
 
-from .predicting.seldom import Rounds
 from .specs import DILOCO, Spec, is_seldom
+from .timing.rounds import Rounds
 
 _UNCOMPRESSED = Spec("all-reduce")
 

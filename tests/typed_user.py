@@ -15,8 +15,8 @@ from commhooks.compressors import TwoHop
 from commhooks.control import Adaptive, AdaptiveRule
 from commhooks.exchange.feed import Channel
 from commhooks.language import Compressor
-from experiments import predicting
-from experiments.predicting import Plan, Probe, Profile
+from experiments import planning
+from experiments.planning import Plan, Probe, Profile
 
 
 def names_have_types(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
@@ -24,7 +24,7 @@ def names_have_types(model: DistributedDataParallel, optimizer: torch.optim.Opti
     assert_type(attachment, Handle[Channel])
     assert_type(make_compressor("fp16"), Compressor)
     assert_type(Adaptive(attachment, ["fp16", "int8"], rule=AdaptiveRule(look=4)), Adaptive)
-    assert_type(predicting.plan(Profile.read(Path("profile.json")), Probe.read(Path("probe.json"))), Plan)
+    assert_type(planning.plan(Profile.read(Path("profile.json")), Probe.read(Path("probe.json"))), Plan)
     commhooks.Exchanger({}, TwoHop(codec=Int8()), policy="fifo")
     model.register_comm_hook(PowerSGDState(None), powerSGD_hook)
     loaded = commhooks.load_checkpoint("checkpoints", model=model, optimizer=optimizer, hooks=attachment)

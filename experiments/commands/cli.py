@@ -10,14 +10,12 @@ from . import cluster
 from .check import check
 from .compare import compare
 from .env import env
-from .estimate import estimate
 from .help_texts import help_of
 from .names import hooks, tasks
 from .plan import plan
 from .probe import probe
 from .profile import profile
 from .purpose import COMMANDS, GROUPS, PURPOSE, version
-from .simulate import simulate
 from .sweep import report, sweep
 from .terminal import CONTEXT, Command, Explained
 
@@ -59,7 +57,6 @@ def commhooks(
 
 
 for function in (
-    estimate,
     plan,
     compare,
     sweep,
@@ -70,7 +67,6 @@ for function in (
     hooks,
     tasks,
     env,
-    simulate,
 ):
     name = function.__name__
     app.command(help=help_of(name), cls=Command)(function)

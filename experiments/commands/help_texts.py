@@ -86,70 +86,18 @@ A run that fails does not end the others: its traceback is in FOLDER/failures, a
 
     commhooks report runs/demo --json demo.json
 """,
-    "estimate": """
-This is arithmetic, without processes or a link, from each hook's measured cost in copies of memory and the time of \
-such a copy here. The guide (estimate.md) has the formula, and its error against real steps.
-
-[bold]From sizes[/bold]: gradients are taken to be square matrices of a million elements.
-
-    commhooks estimate --parameters 25M --compute 200ms --ranks 4 --rate 1Gbit/s
-
-[bold]Your model[/bold]: its shapes, and the time of its step here, with one thread.
-
-    commhooks estimate --task my_task.py:task --ranks 8 --rate 100Mbit/s
-
-[bold]Another processor[/bold]: state the time of a step on it, and the rate at which it copies memory.
-
-    commhooks estimate --parameters 124M --compute 80ms --copy-rate 50GB/s --cores 2 --rate 10Gbit/s
-""",
-    "simulate": """
-A step of the task is measured here without any link, and so is every hook's compression, with up to 16 workers in one \
-process. Step times with more ranks and over other links are computed from these measurements. \
-The guide (simulate.md) describes the model, and its error against real clusters.
-
-[bold]Five hooks[/bold] on a GPT of 4 million parameters, at 100 Mbit/s to 100 Gbit/s.
-
-    commhooks simulate --out runs/simulated
-
-[bold]Hosts of eight ranks[/bold] that share a link, without and with a fast link inside.
-
-    commhooks simulate --ranks-per-host 8 --inner-rate 2.4Tbit/s --save measured.json
-    commhooks simulate --measured measured.json --rate 25Gbit/s --ranks 8,16,...,4096
-
-[bold]Your processor[/bold]: compute and compression are scaled alike, so that a step's compute takes this long.
-
-    commhooks simulate --task my_task.py:task --hook all-reduce --hook powersgd:rank=8 --compute 80ms
-
-[bold]From sizes alone[/bold], for all-reduce and fp16, without the time of compression.
-
-    commhooks simulate --parameters 1B --compute 0.1s --rate 100Gbit/s --algorithm ring
-
-[bold]The folder[/bold] given by --out receives simulation.csv, utilisation.png and simulation.json. \
-Extrapolations and all other assumptions are printed, and written beside the results.
-""",
     "profile": """
 Some steps run unchanged. Then the hooks take turns in steps that send nothing: these show each hook's cost besides \
-its transfers. Afterwards the model is as before. The guide (profile.md) explains the table.
+its transfers. Afterwards the model is as before. The guide (plan.md) explains the table.
 
 [bold]A task of yours[/bold], on two ranks of this machine.
 
-    commhooks profile --task my_task.py:task
-
-[bold]Everything[/bold], with a picture.
-
-    commhooks profile --task gpt:size=small --json profile.json --picture profile.png
+    commhooks profile --task my_task.py:task --json profile.json
 
 [bold]On your cluster[/bold], with two hooks on PyTorch's DistributedDataParallel.
 
     torchrun --nnodes 4 ... -m commhooks.experiments profile --task my_task.py:task --ddp torch \
 --hook fp16 --hook powersgd:rank=4,policy=fused
-
-[bold]Overlap[/bold]: with --overlap, three things are timed in turns instead: a local step (compute), the \
-collectives of a step with nothing to compute (communication), and a step that does both. The batch size is chosen so \
-that the first two take about equally long. It prints step / (compute + communication): 1.0 would mean no overlap; \
-about 0.67 is the best possible, because the forward pass, a third of the compute, has nothing to send.
-
-    commhooks profile --task gpt --overlap --link 100Mbit/s,latency=0.2ms
 """,
     "hooks": """
 [bold]All names[/bold], ours and PyTorch's.
@@ -199,26 +147,34 @@ output can be posted as it is; variables that may contain them are only reported
     commhooks env --json -
 """,
     "plan": """
-The task is profiled and the link probed, which takes two minutes; then every hook's step is computed from both. \
-The guide (plan.md) explains how, and shows how close predictions are.
+A prediction needs a step and a network. The step is computed from tables (--parameters) or measured (--task), the \
+network is given (--link) or probed. Every hook's cost in accuracy stands beside its speed, and the safest gain is \
+named first. The guide (plan.md) describes the model, and its error against real steps.
 
-[bold]On your own cluster[/bold], from nothing to an answer.
+[bold]In seconds[/bold], from the number of parameters and the time of a step's compute. Half of what ping reports is \
+the latency.
+
+    commhooks plan --parameters 25M --compute 200ms --link 200Mbit/s,latency=5ms
+
+[bold]Your model[/bold], over your link as you state it; with --validate real steps follow.
+
+    commhooks plan --task my_task.py:task --link 200Mbit/s,latency=5ms --validate
+
+[bold]Your cluster[/bold]: the step and the network are measured.
 
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commhooks plan --task my_task.py:task
 
-[bold]Hosts on this machine[/bold], as root; then the best three hooks really run.
+[bold]More ranks[/bold], seldom communication and FSDP2.
 
-    commhooks plan --task gpt:size=base --link hosts:1Gbit/s --validate
-
-[bold]From files[/bold] that the commands probe and profile wrote.
-
-    commhooks plan --probe probe.json --profile profile.json
+    commhooks plan --task my_task.py:task --link 1Gbit/s,latency=50us --ranks 2..1024
+    commhooks plan --task gpt --link 50Mbit/s,latency=20ms --hook int4 --hook diloco:every=30,compressor=int4
+    commhooks plan --parameters 124M --compute 1s --link 1Gbit/s,latency=50us --sharded --hook int8
 """,
     "probe": """
 Every collective that compressors use is timed, from 256 bytes to as much as the time allows, in turns. \
 A line (latency, and seconds for each byte) is fitted to the medians; if it does not fit, times are interpolated \
 between the measured sizes. Nothing is predicted beyond four times the largest size. If two halves of the \
-measurement disagree by more than 10 %, it is repeated once; above 30 %, it is rejected.
+measurement disagree by more than 10 %, it is repeated once; predictions are as much less certain as they still do.
 
 [bold]Your own cluster[/bold]: torchrun starts the ranks.
 

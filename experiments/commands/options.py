@@ -96,12 +96,6 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Remove the results of earlier commands in that folder first.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show nothing during the runs.")]
-Imports = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--import", help=f"A module to import first: a file may name a compressor of yours, my_module:Class.{REPEAT}"
-    ),
-]
 WorldRanks = Annotated[
     int | None, typer.Option("--ranks", help="Processes on this machine; default: 2, or torchrun's world size.")
 ]
@@ -111,7 +105,4 @@ WorldLink = Annotated[
         "--link",
         help="hosts:1Gbit/s (as root), an emulated 100Mbit/s,latency=1ms, or, under torchrun, real; default: no limit.",
     ),
-]
-Unsteady = Annotated[
-    bool, typer.Option("--unsteady", help="Go on even if two halves of the probe disagree by more than 30 %.")
 ]

@@ -7,107 +7,76 @@ from typing import Annotated
 
 import typer
 
-from .options import BucketCap, Ddp, Hooks, Imports, Unsteady, WorldLink, WorldRanks, json_option, task_option
+from .options import Hooks, Sharded, json_option, task_option
 from .terminal import announce, check_unused, errors_in_words, write_json
-
-_VALIDATE_SECONDS = 30.0
 
 
 def plan(
     context: typer.Context,
-    task: Annotated[str | None, task_option()] = None,
-    hook: Hooks = None,
-    ranks: WorldRanks = None,
-    link: WorldLink = None,
-    ddp: Ddp = "core",
-    bucket_cap_mb: BucketCap = None,
-    seconds: Annotated[float, typer.Option(help="The time that profiling may take.")] = 80.0,
-    probe_seconds: Annotated[float, typer.Option(help="The time that probing may take, 1 to 120.")] = 20.0,
-    unsteady: Unsteady = False,
-    validate: Annotated[
-        bool, typer.Option("--validate", help="Then run the best three hooks and all-reduce, and compare.")
-    ] = False,
-    probe: Annotated[Path | None, typer.Option(help="A file that 'probe --json' wrote, instead of probing.")] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="A file that 'profile --json' wrote, instead of profiling.")
+    parameters: Annotated[
+        str | None, typer.Option(help="The model's number of parameters, 25M: then nothing is measured.")
     ] = None,
-    imports: Imports = None,
-    backend: Annotated[str | None, typer.Option(help="none: sending uses no CPU time; default: as probed.")] = None,
-    sharded: Annotated[bool, typer.Option("--sharded", help="Predict steps of FSDP2 too.")] = False,
-    json: Annotated[Path | None, json_option("plan, probe and profile")] = None,
-    seed: Annotated[int, typer.Option(help="The seed of the task's model and data.")] = 0,
+    compute: Annotated[
+        str | None, typer.Option(help="With --parameters: the time of a step without communication, 200ms.")
+    ] = None,
+    task: Annotated[str | None, task_option(" Its steps are measured.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="A file that 'profile --json' wrote, in place of measuring --task.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Your link, in full: 200Mbit/s,latency=5ms; default: the ranks' link is probed.")
+    ] = None,
+    probe: Annotated[Path | None, typer.Option(help="A file that 'probe --json' wrote, in place of --link.")] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Ranks, one or several: 4, or 2,4,8, or 2..1024; default: 2, or torchrun's.")
+    ] = None,
+    hook: Hooks = None,
+    sharded: Sharded = False,
+    cores: Annotated[
+        int, typer.Option(help="With --parameters: the cores of each rank; from 2 on, compression overlaps compute.")
+    ] = 1,
+    seconds: Annotated[float, typer.Option(help="The time that measuring may take.")] = 100.0,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Then take real steps under every hook, and compare.")
+    ] = False,
+    json: Annotated[Path | None, json_option("plans, probe and profile")] = None,
 ) -> None:
-    """Predict every hook's step, and recommend one, or say that none pays."""
+    """Predict every hook's step beside what it costs in accuracy, and recommend one, or say that none pays."""
     with errors_in_words(json) as console:
-        from ..planning.planning import (
-            Asked,
-            load,
-            make_plan,
-            plan_table,
-            sentences,
-            validation_table,
-        )
-        from ..planning.probing import check_probe
-        from ..planning.profiling import Asked as ProfileAsked
-        from ..planning.seldom import is_asked, seldom_sentences, seldom_table
-        from ..planning.sharded import sharded_sentences, sharded_table
-        from ..planning.worlds import check_place, check_world
+        from ..planning.request import Asked, count_in, load, make_plans, numbers_in, ranks_here
+        from ..planning.showing import plan_sentences, plan_tables, validation_table
+        from ..planning.worlds import check_place
         from ..specs import Spec
-        from ..tasks.importing import import_named
 
-        _check_used(context, probe, profile, validate=validate)
-        is_measured = validate or probe is None or profile is None
-        if is_measured and task is None:
-            raise ValueError(
-                "there is something to measure, so name what to train: --task my_task.py:task (or give both --probe "
-                "and --profile, without --validate)"
-            )
-        number, settings = check_world(ranks, link)
-        if probe is None:
-            check_probe(number, probe_seconds)
+        if parameters is not None:
+            check_unused(context, ["seconds"], "with --parameters, which are not measured")
+        else:
+            check_unused(context, ["cores"], "on a measured step")
+        if profile is not None and not validate:
+            check_unused(context, ["hook"], "with --profile, whose hooks are measured already")
         check_place(json)
-        import_named(imports or ())
         asked = Asked(
-            profile=ProfileAsked(
-                task=Spec.parse(task or "gpt", "task"),
-                hooks=None if hook is None else tuple(map(Spec.parse, hook)),
-                link=settings,
-                ddp=ddp,
-                bucket_cap_mb=bucket_cap_mb,
-                seconds=seconds,
-                seed=seed,
-            ),
-            probe_seconds=probe_seconds,
-            unsteady=unsteady,
-            validate_seconds=_VALIDATE_SECONDS if validate else None,
-            backend=backend,
+            parameters=None if parameters is None else count_in(parameters),
+            compute=compute,
+            task=None if task is None else Spec.parse(task, "task"),
+            link=link,
+            hooks=None if hook is None else tuple(map(Spec.parse, hook)),
+            ranks=None if ranks is None else numbers_in(ranks),
+            cores=cores,
             sharded=sharded,
-            imports=tuple(imports or ()),
+            seconds=seconds,
+            validate=validate,
             **load(probe, profile),
         )
-        if is_measured:
-            announce(console, f"measuring {asked.profile.task.label} on {number} ranks for up to {asked.seconds:.0f} s")
-        found = make_plan(asked, number)
+        if asked.measures:
+            announce(console, f"measuring on {ranks_here(asked)} ranks for up to {asked.seconds:.0f} s")
+        found = make_plans(asked)
         if found is None:
             return
-        shown: list[object] = [plan_table(found), *sentences(found)]
-        shown += [seldom_table(found.plan)] if is_asked(found.plan) else []
-        shown += seldom_sentences(found.plan, found.profile)
-        shown += [sharded_table(found.plan), *sharded_sentences(found.plan)] if sharded else []
+        shown: list[object] = [*plan_tables(found), *plan_sentences(found)]
         shown += [validation_table(found)] if found.measured else []
         for one in shown:
             is_text = isinstance(one, str)
             console.print(one, highlight=not is_text, markup=not is_text, soft_wrap=is_text)
         if json is not None:
             write_json(found.write, "plan", json, console)
-
-
-def _check_used(context: typer.Context, probe: Path | None, profile: Path | None, *, validate: bool) -> None:
-    """Raise ValueError if an option concerns a measurement that a file replaces."""
-    if probe is not None:
-        check_unused(context, ["probe_seconds", "unsteady"], "with --probe, which is measured already")
-    if profile is not None and not validate:
-        check_unused(context, ["hook", "seconds"], "with --profile, whose hooks are measured already")
-        if probe is not None:
-            others = ["task", "ranks", "link", "ddp", "bucket_cap_mb", "seed"]
-            check_unused(context, others, "with --probe and --profile, which leave nothing to measure")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Unsteady, WorldLink, WorldRanks, json_option
+from .options import WorldLink, WorldRanks, json_option
 from .terminal import announce, errors_in_words, write_json
 
 
@@ -15,10 +15,6 @@ def probe(
     ranks: WorldRanks = None,
     link: WorldLink = None,
     seconds: Annotated[float, typer.Option(help="The time it may take, 1 to 120.")] = 20.0,
-    ranks_per_host: Annotated[
-        int | None, typer.Option(help="Consecutive ranks that form a machine; default: torchrun's, or 1.")
-    ] = None,
-    unsteady: Unsteady = False,
     profile: Annotated[
         Path | None,
         typer.Option(help="A file that 'profile --json' wrote: measure only the messages of its hooks."),
@@ -27,8 +23,9 @@ def probe(
 ) -> None:
     """Measure the time of every collective between the ranks."""
     with errors_in_words(json) as console:
-        from ..planning.planning import load
-        from ..planning.probing import Asked, check_probe, measure_probe, probe_tables
+        from ..planning.measurements import Asked, check_probe, measure
+        from ..planning.request import load
+        from ..planning.showing import probe_table
         from ..planning.worlds import check_place, check_world
 
         number, settings = check_world(ranks, link)
@@ -40,10 +37,9 @@ def probe(
                 f"the profile is of {given.ranks} ranks, and the probe of {number}: give --ranks {given.ranks}"
             )
         announce(console, f"probing the link {settings.label} between {number} ranks for up to {seconds:.0f} s")
-        found = measure_probe(Asked(settings, seconds, ranks_per_host, unsteady, given), number)
-        if found is None:
+        found = measure(Asked(link=settings, probe_seconds=seconds, profiled=given), number)
+        if found is None or found.probe is None:
             return
-        for table in probe_tables(found):
-            console.print(table)
+        console.print(probe_table(found.probe))
         if json is not None:
-            write_json(found.write, "probe", json, console)
+            write_json(found.probe.write, "probe", json, console)

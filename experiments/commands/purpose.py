@@ -9,8 +9,7 @@ import commhooks
 PURPOSE = "Train models over several ranks under several gradient-compression hooks, and see what each one costs."
 GROUPS = {
     "Decide": {
-        "estimate": "Estimate in seconds whether compression pays: each hook's step time and break-even rate.",
-        "plan": "Predict every hook's step on your link, and recommend one, or say that none pays.",
+        "plan": "Predict every hook's step on your link, beside its cost in accuracy, and recommend one or none.",
     },
     "Compare": {
         "compare": "Train one model under several hooks, and write a table, plots and a report.",
@@ -29,7 +28,6 @@ GROUPS = {
     },
     "Lab": {
         "cluster": "Make a slow cluster on this machine: hosts in network namespaces, links with a real rate.",
-        "simulate": "Compute step time and utilisation for 2 to 1,024 ranks from measurements on this machine.",
     },
 }
 """The commands in groups by purpose, each with a summary."""

@@ -1,129 +1,140 @@
-"""`commhooks probe`: the time of every collective between the ranks."""
+"""Measuring a probe: the collectives that compressors use, over a group like the one that carries gradients."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import platform
+import socket
 
-from rich.markup import escape
-from rich.table import Table
+import torch
+import torch.distributed as dist
 
-from commhooks.communicators.collective import ring_bytes
-from commhooks.units import counted
+from commhooks.communicators import Collective, Communicator, ProcessGroupCommunicator
+from commhooks.communicators.parent_group import backend_of
+from commhooks.communicators.private_group import Address, PrivateGroup, WrapCommunicator
+from commhooks.devices import ACCELERATOR, runs_on_streams, wait_for_device
 
-from ..launch import Send, WorldError
-from ..links.link import LinkSettings, format_rate
-from ..predicting import Profile
-from ..predicting.errors import ProbeError
-from ..predicting.ladder import LEAST_SECONDS, MOST_SECONDS
-from ..predicting.link import plain_kind
-from ..predicting.probes import MOST_DISAGREEMENT, Cost, Probe
-from ..predicting.probing import probe
-from ..report.table import plain_table
-from ..report.words import percent
-from .worlds import around, run_over
+from .errors import ProbeError
+from .ladder import ATTEMPTS, LEAST_SECONDS, MOST_SECONDS, ladders_of
+from .meter import Clocks, Meter, sum_of
+from .probes import MOST_DISAGREEMENT, Probe
+from .profiles import Profile
 
-_SILENCE = 60.0  # seconds
-_MEBI = 2**20
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The settings of a probe."""
-
-    link: LinkSettings
-    seconds: float
-    ranks_per_host: int | None = None
-    unsteady: bool = False  # report the probe even if its halves disagree by more than 30 %
-    profile: Profile | None = None  # measure only the messages of its hooks
+_LATE = 1.25  # times its share that an attempt may have taken for another one to follow
+_NAME_BYTES = 253  # of a host, at most
+_CLOSING_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class Refused:
-    """The message that there is no probe."""
+def probe(
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    seconds: float = 20.0,
+    device: torch.device | str | None = None,
+    wrap_communicator: WrapCommunicator | None = None,
+    link: str = "",
+    profile: Profile | None = None,
+) -> Probe:
+    """Measure the collectives that compressors use between the ranks of a group; all of them must call it.
 
-    why: str
+    The collectives run on a private Gloo group, as an attachment's do, or on the group itself if that is NCCL. If two
+    halves of the measurement disagree by more than 10 %, it is repeated once, and the better one counts.
 
-
-def check_probe(ranks: int, seconds: float) -> None:
-    """Raise ValueError if there are fewer than two ranks, or a probe cannot take this many seconds."""
-    if ranks < 2:
-        raise ValueError(f"a link is measured between two ranks or more (got {ranks}): give --ranks 2")
-    if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
-        raise ValueError(f"a probe takes {LEAST_SECONDS:g} to {MOST_SECONDS:g} seconds (got {seconds:g})")
-
-
-def measure_probe(asked: Asked, ranks: int) -> Probe | None:
-    """Return the probe on the process that reports: this one, or torchrun's rank 0; None on torchrun's others.
+    Args:
+        process_group: The ranks; default: the default group.
+        seconds: The longest time to measure, 1 to 120. Higher: larger messages over a slow link, steadier medians.
+        device: The gradients' device; default: the GPU if the group uses NCCL, otherwise the CPU.
+        wrap_communicator: As for `attach`.
+        link: The link's name, kept in the result.
+        profile: If given, the same on all ranks. Then only the collectives that its hooks send are measured, up to the
+            sizes that they send, so that the time is spent on what `plan` needs.
 
     Raises:
-        WorldError: A rank failed, or the link could not be measured; the message says why.
+        ProbeError: There is no group or only one rank, or the network is too slow for the time given.
+        CollectiveError: A collective failed.
 
     """
-    found: list[Probe] = []
-
-    def hear(message: object) -> None:
-        if isinstance(message, Refused):
-            raise WorldError(f"error: {message.why}")
-        assert isinstance(message, Probe), "rank 0 sends nothing else"
-        found.append(message)
-
-    run_over(asked.link, probe_on_rank, ranks, asked, hear, timeout=_SILENCE + asked.seconds)
-    return found[0] if found else None
-
-
-def probe_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
-    """Probe the link; rank 0 sends the result, or the reason why there is none."""
-    found: Probe | Refused
-    try:
-        found = probe_link(asked)
-    except ProbeError as error:  # the same on all ranks
-        found = Refused(str(error))
-    if rank == 0:
-        send(found)
-
-
-def probe_link(asked: Asked) -> Probe:
-    """Return the probe of the real or emulated link; all ranks must call it."""
-    return probe(
-        seconds=asked.seconds,
-        # A rank stands for a host, unless it is said otherwise or torchrun knows.
-        ranks_per_host=asked.ranks_per_host or (None if asked.link.kind == "real" else 1),
-        wrap_communicator=around(asked.link),
-        link=asked.link.label,
-        unsteady=asked.unsteady,
-        profile=asked.profile,
+    if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+        raise ProbeError(f"probe(seconds={seconds!r}): seconds must be from {LEAST_SECONDS:g} to {MOST_SECONDS:g}.")
+    group = dist.group.WORLD if process_group is None and dist.is_initialized() else process_group
+    if group is None:
+        raise ProbeError("probe: there is no process group; call torch.distributed.init_process_group first.")
+    if group.size() == 1:
+        raise ProbeError(
+            "probe: a single rank has no link to measure; start two ranks or more, such as with 'torchrun "
+            "--nproc-per-node 2'."
+        )
+    where = _device_of(group, device)
+    backend = backend_of(group, where)
+    over = functools.partial(
+        probe_over,
+        seconds=seconds,
+        link=link,
+        device=where,
+        clocks=Clocks(settle=functools.partial(wait_for_device, where)),
+        profile=profile,
     )
+    if runs_on_streams(backend):
+        carrier = ProcessGroupCommunicator(group, has_tensor_forms=True)
+        return over(wrap_communicator(carrier) if wrap_communicator else carrier, backend=backend)
+    address = Address.under(group, "probe")
+    try:
+        private_group = PrivateGroup(address, wrap_communicator)
+        try:
+            assert private_group.communicator is not None, "it was just opened"
+            return over(private_group.communicator)
+        finally:
+            private_group.close(_CLOSING_SECONDS)
+    finally:
+        address.store_thread.close()
+        address.section.release()
 
 
-def probe_tables(found: Probe) -> list[Table]:
-    """Return a table of all ranks' collectives, and two of those inside and between machines if they were measured."""
-    title = f"{counted(found.ranks, 'rank')}, link {found.link or 'real'}, {found.backend}, {found.took:.1f} s"
-    if found.disagreement > MOST_DISAGREEMENT:
-        title += f"; unsteady: halves disagree by up to {percent(found.disagreement)}"
-    tables = [_table(title, found)]
-    if found.inner is not None and found.outer is not None:
-        tables.append(_table(f"inside machines of {counted(found.inner.ranks, 'rank')}", found.inner))
-        tables.append(_table(f"between {found.outer.ranks} machines, at all positions at once", found.outer))
-    return tables
+def probe_over(
+    communicator: Communicator,
+    seconds: float,
+    *,
+    backend: str = "gloo",
+    link: str = "",
+    device: torch.device | None = None,
+    clocks: Clocks | None = None,
+    profile: Profile | None = None,
+) -> Probe:
+    """Measure over a communicator; see `probe`."""
+    clocks = clocks or Clocks()
+    hosts = _hosts(communicator, device)
+    share = seconds / ATTEMPTS
+
+    def measured() -> Probe:
+        begun = clocks.wall()
+        costs = Meter(communicator, device, clocks, ladders_of(profile, communicator.world_size)).measure(share)
+        return Probe(
+            ranks=communicator.world_size,
+            costs=costs,
+            took=clocks.wall() - begun,
+            backend=backend,
+            link=link,
+            hosts=hosts,
+            machine=f"{platform.system()} {platform.machine()}",
+            versions={"python": platform.python_version(), "torch": torch.__version__},
+        )
+
+    found = measured()
+    is_late = sum_of(communicator, float(found.took > _LATE * share), device)  # on any rank: all must agree
+    if found.disagreement > MOST_DISAGREEMENT and not is_late:
+        found = min(found, measured(), key=lambda one: one.disagreement)
+    return found
 
 
-def _table(title: str, level: Probe) -> Table:
-    columns = ("latency", "rate", "largest sent", "took", "processor", "residual", "used")
-    table = plain_table(title, columns, first="collective")
-    for kind, cost in level.costs.items():
-        table.add_row(escape(kind), *_row(kind, cost, level.ranks))
-    return table
+def _hosts(communicator: Communicator, device: torch.device | None) -> tuple[str, ...]:
+    """Return the network name of each rank's host."""
+    name = socket.gethostname().encode()[:_NAME_BYTES]
+    own = torch.tensor(list(name.ljust(_NAME_BYTES, b"\0")), dtype=torch.uint8, device=device)
+    pending = communicator.start(Collective("all-gather", own))
+    pending.wait()
+    return tuple(bytes(row).rstrip(b"\0").decode(errors="replace") for row in pending.result.tolist())
 
 
-def _row(kind: str, cost: Cost, ranks: int) -> list[str]:
-    line, processor = cost.line, cost.processor_line
-    bits = 8 * ring_bytes(plain_kind(kind), _MEBI, ranks) / _MEBI  # sent for each byte of payload
-    return [
-        f"{1e6 * line.at_zero:,.0f} µs",
-        format_rate(float(f"{bits / line.per_byte:.3g}") if line.per_byte else None),
-        f"{cost.largest / 1024:,.3g} KiB" if cost.largest < _MEBI else f"{cost.largest / _MEBI:.3g} MiB",
-        f"{1e3 * cost.timings[-1].seconds.median:.3g} ms",
-        f"{1e6 * processor.at_zero:,.0f} µs + {1e9 * processor.per_byte:.2g} ns/B",
-        percent(cost.residual),
-        "line" if cost.is_line else "sizes",
-    ]
+def _device_of(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return ACCELERATOR if runs_on_streams(backend_of(group, ACCELERATOR)) else torch.device("cpu")

@@ -1,183 +1,188 @@
-"""`commhooks profile`: the split of the time of a task's steps, and the time that every hook adds."""
+"""Measure where the time of a model's steps goes, and what every hook would add: `profile`."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from rich.markup import escape
-from rich.table import Table
+from torch import Tensor
+from torch.nn import Module
 
-from commhooks.errors import CommHooksError
-from commhooks.units import bytes_in_words, counted
+from commhooks.communicators.parent_group import group_or_default
+from commhooks.errors import SettingsError
+from commhooks.hooks.sockets import check_is_free
+from commhooks.language.compressor import Compressor
+from commhooks.unwrapping import find_ddp, trained_parameters
+from ddp_core.guard import local_on_purpose
 
-from .. import predicting
-from ..hooks import make_hook, policy_of
-from ..launch import Send, WorldError
-from ..links.link import LinkSettings, Wire
-from ..links.linked_group import LinkedGroup
-from ..predicting import Candidate, Profile
-from ..predicting.candidates import ALL_REDUCE, label_in_profile
-from ..predicting.profiles import StepParts
-from ..predicting.turns import LEAST_STEPS
-from ..report.table import plain_table
-from ..report.words import percent
-from ..runs import check_ddp
-from ..specs import Spec
-from ..tasks import load_task
-from ..training.registration import wrap_in_ddp
-from ..training.stepper import Stepper
-from ..training.stock import is_stock
-from .worlds import run_over
+from ..machine import load_average, machine_in_words
+from .candidates import NOOP, Candidate, default_candidates, with_the_two
+from .keeping import Kept
+from .measuring import Brief, buckets_of, longest, parts_of, ready_of
+from .place import ranks_per_host
+from .profiles import GradientProfile, HookProfile, Profile
+from .turns import LEAST_STEPS, PLAIN, Turns
 
-_SILENCE = 300.0  # seconds beyond those of the profile itself: a task may take long to load
+_MIB = 2**20
+_DEFAULT_CAP = 25.0  # MiB, of both DDPs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The settings of a profile."""
+def profile(
+    model: Module,
+    step_fn: Callable[[], object],
+    *,
+    hooks: Iterable[Candidate | Compressor | str] | None = None,
+    steps: int | None = None,
+    seconds: float = 60.0,
+    name: str = "",
+    link: str = "",
+    process_group: dist.ProcessGroup | None = None,
+    as_ranks: int | None = None,
+) -> Profile:
+    """Measure where the time of a training step goes, and what every hook would add to it without a link.
 
-    task: Spec
-    hooks: tuple[Spec, ...] | None = None  # None: a profile's default hooks
-    link: LinkSettings
-    ddp: str = "core"
-    bucket_cap_mb: float | None = None
-    steps: int | None = None
-    seconds: float = 60.0
-    seed: int = 0
+    Call it on every rank, between two steps. `model` is a DistributedDataParallel, ddp_core's or PyTorch's, or a
+    wrapper of one. `step_fn()` runs one whole step of this rank: it takes a batch, and runs the forward pass, the
+    backward pass and the optimizer.
 
+    At first some steps run as they are, under the DDP's own all-reduce. Then every hook has its turns, again and again,
+    a few steps each, so that other load on the machine slows all of them alike. In these steps nothing is sent: each
+    collective is answered at once with what this rank put in. They hold all that a hook costs except transfers: thread
+    hand-offs, memory traffic, and the contention of worker and training thread.
 
-@dataclass(frozen=True)
-class Refused:
-    """The message that there is no profile."""
+    - `hooks`: what to measure besides noop and all-reduce; None: `default_candidates()`. Each is a `Candidate`, which
+      has a policy, or whatever `attach` takes.
+    - `steps`: how many steps of each hook count, at least 3; None: as many as fit into `seconds`, up to 42.
+    - `seconds`: how long to measure, if `steps` is None.
+    - `name`: the model's name in reports; empty: its class.
+    - `link`: a name for the link; `plan` accepts only a probe of a link with the same name.
+    - `process_group`: the ranks that agree on the steps; None: the model's own group.
+    - `as_ranks`: measure hooks as if there were this many ranks, at least as many as there are: each collective returns
+      as much as that many ranks would send. None: the ranks that there are.
 
-    why: str
+    Afterwards parameters, buffers, gradients and optimizer states are as before: they are copied first, which needs as
+    much memory again. Optimizers are found when they step, if they are `torch.optim.Optimizer`s. Everything else that
+    `step_fn` changes stays changed: data iterators, learning-rate schedules, random number generators and loss scales
+    advance. PyTorch's DistributedDataParallel accepts one hook in its life, so from then on it averages with this
+    package's all-reduce, and takes `attach` but no `register_comm_hook`; ddp_core's is as before.
 
-
-def measure_profile(asked: Asked, ranks: int) -> Profile | None:
-    """Return the profile on the process that reports: this one, or torchrun's rank 0; None on torchrun's others.
+    Returns the same profile on every rank.
 
     Raises:
-        ValueError: There is no such task or hook, or it does not accept the task's parameters.
-        WorldError: A rank failed, or steps do not fit into the time; the message says why.
+        AttachError: The model is not a DistributedDataParallel, or a hook is attached or registered.
+        ProfileError: `step_fn` failed; the message names the rank. In a step under the DDP's own all-reduce, other
+            ranks may wait for the failed one as they would in training, until its process ends.
+        SettingsError: A setting cannot work, parameters are not on the CPU, or the steps do not fit into `seconds`.
 
     """
-    check_asked(asked)
-    found: list[Profile] = []
-
-    def hear(message: object) -> None:
-        if isinstance(message, Refused):
-            raise WorldError(f"error: {message.why}")
-        assert isinstance(message, Profile), "ranks send nothing else"
-        found.append(message)
-
-    run_over(asked.link, profile_on_rank, ranks, asked, hear, timeout=_SILENCE + asked.seconds)
-    return found[0] if found else None
-
-
-def check_asked(asked: Asked) -> None:
-    """Raise ValueError if a setting cannot work, a name does not exist, or a hook does not accept the task."""
-    check_ddp("profile", asked.ddp, asked.bucket_cap_mb)
-    if asked.steps is not None and asked.steps < LEAST_STEPS:
-        raise ValueError(f"steps must be a whole number of at least {LEAST_STEPS} (got {asked.steps})")
-    if not 0 < asked.seconds < math.inf:
-        raise ValueError(f"a profile takes a time above zero, in seconds (got {asked.seconds:g})")
-    parameters = dict(load_task(asked.task, asked.seed).model.named_parameters())
-    for spec in asked.hooks or ():
-        if is_stock(spec):
-            raise ValueError(
-                f"hook {spec.label!r} is PyTorch's own, whose rounds cannot be watched: profile one of ours"
-            )
-        make_hook(spec, asked.seed).check(parameters, None)
-
-
-@contextmanager
-def stepper(asked: Asked) -> Iterator[Stepper]:
-    """Yield a stepper of the task's model in its DistributedDataParallel, over an emulated link if requested."""
-    torch.set_num_threads(1)
-    task = load_task(asked.task, asked.seed)
-    world = dist.group.WORLD
-    assert world is not None, "ranks have a process group"
-    group = LinkedGroup(world, Wire(asked.link)) if asked.link.kind == "emulated" else None
-    step = Stepper(task, wrap_in_ddp(task.model, asked.ddp, asked.bucket_cap_mb, group))
+    ddp = find_ddp("profile", model)
+    check_is_free("profile", ddp)
+    candidates = with_the_two(default_candidates() if hooks is None else hooks)
+    named = trained_parameters(model, ddp)
+    group = group_or_default(process_group if process_group is not None else getattr(ddp, "process_group", None))
+    _check(named, steps, seconds)
+    if as_ranks is not None and (not isinstance(as_ranks, int) or as_ranks < group.size()):
+        raise SettingsError(
+            f"profile(as_ranks={as_ranks!r}): as_ranks must be a whole number, at least the "
+            f"{group.size()} that there are."
+        )
+    kept = Kept(ddp)
+    turns = Turns(ddp, named, step_fn, candidates, kept, group, as_ranks)
     try:
-        yield step
+        with local_on_purpose(ddp):
+            turns.run(steps, seconds)
     finally:
-        del step.ddp  # a DDP must go before its process group does
-        if group is not None:
-            group.close()
+        kept.restore()
+    return _profile_of(turns, ddp, named, candidates, name or type(ddp.module).__name__, link)
 
 
-def profile_step(
-    step: Stepper, asked: Asked, *, as_ranks: int | None = None, group: dist.ProcessGroup | None = None
+def _check(named: Sequence[tuple[str, Tensor]], steps: int | None, seconds: float) -> None:
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < LEAST_STEPS):
+        raise SettingsError(f"profile(steps={steps!r}): steps must be a whole number of at least {LEAST_STEPS}.")
+    if not 0 < seconds < math.inf:
+        raise SettingsError(f"profile(seconds={seconds!r}): seconds must be above zero, and finite.")
+    elsewhere = next(((name, p.device) for name, p in named if p.device.type != "cpu"), None)
+    if elsewhere is not None:
+        raise SettingsError(
+            f"profile: parameter {elsewhere[0]!r} is on {elsewhere[1]}, where kernels run after the calls that start "
+            "them have returned; profile measures on the CPU. Use torch.profiler there."
+        )
+
+
+def _profile_of(
+    turns: Turns,
+    ddp: Module,
+    named: Sequence[tuple[str, Tensor]],
+    candidates: Sequence[Candidate],
+    name: str,
+    link: str,
 ) -> Profile:
-    """Return the profile of a task's steps, as one of `as_ranks` or of the group's ranks; all ranks must call it."""
-    return predicting.profile(
-        step.ddp,
-        step,
-        hooks=candidates_of(asked),
-        steps=asked.steps,
-        seconds=asked.seconds,
-        name=step.task.name,
-        link=asked.link.label,
-        process_group=group or dist.group.WORLD,
-        as_ranks=as_ranks,
+    """Return the profile, which all ranks make of the same figures."""
+    brief = {label: [one.brief(len(named)) for one in steps] for label, steps in turns.records.items()}
+    of_ranks: list[dict[str, list[Brief]]] = turns.ranks.gather("exchange what was measured", lambda: brief)
+    steps = {label: longest([one[label] for one in of_ranks]) for label in brief}
+    states: list[dict[str, int]] = turns.ranks.gather("exchange the sizes of states", lambda: turns.state_bytes)
+    hooks = {
+        one.label: HookProfile(
+            one.hook,
+            one.policy,
+            parts_of(steps[one.label]),
+            buckets_of(one.label, steps[one.label]),
+            max(state[one.label] for state in states),
+        )
+        for one in candidates
+    }
+    noop = steps[NOOP]
+    return Profile(
+        model=name,
+        fingerprint=fingerprint_of(named),
+        ranks=turns.world_size,
+        ranks_per_host=ranks_per_host(turns.places),
+        ddp="torch" if isinstance(ddp, torch.nn.parallel.DistributedDataParallel) else "core",
+        cores=turns.cores,
+        plain=parts_of(steps[PLAIN]),
+        noop=hooks[NOOP].step,
+        gradients=_gradients(named, noop),
+        hooks=hooks,
+        own_share=sum(step.own_seconds for step in noop) / sum(step.seconds for step in noop),
+        bucket_cap_mb=_bucket_cap(ddp),
+        link=link,
+        hosts=tuple(place.host for place in turns.places),
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "commhooks": metadata.version("commhooks"),
+        },
+        machine=machine_in_words(),
+        load=load_average(),
     )
 
 
-def candidates_of(asked: Asked) -> list[Candidate] | None:
-    """Return the hooks asked for; None: a profile's default hooks."""
-    if asked.hooks is None:
-        return None
-    own = [(spec, make_hook(spec, asked.seed)) for spec in asked.hooks if label_in_profile(spec.label) != ALL_REDUCE]
-    return [Candidate(str(spec.having(policy=None)), made, policy_of(spec), spec.label) for spec, made in own]
+def fingerprint_of(named: Sequence[tuple[str, Tensor]]) -> str:
+    """Return a hash of the names, shapes and dtypes of parameters."""
+    text = "\n".join(f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def profile_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
-    """Profile the task; rank 0 sends the result, and each rank that fails sends the reason."""
-    with stepper(asked) as step:
-        try:
-            found = profile_step(step, asked)
-        except CommHooksError as error:
-            send(Refused(str(error)))
-            return
-    if rank == 0:
-        send(found)
-
-
-def profile_table(found: Profile) -> Table:
-    """Return a table of all settings: the step, and its parts."""
-    title = (
-        f"{found.model}, {counted(found.ranks, 'rank')}, {found.ddp} DDP; nothing is sent but in the first row; "
-        f"milliseconds, median (quartiles) of {found.noop.steps} steps"
-    )
-    table = plain_table(title, ("step", "forward", "backward", "exposed", "optimizer", "state"), first="hook")
-    table.add_row("plain all-reduce", *_row(found.plain), "")
-    for label, hook in found.hooks.items():
-        table.add_row(escape(label), *_row(hook.step), bytes_in_words(hook.state_bytes) if hook.state_bytes else "")
-    return table
-
-
-def sentences(found: Profile) -> Sequence[str]:
-    """Return the conclusions from a profile, as sentences."""
-    first, last = (f"{1e3 * one.ready:.1f} ms ({one.name})" for one in (found.gradients[0], found.gradients[-1]))
-    buckets = found.hooks["noop"].buckets
-    handed_in = ", ".join(f"{1e3 * bucket.ready:.1f}" for bucket in buckets)
-    return (
-        f"Noop bound: {found.verdict()}.",
-        f"Gradients are ready from {first} to {last}, {counted(len(buckets), 'bucket')} at {handed_in} ms.",
-        f"The profiler itself took {percent(found.own_share)} of a step.",
+def _gradients(named: Sequence[tuple[str, Tensor]], noop: Sequence[Brief]) -> tuple[GradientProfile, ...]:
+    """Return the gradients in the order in which they become ready, without those that never do."""
+    ready = ready_of(noop)
+    order = [int(number) for number in np.argsort(ready, kind="stable") if not np.isnan(ready[number])]
+    return tuple(
+        GradientProfile(name, tuple(p.shape), p.numel() * p.element_size(), float(ready[number]))
+        for number, (name, p) in ((number, named[number]) for number in order)
     )
 
 
-def _row(step: StepParts) -> list[str]:
-    whole = step.seconds
-    parts = (step.forward, step.backward, step.exposed, step.optimizer)
-    return [
-        f"{1e3 * whole.median:.2f} ({1e3 * whole.low:.2f}–{1e3 * whole.high:.2f})",
-        *(f"{1e3 * part:.2f}" for part in parts),
-    ]
+def _bucket_cap(ddp: Any) -> float | None:
+    """Return the size of buckets in MiB; None: the default."""
+    cap: float = ddp.bucket_bytes_cap / _MIB
+    is_default = getattr(ddp, "bucket_bytes_cap_default", cap == _DEFAULT_CAP)
+    return None if is_default else cap

@@ -12,7 +12,7 @@ import commhooks
 from commhooks.communicators.private_group import WrapCommunicator
 from commhooks.scheduling.policy import POLICIES, PolicyName
 
-from ..predicting.candidates import Candidate
+from ..planning.candidates import Candidate
 from ..training.stepper import Stepper
 from ..turns import on_slowest
 

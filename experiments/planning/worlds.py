@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from commhooks.communicators import Communicator
 from commhooks.communicators.private_group import WrapCommunicator
 
 from ..cluster import Cluster
-from ..launch import RankFunction, Send, check_real, run_in_torchrun, run_world, torchrun_world
+from ..launch import RankFunction, Send, WorldError, check_real, run_in_torchrun, run_world, torchrun_world
 from ..links.link import EmulatedLink, LinkSettings, Wire
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The message of a rank that measured nothing."""
+
+    why: str
 
 
 def check_world(ranks: int | None, link: str | None) -> tuple[int, LinkSettings]:
@@ -48,6 +57,24 @@ def check_place(*files: Path | None) -> None:
         folder = file.resolve().parent
         if file.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ValueError(f"{file} cannot be written: its folder must exist and be writable; name another place")
+
+
+def found_by(link: LinkSettings, function: RankFunction, ranks: int, argument: object, *, timeout: float) -> Any:
+    """Return what the ranks found, on the process that reports: this one, or torchrun's rank 0; None on others.
+
+    Raises:
+        WorldError: A rank failed or fell silent, or sent that it refused; the message says why.
+
+    """
+    found: list[Any] = []
+
+    def hear(message: object) -> None:
+        if isinstance(message, Refused):
+            raise WorldError(f"error: {message.why}")
+        found.append(message)
+
+    run_over(link, function, ranks, argument, hear, timeout=timeout)
+    return found[0] if found else None
 
 
 def run_over(

@@ -13,8 +13,8 @@ from typing import Any
 
 import commhooks
 
+from .. import stored
 from ..launch import reason_of
-from ..predicting import stored
 from ..results.intervals import Estimate
 from ..results.outcomes import Outcome, Setting, Versus, settings_of
 from ..results.verdicts import Judged, Range

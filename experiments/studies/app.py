@@ -9,8 +9,8 @@ from experiments.commands.terminal import EachOptionOnce
 from .bench.command import bench
 from .gpu_cost.command import gpu_cost
 from .leaderboard.command import leaderboard
-from .predictions.estimates import estimates
-from .predictions.plans import plans
+from .measured_costs import costs
+from .predictions.command import predictions
 from .reproduce.command import HELP, reproduce
 from .verdicts.command import verdicts
 
@@ -18,7 +18,7 @@ app = typer.Typer(
     help=__doc__, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
 app.command(help=HELP, cls=EachOptionOnce)(reproduce)
-for study in (bench, estimates, gpu_cost, leaderboard, plans, verdicts):
+for study in (bench, costs, gpu_cost, leaderboard, predictions, verdicts):
     app.command(cls=EachOptionOnce)(study)
 
 

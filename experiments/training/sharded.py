@@ -23,11 +23,11 @@ from ..hooks import gather_of, make_hook, reduction_of
 from ..links.gloo import course_of, moved_bytes
 from ..links.link import Wire
 from ..links.waits import WaitClock
-from ..predicting.predicting import NoLink
-from ..predicting.sharded import blocks_of, modules_of, sharded_step
-from ..predicting.step_time import step_time
 from ..runs import RunSettings
 from ..specs import Spec, is_seldom
+from ..timing.link import NoLink
+from ..timing.sharded import blocks_of, modules_of, sharded_step
+from ..timing.step_time import step_time
 from .measure import ExchangeClock, Held
 from .registration import Counted, Registered
 from .stock import NO_HOOK, is_stock

@@ -14,9 +14,9 @@ from commhooks.lockstep import lockstep_connections
 from commhooks.scheduling.lockstep import LockstepConnection, run_in_turns
 
 from ..hooks import gather_of, make_hook, reduction_of
-from ..predicting.payloads import bucket_of_shards, rows_of
 from ..specs import Spec
 from ..tasks import LoadedTask
+from ..timing.payloads import bucket_of_shards, rows_of
 from .lockstep import Gradients, Trained, own_gradients
 from .sharded import step_bytes
 

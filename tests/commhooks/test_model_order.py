@@ -18,8 +18,8 @@ from commhooks.language.compressor import Exchange
 from commhooks.language.requests import AllReduce, Part
 from commhooks.scheduling.policy import POLICIES
 from commhooks.scheduling.task import BucketTask
-from experiments.predicting.link import Link
-from experiments.predicting.step_time import Bucket, Stage, Step, step_time
+from experiments.timing.link import Link
+from experiments.timing.step_time import Bucket, Stage, Step, step_time
 from tests.tiers import A_ROW
 
 RANKS = 4

@@ -1,4 +1,4 @@
-"""The probe: known lines are recovered, and what contradicts itself is not reported."""
+"""The probe: known lines are recovered, and what contradicts itself is less certain."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch._C._distributed_c10d import HashStore
 from commhooks.communicators import Collective
 from commhooks.communicators.collective import KINDS, ring_bytes
 from commhooks.errors import SettingsError
-from experiments.predicting.errors import ProbeError
-from experiments.predicting.ladder import SIZES, ladders_of
-from experiments.predicting.link import HALF_SUM, Link, Transfer
-from experiments.predicting.probes import MEASURED, Cost, Probe, Timing
-from experiments.predicting.probing import probe, probe_over
-from experiments.predicting.profiles import RoundProfile, Seconds
+from experiments.planning.errors import ProbeError
+from experiments.planning.ladder import SIZES, ladders_of
+from experiments.planning.probes import MEASURED, Cost, Probe, Timing
+from experiments.planning.probing import probe, probe_over
+from experiments.planning.profiles import RoundProfile, Seconds
+from experiments.timing.link import HALF_SUM, Link, Transfer
 from tests.commhooks.fake_network import FakeNetwork
 from tests.commhooks.test_plan import a_profile, bucket, hook
 
@@ -136,12 +136,6 @@ def test_a_line_counts_relative_errors_so_that_large_messages_do_not_hide_the_la
     assert cost.residual < 0.1
 
 
-def test_a_network_that_changes_in_the_middle_is_not_reported() -> None:
-    network = FakeNetwork(2, lambda collective, now: on_a_line(collective, now) * 2**now)
-    with pytest.raises(ProbeError, match=r"two halves .* disagree.* ms in one and .* ms in the other.*probe again"):
-        probe_over(network, 4.0, clocks=network.clocks)
-
-
 def test_a_network_that_wavers_by_a_fifth_is_reported_with_that_uncertainty() -> None:
     network = FakeNetwork(2, lambda collective, now: on_a_line(collective, now) * (1 + 0.2 * (int(now * 3) % 2)))
     found = probe_over(network, 4.0, clocks=network.clocks)
@@ -149,17 +143,11 @@ def test_a_network_that_wavers_by_a_fifth_is_reported_with_that_uncertainty() ->
     assert max(cost.spread() for cost in found.costs.values()) >= found.disagreement
 
 
-def test_an_unsteady_network_is_reported_on_demand_with_that_uncertainty() -> None:
+def test_an_unsteady_network_is_reported_with_that_uncertainty() -> None:
     network = FakeNetwork(2, lambda collective, now: on_a_line(collective, now) * 2**now)
-    found = probe_over(network, 4.0, clocks=network.clocks, unsteady=True)
+    found = probe_over(network, 4.0, clocks=network.clocks)
     assert found.disagreement > 0.1
     assert max(cost.spread() for cost in found.costs.values()) >= found.disagreement
-
-
-def test_every_other_measurement_must_agree_too() -> None:
-    cost = Cost(tuple(Timing.of(size, [1.0, 2.0] * 8, [0.0] * 16) for size in SIZES))
-    with pytest.raises(ProbeError, match="all-reduce of 64 KiB took 1000.000 ms in one and 2000.000 ms in the other"):
-        a_probe(costs={"all-reduce": cost}).check()
 
 
 def test_a_disturbance_in_the_first_attempt_is_repeated_within_the_time() -> None:
@@ -167,28 +155,6 @@ def test_a_disturbance_in_the_first_attempt_is_repeated_within_the_time() -> Non
     found = probe_over(network, 4.0, clocks=network.clocks)
     assert found.costs["all-reduce"].line == pytest.approx((LATENCIES["all-reduce"], PER_BYTE["all-reduce"]))
     assert found.took < 4.0 * 1.25
-
-
-def test_machines_of_several_ranks_are_measured_inside_and_between() -> None:
-    slower = {None: 1.0, "inner": 0.1, "outer": 2.0}
-
-    def seconds(collective: Collective, now: float) -> float:
-        return on_a_line(collective, now) * slower[collective.group.kind if collective.group else None]
-
-    network = FakeNetwork(6, seconds)
-    found = probe_over(network, 12.0, 3, clocks=network.clocks)
-    assert found.inner is not None and found.outer is not None
-    assert (found.ranks, found.inner.ranks, found.outer.ranks) == (6, 3, 2)
-    for level, factor in ((found, 1.0), (found.inner, 0.1), (found.outer, 2.0)):
-        assert level.costs["all-reduce"].line.per_byte == pytest.approx(factor * PER_BYTE["all-reduce"])
-
-
-@pytest.mark.parametrize("per_host", [1, 4, 6])
-def test_machines_that_are_no_hierarchy_are_measured_as_one(per_host: int) -> None:
-    network = FakeNetwork(6, on_a_line)
-    found = probe_over(network, 4.0, per_host, clocks=network.clocks)
-    assert found.inner is found.outer is None
-    assert all(collective.group is None for collective in network.started)
 
 
 def test_a_network_too_slow_for_the_time_says_so() -> None:
@@ -203,13 +169,13 @@ def test_other_numbers_of_ranks_and_unknown_kinds_are_refused() -> None:
     assert found.transfer("all-reduce", 100, 1) == Transfer(0.0, 0.0, 0)
     with pytest.raises(SettingsError, match="measured with 2 ranks, and is valid for those only"):
         found.transfer("all-reduce", 100, 4)
-    with pytest.raises(SettingsError, match="kind must be one of those measured, all-reduce"):
+    with pytest.raises(SettingsError, match="were not probed, but all-reduce"):
         found.transfer("broadcast", 100, 2)
 
 
 def test_it_survives_a_file_and_damaged_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "probe.json"
-    found = a_probe(link="two cans and a string", inner=a_probe())
+    found = a_probe(link="two cans and a string")
     found.write(path)
     assert Probe.read(path) == found
     assert [file.name for file in tmp_path.iterdir()] == ["probe.json"]

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
-from torch import nn
 
 import commhooks
 from commhooks.errors import SettingsError
-from experiments import predicting
-from experiments.predicting.costs import HookCosts, Sample
-from experiments.predicting.link import OF_PYTORCH, Link
-from experiments.predicting.payloads import rounds_of_shards
-from experiments.predicting.predicting import NoLink, probed_link
-from experiments.predicting.profiles import GradientProfile, HookProfile, Profile, RoundProfile
-from experiments.predicting.sharded import PLAIN, ShardedModule, modules_of, sharded_step
-from experiments.predicting.sharded_profile import modules_in, sharded_step_of
-from experiments.predicting.step_time import Step, step_time
+from experiments import planning
+from experiments.planning.predicting import probed_link
+from experiments.planning.profiles import GradientProfile, HookProfile, Profile, RoundProfile
+from experiments.planning.sharded import modules_in, sharded_step_of
+from experiments.planning.tables import profile_from_tables
+from experiments.timing.link import OF_PYTORCH, Link, NoLink
+from experiments.timing.payloads import rounds_of_shards
+from experiments.timing.sharded import PLAIN, ShardCosts, ShardedModule, sharded_step
+from experiments.timing.step_time import Step, step_time
 from tests.commhooks.shards import Sharded
 from tests.commhooks.test_plan import a_probe, a_profile, bucket, hook, parts
 from tests.commhooks.workers import normal, zeros
@@ -85,20 +83,16 @@ def test_shards_of_different_sizes_are_counted_as_they_are_sent(name: str) -> No
     assert sent == workers.engines[0].statistics().payload_bytes
 
 
-def test_of_two_hops_the_codes_and_their_means_cost_and_fsdp2_copies_what_it_exchanges() -> None:
-    samples = tuple(Sample(size, (2.0 * size, 3.0 * size, 5.0 * size)) for size in (1, 1000))
-    vector = Sample(1, (2.0, 3.0, 5.0))
-    costs = dataclasses.replace(
-        HookCosts.free("TwoHop(codec=Int8())"), matrices=samples, vector=vector, growth=(0.0, 0.0, 0.0)
-    )
+def test_a_modules_share_of_the_passes_counts_and_fsdp2_copies_what_it_exchanges() -> None:
     block = ShardedModule(((64, 32),))
+    costs = ShardCosts(before=2e-6, after=3e-6, elements=2 * block.elements)
     step = sharded_step([block], commhooks.make_compressor("int8"), 2, compute=0.1, costs=costs, copy=1e-9)
     *gathers, reduction = step.buckets
     for gather in gathers:
         assert gather.stages[0].seconds == pytest.approx(1e-9 * block.elements / 2), "its shard into the message"
         assert gather.after == pytest.approx(1e-9 * block.elements), "all shards into the parameter"
-    assert reduction.stages[0].seconds == pytest.approx(1e-9 * (1 + 2) * block.elements)
-    assert reduction.after == pytest.approx(1e-9 * (1 / 2 + 3) * block.elements)
+    assert reduction.stages[0].seconds == pytest.approx(1e-9 * block.elements + 1e-6)
+    assert reduction.after == pytest.approx(1e-9 / 2 * block.elements + 1.5e-6)
 
 
 def test_a_collective_of_pytorch_takes_what_gloo_sends_for_it() -> None:
@@ -111,29 +105,13 @@ def test_a_collective_of_pytorch_takes_what_gloo_sends_for_it() -> None:
     assert ring.transfer(f"reduce-scatter{OF_PYTORCH}", 10**7, 4) == ring.transfer("reduce-scatter", 10**7, 4)
 
 
-def test_an_estimate_of_a_sharded_model_compares_with_plain_fsdp2() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    found = predicting.estimate(model, compute=0.01, ranks=2, rate=1e7, sharded=True, copy_rate=1e10)
-    assert found.baseline == PLAIN and found.buckets == len(modules_of(model)) == 2
-    assert found.of(PLAIN).speed_up == 1 and math.isnan(found.of(PLAIN).break_even)
-    assert found.of("int4").time.bytes_sent < found.of("int8").time.bytes_sent < found.of("bf16").time.bytes_sent
-    assert {one.hook for one in found.hooks} >= {PLAIN, "all-reduce", "bf16", "int8", "int4"}
-    assert not any(one.hook.startswith("powersgd") for one in found.hooks)
-
-
-def test_an_estimate_of_a_number_takes_modules_as_large_as_buckets() -> None:
-    found = predicting.estimate(2e7, compute=0.1, ranks=2, rate=1e9, sharded=True, hooks=["bf16"], copy_rate=1e10)
-    assert found.buckets == 4  # of 4, 28, 28 and 20 MB: matrices of a million, in 1 and 25 MiB
-    assert found.of(PLAIN).time.bytes_sent == 3 * 4 * found.parameters // 2
-
-
-def test_what_cannot_be_sharded_is_refused() -> None:
-    with pytest.raises(SettingsError, match="averages whole gradients"):
-        predicting.estimate(
-            1e6, compute=0.1, ranks=2, rate=1e9, sharded=True, hooks=["powersgd:rank=4"], copy_rate=1e10
-        )
-    with pytest.raises(SettingsError, match="FSDP2 exchanges modules"):
-        predicting.estimate(1e6, compute=0.1, ranks=2, rate=1e9, sharded=True, bucket_cap_mb=4, copy_rate=1e10)
+def test_tables_shard_a_model_into_modules_as_large_as_buckets() -> None:
+    profile = profile_from_tables(2e7, 2, compute=0.1, hooks=["bf16", "int8", "powersgd:rank=4"], copy=4e-10)
+    assert len(modules_in(profile.gradients)) == 4  # of 4, 28, 28 and 20 MB: matrices of a million, in 1 and 25 MiB
+    found = planning.plan(profile, Link(rate=1e9), sharded=True)
+    assert {one.label for one in found.choices} == {PLAIN, "all-reduce", "bf16", "int8"}
+    assert found.of(PLAIN).bytes_sent == 3 * 4 * 20_000_000 // 2 and found.compared == PLAIN
+    assert found.of("int8").bytes_sent < found.of("bf16").bytes_sent
 
 
 def profiled() -> Profile:
@@ -170,12 +148,11 @@ def test_a_plan_of_a_sharded_model_has_the_compressors_that_return_shards_on_the
     profile, probe = profiled(), a_probe(per_byte=1e-6)
     link = probed_link(probe)
     assert link.transfer("all-reduce", 10**6, 2).seconds == pytest.approx(1.0, rel=0.1)  # and headers of packets
-    found = {one.compressor: one for one in predicting.plan(profile, probe, sharded=True).sharded}
-    assert found.keys() == {PLAIN, "all-reduce", "int8"}
+    found = planning.plan(profile, probe, sharded=True)
+    assert {one.label for one in found.choices} == {PLAIN, "all-reduce", "int8"}
     for name, own in ((PLAIN, None), ("int8", profile.hooks["int8"])):
         time = step_time(sharded_step_of(profile, own), link, 2)
-        assert (found[name].seconds, found[name].bytes_sent) == (time.seconds, time.bytes_sent)
-        assert found[name].speed_up == found[PLAIN].seconds / time.seconds
-    assert [one.seconds for one in found.values()] == sorted(one.seconds for one in found.values())
-    assert (found[PLAIN].code, found["int8"].code) == ("", 'commhooks.attach_sharded(model, "int8")')
-    assert predicting.plan(profile, probe).sharded == ()
+        choice = found.of(name)
+        assert (choice.seconds, choice.bytes_sent) == (time.seconds, time.bytes_sent)
+        assert choice.speed_up == found.of(PLAIN).seconds / time.seconds
+    assert (found.of(PLAIN).code, found.of("int8").code) == ("", 'commhooks.attach_sharded(model, "int8")')

@@ -19,7 +19,7 @@ from commhooks.language.compressor import map_requests
 from commhooks.language.requests import Asked, Judge
 from commhooks.lockstep import average_in_lockstep
 from commhooks.wrappers.wrapper import Wrapper
-from experiments.predicting.payloads import rounds_of
+from experiments.timing.payloads import rounds_of
 from tests import bounds
 from tests.cases import CASES, FORMS, NEEDED
 from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, normal, zeros

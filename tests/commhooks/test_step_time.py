@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from commhooks.communicators import Collective
 from commhooks.communicators.collective import KINDS
 from experiments.links.link import LinkSettings
-from experiments.predicting.link import Link, Transfer
-from experiments.predicting.step_time import Bucket, Stage, Step, step_time
+from experiments.timing.link import Link, Transfer
+from experiments.timing.step_time import Bucket, Stage, Step, step_time
 from tests.tiers import A_ROW
 
 MB = 1_000_000
@@ -104,40 +104,6 @@ def test_a_transfer_takes_what_the_emulated_link_makes_of_it(kind: str, ranks: i
     assert link.transfer(kind, 4000 * ranks, ranks).seconds == pytest.approx(seconds, rel=1e-12)
 
 
-def test_the_uplink_of_a_host_carries_what_the_formulas_say() -> None:
-    link = Link(rate=8e6, ranks_per_host=4, inner_rate=math.inf, algorithm="ring")  # a byte takes a microsecond
-    ranks, hosts, payload = 16, 4, 16_000
-    seconds = {kind: link.transfer(kind, payload, ranks).seconds for kind in KINDS}
-    assert seconds["all-reduce"] == pytest.approx(1e-6 * 2 * (hosts - 1) / hosts * payload)
-    assert seconds["reduce-scatter"] == pytest.approx(1e-6 * (hosts - 1) / hosts * payload)
-    assert seconds["all-gather"] == pytest.approx(1e-6 * (ranks - 4) * payload)
-    assert seconds["all-to-all"] == pytest.approx(1e-6 * 4 * payload * (ranks - 4) / ranks)
-    alone = dataclasses.replace(link, inner_rate=8e6)  # one host: all inside
-    assert alone.transfer("all-reduce", payload, 4).seconds == pytest.approx(1e-6 * 2 * 3 / 4 * payload)
-    without = dataclasses.replace(link, inner_rate=None)
-    assert without.transfer("all-gather", payload, ranks).seconds == pytest.approx(1e-6 * 4 * 15 * payload)
-    assert without.transfer("all-gather", payload, 2).seconds == pytest.approx(1e-6 * 2 * payload)  # of 4 there are 2
-
-
-def test_a_site_is_as_slow_as_its_uplink_once_ranks_are_outside_of_it() -> None:
-    site = Link(rate=8e6, hosts_per_site=4, site_rate=2e6, algorithm="ring")
-    wide = dataclasses.replace(site, hosts_per_site=None, site_rate=None)
-    assert site.transfer("all-gather", 1000, 4) == wide.transfer("all-gather", 1000, 4)
-    slower = 4 * wide.transfer("all-gather", 1000, 8).seconds
-    assert site.transfer("all-gather", 1000, 8).seconds == pytest.approx(slower)
-    assert site.transfer("all-to-all", 8000, 8).seconds == pytest.approx(4 * 8000 / 2 * 8 / 2e6)  # 4 ranks, half of it
-
-
-def test_on_hosts_of_one_rank_a_link_inside_changes_nothing() -> None:
-    flat = Link(rate=1e9, latency=1e-4)
-    for inner in (None, 1e12):
-        hierarchical = dataclasses.replace(flat, ranks_per_host=1, inner_rate=inner)
-        for kind in KINDS:
-            assert hierarchical.transfer(kind, 64_000, 8).seconds == pytest.approx(
-                flat.transfer(kind, 64_000, 8).seconds
-            )
-
-
 STAGES = st.builds(
     Stage,
     st.floats(0, 0.1),
@@ -222,10 +188,8 @@ def test_a_slower_processor_takes_longer_for_everything_but_the_link() -> None:
         (lambda: Link(rate=0.0), "rate must be above zero"),
         (lambda: Link(rate=math.nan), "rate must be above zero"),
         (lambda: Link(rate=1e9, latency=-1.0), "latency must be in"),
-        (lambda: Link(rate=1e9, ranks_per_host=0), "ranks_per_host must be a whole number"),
-        (lambda: Link(rate=1e9, site_rate=1e9), "give both, or neither"),
         (lambda: Link(rate=1e9, algorithm="tree"), "must be one of gloo, ring"),
-        (lambda: Link(rate=1e9, ranks_per_host=8).transfer("all-reduce", 8, 12), "12 ranks do not fill hosts of 8"),
+        (lambda: PLAIN.transfer("all-reduce", 8, 0), "ranks must be at least 1"),
         (lambda: PLAIN.transfer("broadcast", 8, 2), "kind must be one of all-reduce"),
         (lambda: a_step(Bucket(1.5, ())), "ready one after another"),
         (lambda: a_step(Bucket(0.5, ()), Bucket(0.4, ())), "ready one after another"),

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import commhooks
 import ddp_core
 from commhooks.errors import CommHooksError
-from experiments import predicting
+from experiments import planning
 from experiments.launch import Send
-from experiments.predicting.candidates import Candidate, named
+from experiments.planning.candidates import Candidate, named
 
 CLASSES: dict[str, Any] = {"core": ddp_core.DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}
 
@@ -59,7 +59,7 @@ def profiled(rank: int, ranks: int, argument: str, send: Send) -> None:
     training = Training(argument)
     training.step()
     before, own = training.contents(), installed(training)
-    found = predicting.profile(training.ddp, training.step, hooks=candidates(), steps=3)
+    found = planning.profile(training.ddp, training.step, hooks=candidates(), steps=3)
     after = training.contents()
     is_as_before = len(before) == len(after) and all(map(torch.equal, before, after))
     left = installed(training)
@@ -69,7 +69,7 @@ def profiled(rank: int, ranks: int, argument: str, send: Send) -> None:
 def profiled_as(rank: int, ranks: int, argument: int, send: Send) -> None:
     """Send a profile as one of so many ranks."""
     training = Training("core")
-    found = predicting.profile(training.ddp, training.step, hooks=candidates(), steps=3, as_ranks=argument)
+    found = planning.profile(training.ddp, training.step, hooks=candidates(), steps=3, as_ranks=argument)
     if rank == 0:
         send(found)
 
@@ -93,7 +93,7 @@ def sent(training: Training, candidate: Candidate) -> dict[str, int]:
     return counts
 
 
-def pretended(found: predicting.Profile, label: str) -> dict[str, int]:
+def pretended(found: planning.Profile, label: str) -> dict[str, int]:
     """Return the payload of a step by a profile."""
     payload: Counter[str] = Counter()
     for bucket in found.hooks[label].buckets:
@@ -107,7 +107,7 @@ def failing(rank: int, ranks: int, argument: int, send: Send) -> None:
     """Profile with a step that fails on rank 1; send the error, and whether all is as before."""
     training = Training("core", fails_in=argument if rank == 1 else -1)
     before, own = training.contents(), installed(training)
-    error = refusal(lambda: predicting.profile(training.ddp, training.step, hooks=(), steps=3))
+    error = refusal(lambda: planning.profile(training.ddp, training.step, hooks=(), steps=3))
     after = training.contents()
     is_as_before = len(before) == len(after) and all(map(torch.equal, before, after))
     send((rank, error, is_as_before, installed(training) == own))
@@ -118,7 +118,7 @@ def refused(rank: int, ranks: int, argument: Any, send: Send) -> None:
     training = Training("core")
 
     def measure(**settings: Any) -> Callable[[], object]:
-        return lambda: predicting.profile(training.ddp, settings.pop("step", training.step), hooks=(), **settings)
+        return lambda: planning.profile(training.ddp, settings.pop("step", training.step), hooks=(), **settings)
 
     found = {
         "steps": refusal(measure(steps=2)),
@@ -128,7 +128,7 @@ def refused(rank: int, ranks: int, argument: Any, send: Send) -> None:
         "inner model": refusal(measure(step=lambda: training.model(torch.ones(1, 8)).sum().backward(), steps=3)),
         "no backward": refusal(measure(step=lambda: training.model(torch.ones(1, 8)), steps=3)),
         "twice": refusal(
-            lambda: predicting.profile(training.ddp, training.step, hooks=(named("fp16"), named("fp16")), steps=3)
+            lambda: planning.profile(training.ddp, training.step, hooks=(named("fp16"), named("fp16")), steps=3)
         ),
     }
     found["another rank's"] = refusal(measure(steps=3 + rank))

@@ -21,7 +21,7 @@ from experiments.advice import (
     predicted,
     with_usual_feedback,
 )
-from experiments.predicting.accuracy import Accuracy
+from experiments.planning.accuracy import Accuracy
 from experiments.results.intervals import Interval
 from experiments.results.verdicts import Judged, Range, Verdict
 

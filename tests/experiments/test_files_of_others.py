@@ -20,15 +20,13 @@ from commhooks.errors import CommHooksError
 from commhooks.making import compressor_in_file
 from commhooks.saving.contents import read_contents
 from commhooks.saving.rules import LoadRules
-from experiments import predicting
+from experiments import planning
 from experiments.commands.cli import app
-from experiments.planning import planning
-from experiments.predicting.accuracy import Accuracy
-from experiments.predicting.costs import Costs
-from experiments.predicting.errors import ProfileError
-from experiments.predicting.estimates import estimate
-from experiments.predicting.probes import Probe
-from experiments.predicting.profiles import GradientProfile, Profile
+from experiments.planning.accuracy import Accuracy
+from experiments.planning.costs import Costs
+from experiments.planning.errors import ProfileError
+from experiments.planning.probes import Probe
+from experiments.planning.profiles import GradientProfile, Profile
 from experiments.runs import RunResult, RunSettings
 from experiments.sweeps.lock import LOCK, OWNER, claimed
 from experiments.sweeps.store import HEAD as FAILED
@@ -91,27 +89,13 @@ def written(name: str, folder: Path) -> tuple[Profile, Probe]:
 
 
 def plan_of(name: str, folder: Path) -> object:
-    return predicting.plan(*written(name, folder), sharded=True)
-
-
-def costs_of(name: str, folder: Path) -> object:
-    costs = Costs.read()
-    own = dataclasses.replace(costs.hooks["fp16"], compressor=name)
-    dataclasses.replace(costs, hooks={**costs.hooks, "fp16": own}).write(folder / "costs.json")
-    read = Costs.read(folder / "costs.json")
-    return estimate(10**6, compute=0.1, ranks=2, rate=1e9, copy_rate=1e10, costs=read, hooks=["fp16"])
-
-
-USES: list[Callable[[str, Path], object]] = [plan_of, costs_of]
+    return planning.plan(*written(name, folder), sharded=True)
 
 
 @pytest.mark.parametrize("name", [*NAMES, f"{MODULE}:Made"])
-@pytest.mark.parametrize("use", USES)
-def test_a_class_that_a_file_names_is_not_imported(
-    use: Callable[[str, Path], object], name: str, planted: Path
-) -> None:
+def test_a_class_that_a_file_names_is_not_imported(name: str, planted: Path) -> None:
     with pytest.raises(SettingsError, match=rf"'{MODULE}:\w+'.*from a file.*not imported.*import {MODULE}"):
-        use(name, planted)
+        plan_of(name, planted)
     assert not (planted / "imported").exists()
 
 
@@ -148,8 +132,7 @@ def test_of_an_accuracy_file_texts_are_compared(planted: Path) -> None:
     more = dataclasses.replace(task, differences=(*named, *task.differences))
     dataclasses.replace(found, tasks=(more,)).write(planted / "accuracy.json")
     read = Accuracy.read(planted / "accuracy.json")
-    asked = commhooks.make_compressor("fp16")
-    assert read.losses_of(asked) == tuple(one for one in found.losses_of(asked) if one.task == task.task) != ()
+    assert read.costs_of("fp16") == found.costs_of("fp16")[:1] != ()
     assert not (planted / "imported").exists()
 
 
@@ -157,7 +140,7 @@ def test_a_probe_is_read_without_an_import(planted: Path) -> None:
     probe = a_probe()
     costs = {**probe.costs, NAMES[0]: probe.costs["all-reduce"]}
     dataclasses.replace(probe, costs=costs, link=NAMES[0]).write(planted / "probe.json")
-    predicting.plan(a_profile(hook("fp16", 0.12, 1)), Probe.read(planted / "probe.json"))
+    planning.plan(a_profile(hook("fp16", 0.12, 1)), Probe.read(planted / "probe.json"))
     assert not (planted / "imported").exists()
 
 
@@ -232,24 +215,16 @@ def test_a_number_that_nothing_has_is_refused_and_nothing_hangs(name: str, numbe
 
 
 def test_a_step_that_would_never_end_raises() -> None:
-    costs = dataclasses.replace(Costs.read(), hop_seconds=1e308)
+    link = planning.Link(rate=1e9, latency=1e308)
     with pytest.raises(ValueError, match="the step would never end"):
-        estimate(10**6, compute=0.1, ranks=4, rate=1e9, copy_rate=1e10, costs=costs, hooks=["fp16"])
+        planning.predict(planning.profile_from_tables(1e6, 4, compute=0.1, hooks=["fp16"], copy=4e-10), link)
 
 
 def test_a_profile_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     slow = dataclasses.replace(hook("fp16", 0.12, 1), step=parts(-1.0))
     a_profile(slow).write(tmp_path / "profile.json")
     with pytest.raises(ProfileError, match="the profile contradicts itself: a step would take -.* s"):
-        predicting.plan(Profile.read(tmp_path / "profile.json"), a_probe())
-
-
-def test_a_file_of_costs_without_the_hook_that_others_are_compared_with_is_refused() -> None:
-    costs = Costs.read()
-    with pytest.raises(ValueError, match="the costs lack hook 'all-reduce', with which others are compared"):
-        estimate(
-            10**6, compute=0.1, ranks=2, rate=1e9, costs=dataclasses.replace(costs, hooks={"fp16": costs.hooks["fp16"]})
-        )
+        planning.plan(Profile.read(tmp_path / "profile.json"), a_probe())
 
 
 @pytest.mark.parametrize("text", ["a:b=(" * 10_000, "a(b=" * 10_000 + ")" * 10_000])
@@ -286,23 +261,6 @@ def test_results_are_reported_as_text_and_without_an_import(planted: Path) -> No
     assert (planted / "out" / "report.html").exists() and not (planted / "imported").exists()
 
 
-def test_the_command_line_names_the_module_whose_classes_a_file_may_name(
-    planted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written(NAMES[0], planted)
-    words = ["plan", "--sharded", "--probe", str(planted / "probe.json"), "--profile", str(planted / "profile.json")]
-    assert f"--import {MODULE}" in shown(*words) and not (planted / "imported").exists()
-    assert "With FSDP2" in shown(*words, "--import", MODULE)
-    assert f"error: --import {MODULE}.py: name a module as files do" in shown(*words, "--import", f"{MODULE}.py")
-    sys.modules.pop(MODULE)
-    monkeypatch.setattr(planning, "run_over", lambda link, function, ranks, asked, hear, timeout: heard.append(asked))
-    heard: list[planning.Asked] = []
-    shown("plan", *words[1:2], *words[4:], "--task", "digits", "--import", MODULE)
-    monkeypatch.setattr(planning, "stepper", lambda asked: pytest.fail(str(MODULE in sys.modules)))
-    with pytest.raises(pytest.fail.Exception, match="True"):
-        planning.plan_on_rank(0, 2, heard[0], print)
-
-
 def test_a_terminal_shows_names_from_plans_as_text(tmp_path: Path) -> None:
     probe, profile = a_probe(), a_profile(hook("fp16", 0.113, 2))
     dataclasses.replace(probe, link=ESCAPES).write(tmp_path / "probe.json")
@@ -310,17 +268,9 @@ def test_a_terminal_shows_names_from_plans_as_text(tmp_path: Path) -> None:
     dataclasses.replace(profile, hooks=hooks, model=ESCAPES, link=ESCAPES).write(tmp_path / "profile.json")
     files = ("--probe", str(tmp_path / "probe.json"), "--profile", str(tmp_path / "profile.json"))
     assert "[link=http://x]here[/link]" in shown("plan", *files)
-    dataclasses.replace(profile, link="another").write(tmp_path / "profile.json")
-    assert "error: plan: the profile is of link 'another'" in shown("plan", *files)
-
-
-def test_a_terminal_shows_names_from_costs_and_files_as_text(tmp_path: Path) -> None:
-    costs, file = Costs.read(), tmp_path / f"{ESCAPES.replace('/', '')}.json"
-    dataclasses.replace(costs, hooks={**costs.hooks, ESCAPES: costs.hooks["fp16"]}).write(file)
-    words = ("estimate", "--parameters", "1M", "--compute", "100ms", "--costs", str(file))
-    assert "here" in shown(*words)
+    file = tmp_path / f"{ESCAPES.replace('/', '')}.json"
     file.write_text("{}")
-    assert "its format is None" in shown(*words)
+    assert "its format is None" in shown("plan", "--probe", str(file), *files[2:])
 
 
 @on_ranks(2, check_exit=False)

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from experiments import stored
 from experiments.commands.cli import app
-from experiments.predicting import stored
 from experiments.report import writing
 from experiments.report.page import HEAD, PICTURES
 from experiments.runs import PARTIAL, RunSettings

@@ -18,14 +18,14 @@ from commhooks import SettingsError
 from commhooks.communicators import Collective
 from commhooks.language.requests import Group
 from commhooks.tensors import local
-from experiments.planning.profiling import profile_table, sentences
-from experiments.planning.timeline import timeline
-from experiments.predicting import Profile, stored
-from experiments.predicting.errors import ProfileError
-from experiments.predicting.keeping import Kept
-from experiments.predicting.phases import PhaseWatch
-from experiments.predicting.place import Place, free_cores, ranks_per_host
-from experiments.predicting.pretending import PretendingCommunicator
+from experiments import stored
+from experiments.planning import Profile
+from experiments.planning.errors import ProfileError
+from experiments.planning.keeping import Kept
+from experiments.planning.phases import PhaseWatch
+from experiments.planning.place import Place, free_cores, ranks_per_host
+from experiments.planning.showing import profile_sentences, profile_table
+from experiments.timing.pretending import PretendingCommunicator
 from tests.experiments import profiling_in_ranks
 from tests.experiments.standing_ranks import RANKS, StandingRanks
 from tests.quantised import OnCodes
@@ -215,11 +215,10 @@ def test_a_profile_survives_json_and_what_is_none_is_refused(core: Said, tmp_pat
         Profile.read(tmp_path / "nothing.json")
 
 
-def test_table_sentences_and_picture_are_made_of_a_profile(core: Said) -> None:
+def test_table_and_sentences_are_made_of_a_profile(core: Said) -> None:
     found = core[0][1]
     assert profile_table(found).row_count == len(found.hooks) + 1
-    assert sentences(found)[0].startswith("Noop bound: at most ")
-    assert timeline(found).startswith(b"\x89PNG")
+    assert profile_sentences(found)[0].startswith("Noop bound: at most ")
 
 
 def test_the_bound_is_plain_over_noop_and_says_when_little_is_to_be_won(core: Said) -> None:
@@ -253,7 +252,7 @@ def test_backward_passes_inside_another_one_belong_to_it() -> None:
             )
             checkpointed.sum().backward()
 
-    with PhaseWatch(model, list(model.parameters())) as watch:
+    with PhaseWatch(list(model.parameters())) as watch:
         phases = watch.watch(twice)
         assert len(phases.backward) == 2
         assert sum(phases.parts) == pytest.approx(phases.seconds)

@@ -11,9 +11,9 @@ from torch import nn
 
 from experiments.cluster import Cluster, follow
 from experiments.links.link import LinkSettings, parse_latency, parse_rate
-from experiments.planning.overlap import OverlapSettings
 from experiments.runs import SHARDED, RunSettings
 from experiments.specs import Spec
+from experiments.studies.bench.overlap import OverlapSettings
 from experiments.studies.leaderboard.contenders import contenders
 from experiments.sweeps.plan import plan
 from experiments.tasks import load_task

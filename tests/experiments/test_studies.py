@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from experiments.studies.app import app
 
-PLANS = "plans --task digits:size=tiny"
+PREDICTIONS = "predictions --kind emulated --file cases.json --page page.md"
 MISTAKES = {
     "benhc": "No such command 'benhc'",
     "bench policices": "did you mean 'policies'",
@@ -23,19 +23,11 @@ MISTAKES = {
     "gpu-cost --device cpu no-such-hook": "no-such-hook",
     "reproduce powersgd-rnak": "did you mean 'powersgd-rank'",
     "reproduce powersgd-rank --size huge": "size 'huge' is not known",
-    "estimates --world 1": "give it with --measure",
-    "estimates --measure --world 99": "world 99: expected a number from 0 to",
-    "estimates --measure --world -1": "world -1: expected a number from 0 to",
-    "estimates --folder .": "measure the steps with --measure",
-    "estimates --folder nowhere --measure": "cannot be written",
-    "plans --task digts": "did you mean 'digits'",
-    "plans --kept damaged.json": "damaged.json: expected cases of format 1",
-    "plans --kept nowhere.json": "nowhere.json: expected cases of format 1",
-    f"{PLANS} --json nowhere/cases.json": "cannot be written",
-    f"{PLANS} --repeat 0": "repeat must be at least 1",
-    f"{PLANS} --seconds 0": "a profile takes a time above zero",
-    f"{PLANS} --probe-seconds 0": "a probe takes 1 to 120 seconds",
-    f"{PLANS} --link real": "start it with torchrun",
+    "predictions --file damaged.json --page page.md --at-most 0": "damaged.json: expected cases of format 1",
+    "predictions --file nowhere/cases.json": "cannot be written",
+    f"{PREDICTIONS} --seconds 0": "a profile takes a time above zero",
+    f"{PREDICTIONS} --seconds 0.5": "a probe takes 1 to 120 seconds",
+    "costs nowhere/costs.json": "cannot be written",
 }
 
 

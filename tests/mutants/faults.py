@@ -491,18 +491,10 @@ _DDP_CORE = [
 
 _PLANNING = [
     Fault(
-        name="a host that is not full",
-        room="planning",
-        says="A link is shared by as many ranks as a host may have, even if there are fewer.",
-        at="experiments.predicting.link:Link._legs",
-        old="self.rate / min(ranks, self.ranks_per_host)",
-        new="self.rate / self.ranks_per_host",
-    ),
-    Fault(
         name="a transfer takes what it leaves",
         room="planning",
         says="While a transfer needs a share of the core, that share, and not the rest, is left for compute.",
-        at="experiments.predicting.step_time:_Rank._when",
+        at="experiments.timing.step_time:_Rank._when",
         old="free = (1 - share) * (end - moment)",
         new="free = share * (end - moment)",
     ),
@@ -510,7 +502,7 @@ _PLANNING = [
         name="pieces at once",
         room="planning",
         says="A message that is predicted in pieces takes the time of one of them.",
-        at="experiments.predicting.every:_InPieces.transfer",
+        at="experiments.planning.predicting:_InPieces.transfer",
         old="Transfer(pieces * one.seconds,",
         new="Transfer(one.seconds,",
     ),

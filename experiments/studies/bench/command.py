@@ -13,7 +13,7 @@ from experiments.commands.terminal import errors_in_words
 from experiments.planning.worlds import check_place
 from experiments.report.blocks import print_blocks
 
-from ...predicting.stored import write_text
+from ...stored import write_text
 from .gate import SAME, WORSE, changes, other_places
 from .page import pages, table, wide
 from .results import Results, measured_now, read, write

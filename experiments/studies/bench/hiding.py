@@ -1,12 +1,12 @@
-"""The overlap of communication and the backward pass: `commhooks profile --overlap`, as a ratio with a target."""
+"""The overlap of communication and the backward pass, as a ratio with a target."""
 
 from __future__ import annotations
 
 from experiments.launch import Tell
 from experiments.links.link import LinkSettings
-from experiments.planning.overlap import OverlapSettings, measure_overlap
 from experiments.specs import Spec
 
+from .overlap import OverlapSettings, measure_overlap
 from .rows import Row
 
 SENTENCE = (

@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.machine import machine, versions
 
-from ...predicting import stored
+from ... import stored
 from .rows import Row
 
 FORMAT = 1  # of the file; increased when readers must change

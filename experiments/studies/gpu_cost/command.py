@@ -14,7 +14,7 @@ from experiments.commands.terminal import errors_in_words
 from experiments.machine import machine
 from experiments.report.blocks import print_blocks
 
-from ...predicting.stored import write_text
+from ...stored import write_text
 from .counting import ASSUMPTIONS
 from .page import MODELS, Row, all_hooks, render, table
 from .rank import count, fake_group

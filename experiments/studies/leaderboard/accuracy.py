@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from experiments.machine import machine, versions
-from experiments.predicting.accuracy import Accuracy, Difference, TaskAccuracy
+from experiments.planning.accuracy import Accuracy, Difference, TaskAccuracy
 from experiments.training.lockstep import SCORES
 
 from .contenders import DENSE

@@ -28,7 +28,7 @@ def leaderboard(
     ] = False,
     docs: Annotated[Path | None, typer.Option(help="Folder for the tables and pictures of the documentation.")] = None,
     accuracy: Annotated[
-        Path | None, typer.Option(help="File for the differences from dense that 'estimate' shows.")
+        Path | None, typer.Option(help="File for the differences from dense that 'plan' shows.")
     ] = None,
     processes: Annotated[int | None, typer.Option(help="The number of runs at a time; default: one per core.")] = None,
 ) -> None:

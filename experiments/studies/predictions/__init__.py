@@ -1,1 +1,1 @@
-"""The predictions of `commhooks estimate` and `commhooks plan`, compared with real steps."""
+"""The predictions of `commhooks plan`, compared with real steps."""

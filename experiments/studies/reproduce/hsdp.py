@@ -27,8 +27,8 @@ from experiments.specs import Spec
 from experiments.tasks import load_task
 
 from ...links.gloo import ACKNOWLEDGEMENT, FRAMING, moved_bytes
-from ...predicting.payloads import rounds_of
-from ...predicting.sizes import Shape
+from ...planning.costs import Shape
+from ...timing.payloads import rounds_of
 from .control_ranks import NewRate
 from .hsdp_ranks import EVERY, HSDP, WITHIN, Asked, Settings, run_turns
 from .notes import Notes

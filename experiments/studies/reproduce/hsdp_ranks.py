@@ -21,7 +21,7 @@ from experiments.specs import Spec
 from experiments.tasks import load_task
 from experiments.turns import drawn, on_slowest, turns_of
 
-from ...predicting.sharded import blocks_of
+from ...timing.sharded import blocks_of
 from .control_ranks import NewRate
 
 WITHIN, HSDP, EVERY = "within sites only", "HSDP", "HSDP, every batch"

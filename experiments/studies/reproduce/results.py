@@ -15,7 +15,7 @@ from rich.markup import escape
 from experiments.report.blocks import Block, circumstances, print_blocks
 from experiments.runs import NOT_FINITE, strict
 
-from ...predicting import stored
+from ... import stored
 from .reproduction import Reproduction
 
 RESULTS, MEASURED = "results.json", "measured.md"

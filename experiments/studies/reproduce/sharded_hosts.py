@@ -25,10 +25,9 @@ from experiments.specs import Spec
 from experiments.tasks import load_task
 
 from ...links.gloo import ACKNOWLEDGEMENT, FRAMING
-from ...predicting.link import OF_PYTORCH, Link
-from ...predicting.predicting import NoLink
-from ...predicting.sharded import PLAIN, modules_of, sharded_step
-from ...predicting.step_time import Step, step_time
+from ...timing.link import OF_PYTORCH, Link, NoLink
+from ...timing.sharded import PLAIN, modules_of, sharded_step
+from ...timing.step_time import Step, step_time
 from ..bench.memory import KEEPS_FREED, is_countable
 from .control_ranks import NewRate
 from .notes import Notes

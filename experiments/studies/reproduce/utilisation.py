@@ -26,11 +26,11 @@ from experiments.seldom import Seldom, exchanged
 from experiments.specs import Spec, is_seldom
 
 from ...links.gloo import ACKNOWLEDGEMENT, FRAMING
-from ...predicting.candidates import label_in_profile
-from ...predicting.link import Link
-from ...predicting.predicting import predict, step_of
-from ...predicting.seldom import Rounds, round_time
-from ...predicting.step_time import Bucket, Stage
+from ...planning.candidates import label_in_profile
+from ...planning.predicting import predict, step_of
+from ...timing.link import Link
+from ...timing.rounds import Rounds, round_time
+from ...timing.step_time import Bucket, Stage
 from .control_ranks import NewRate
 from .notes import Notes
 from .reproduction import Reproduction
@@ -85,7 +85,7 @@ def _profiled(settings: Settings, notes: Notes) -> dict[str, Any]:
         for bucket in exchanges[sent]:
             del bucket["due"]  # never, which JSON cannot hold
         if not is_seldom(Spec.parse(hook)):
-            seconds = predict(profile, own, _link(settings)).seconds
+            seconds = predict(profile, _link(settings), label_in_profile(sent)).seconds
             added[hook] = seconds - profile.noop.seconds.median
     return {"cores": profile.cores, "step": profile.noop.seconds.median, "exchanges": exchanges, "added": added}
 

@@ -25,8 +25,8 @@ from experiments.training.seldom import settings_of
 from experiments.training.stepper import Stepper, same_step
 from experiments.turns import on_slowest, rotated
 
-from ... import predicting
-from ...predicting import Profile
+from ... import planning
+from ...planning import Profile
 from .control_ranks import NewRate
 
 NOTHING = "none"
@@ -132,7 +132,7 @@ def run_profile(settings: Settings, tell: Tell) -> Profile:
     stepper = same_step(settings.task)
     sent = [exchanged(hook).label for hook in map(Spec.parse, (*settings.slow, *settings.hooks))]
     tell(f"profiling for {settings.profile_seconds:g} s")
-    found = predicting.profile(
+    found = planning.profile(
         stepper.ddp,
         stepper,
         hooks=[hook for hook in dict.fromkeys(sent) if hook != DENSE],

@@ -35,8 +35,8 @@ from experiments.results.medians import Ratio, milliseconds
 from experiments.training.stepper import Stepper, same_step
 from experiments.turns import as_given, turns_of
 
-from ....predicting.link import Link
-from ....predicting.step_time import Bucket, Stage, Step, step_time
+from ....timing.link import Link
+from ....timing.step_time import Bucket, Stage, Step, step_time
 from ..notes import Notes
 from ..reproduction import Reproduction
 from .turns import MODELS, TINY_MODELS, draw_quartiles, end_groups, label_axes, over, warm_up

@@ -24,7 +24,7 @@ from commhooks.units import seconds_in_words, three_digits
 from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, format_rate, parse_rate
 from experiments.machine import cores, dilation
-from experiments.planning.profiling import Asked, profile_step
+from experiments.planning.measurements import Asked, profile_step
 from experiments.report.blocks import Block, Picture, Table
 from experiments.report.words import percent
 from experiments.results.medians import milliseconds
@@ -35,11 +35,12 @@ from experiments.training.registration import wrap_in_ddp
 from experiments.training.stepper import Stepper
 from experiments.turns import in_turns
 
-from ....predicting import Profile, stored
-from ....predicting.candidates import label_in_profile
-from ....predicting.link import Link
-from ....predicting.predicting import Unlinked
-from ....predicting.step_time import Step, StepTime
+from .... import stored
+from ....planning import Profile
+from ....planning.candidates import label_in_profile
+from ....planning.predicting import step_of, step_over, unmodelled
+from ....timing.link import Link
+from ....timing.step_time import Step, StepTime
 from ...predictions.steps import measure_steps
 from ..notes import Notes
 from ..reproduction import Reproduction
@@ -88,10 +89,11 @@ def _measure(settings: Settings, hosts: int, rate: str, tell: Tell) -> list[dict
     cases = []
     for hook, seconds in taken.seconds.items():
         tell(f"{hook}: {seconds_in_words(statistics.median(seconds))} a step")
-        unlinked = Unlinked.of(profile, profile.hooks[label_in_profile(hook)])  # timed on a core of its own
-        buckets = zip(unlinked.step.buckets, taken.ready, strict=True)
+        own = profile.hooks[label_in_profile(hook)]  # timed on a core of its own
+        unlinked = step_of(profile, own, own.buckets)
+        buckets = zip(unlinked.buckets, taken.ready, strict=True)
         step = dataclasses.replace(
-            unlinked.step,
+            unlinked,
             compute=taken.compute,
             optimizer=taken.optimizer,
             buckets=tuple(dataclasses.replace(bucket, ready=moment) for bucket, moment in buckets),
@@ -104,7 +106,7 @@ def _measure(settings: Settings, hosts: int, rate: str, tell: Tell) -> list[dict
                 "hook": hook,
                 "steps": list(seconds),
                 "step": asdict(step),
-                "unknown": unlinked.unknown,
+                "unknown": unmodelled(profile, own),
                 "link": link,
             }
         )
@@ -137,8 +139,8 @@ def _without_a_limit(run: RunSettings, settings: Settings, tell: Tell) -> tuple[
 
 def simulated(case: Mapping[str, Any]) -> StepTime:
     """Return what is predicted of a case; of an earlier one only the model's part, as it has no step without a link."""
-    unlinked = Unlinked(stored.made_of(Step, case["step"]), case["hosts"], case.get("unknown", 0.0))
-    return unlinked.over(Link(rate=case["rate"], **case["link"])).time
+    step, link = stored.made_of(Step, case["step"]), Link(rate=case["rate"], **case["link"])
+    return step_over(step, link, case["hosts"], more=case.get("unknown", 0.0))
 
 
 def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
@@ -224,7 +226,7 @@ def _inputs_in_words(cases: list[Any]) -> str:
 REPRODUCTION = Reproduction(
     name="simulation-clusters",
     title="Simulated step times beside those of real clusters",
-    source="This project: the step-time model of `commhooks simulate`",
+    source="This project: the step-time model of `commhooks plan`",
     said=(
         "The model computes a step's time from compute, compression, bytes and a link (guide, simulate).",
         "Its goal: a median error within 15 %, and 90 % of the cases within 25 %, with nothing fitted to them.",

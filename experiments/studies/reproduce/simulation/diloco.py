@@ -1,6 +1,6 @@
 """Streaming DiLoCo's table 4 beside the step-time model: which bandwidth keeps a cluster computing.
 
-Nothing is timed: the model of `commhooks simulate` computes everything from the model's size, the time of a step and
+Nothing is timed: the model of `commhooks plan` computes everything from the model's size, the time of a step and
 what is sent. Two replicas each have a link of the stated bandwidth in both directions, and average by a ring
 all-reduce, data alone. Gradients (or, once in H steps, what the outer optimizer needs) become ready during the backward
 pass, the last two thirds of a step, and are sent in 24 parts, one for each layer, while it goes on. An author of the
@@ -19,8 +19,8 @@ from commhooks.units import three_digits
 from experiments.report.blocks import Block, Table
 from experiments.report.words import percent
 
-from ....predicting.link import Link
-from ....predicting.step_time import Bucket, Stage, Step, step_time
+from ....timing.link import Link
+from ....timing.step_time import Bucket, Stage, Step, step_time
 from ..notes import Notes
 from ..reproduction import Reproduction
 

@@ -15,9 +15,9 @@ from experiments.links.link import format_rate
 from experiments.report.blocks import Block, Table
 from experiments.report.words import percent
 
-from ....predicting.link import Link
-from ....predicting.seldom import Rounds, round_time
-from ....predicting.step_time import Bucket, Stage
+from ....timing.link import Link
+from ....timing.rounds import Rounds, round_time
+from ....timing.step_time import Bucket, Stage
 from ..notes import Notes
 from ..reproduction import Reproduction
 

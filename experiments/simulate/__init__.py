@@ -1,1 +1,0 @@
-"""Steps of simulated clusters: measurements on this machine, and the step times that follow for many ranks."""
