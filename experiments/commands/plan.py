@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import BucketCap, Ddp, Hooks, Imports, Unsteady, WorldLink, WorldRanks, json_option, task_option
+from .options import BucketCap, Ddp, Device, Hooks, Imports, Unsteady, WorldLink, WorldRanks, json_option, task_option
 from .terminal import announce, check_unused, errors_in_words, write_json
 
 _VALIDATE_SECONDS = 30.0
@@ -19,6 +19,7 @@ def plan(
     hook: Hooks = None,
     ranks: WorldRanks = None,
     link: WorldLink = None,
+    device: Device = "auto",
     ddp: Ddp = "core",
     bucket_cap_mb: BucketCap = None,
     seconds: Annotated[float, typer.Option(help="The time that profiling may take.")] = 80.0,
@@ -39,6 +40,7 @@ def plan(
 ) -> None:
     """Predict every hook's step, and recommend one, or say that none pays."""
     with errors_in_words(json) as console:
+        from ..devices import chosen
         from ..planning.planning import (
             Asked,
             load,
@@ -76,6 +78,7 @@ def plan(
                 bucket_cap_mb=bucket_cap_mb,
                 seconds=seconds,
                 seed=seed,
+                device=chosen(device),
             ),
             probe_seconds=probe_seconds,
             unsteady=unsteady,

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from .options import Unsteady, WorldLink, WorldRanks, json_option
+from .options import Device, Unsteady, WorldLink, WorldRanks, json_option
 from .terminal import announce, errors_in_words, write_json
 
 
 def probe(
     ranks: WorldRanks = None,
     link: WorldLink = None,
+    device: Device = "auto",
     seconds: Annotated[float, typer.Option(help="The time it may take, 1 to 120.")] = 20.0,
     ranks_per_host: Annotated[
         int | None, typer.Option(help="Consecutive ranks that form a machine; default: torchrun's, or 1.")
@@ -27,6 +28,7 @@ def probe(
 ) -> None:
     """Measure the time of every collective between the ranks."""
     with errors_in_words(json) as console:
+        from ..devices import chosen
         from ..planning.planning import load
         from ..planning.probing import Asked, check_probe, measure_probe, probe_tables
         from ..planning.worlds import check_place, check_world
@@ -40,7 +42,7 @@ def probe(
                 f"the profile is of {given.ranks} ranks, and the probe of {number}: give --ranks {given.ranks}"
             )
         announce(console, f"probing the link {settings.label} between {number} ranks for up to {seconds:.0f} s")
-        found = measure_probe(Asked(settings, seconds, ranks_per_host, unsteady, given), number)
+        found = measure_probe(Asked(settings, seconds, ranks_per_host, unsteady, chosen(device), given), number)
         if found is None:
             return
         for table in probe_tables(found):

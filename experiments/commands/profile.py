@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import BucketCap, Ddp, Hooks, WorldLink, WorldRanks, json_option, task_option
+from .options import BucketCap, Ddp, Device, Hooks, WorldLink, WorldRanks, json_option, task_option
 from .terminal import announce, check_unused, errors_in_words, write_json
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def profile(
     hook: Hooks = None,
     ranks: WorldRanks = None,
     link: WorldLink = None,
+    device: Device = "auto",
     ddp: Ddp = "core",
     bucket_cap_mb: BucketCap = None,
     seconds: Annotated[float, typer.Option(help="The time that measuring may take.")] = 60.0,
@@ -38,6 +39,7 @@ def profile(
 ) -> None:
     """Measure where the time of a step goes."""
     with errors_in_words(json) as console:
+        from ..devices import chosen
         from ..planning.overlap import OverlapSettings, measure_overlap, overlap_table
         from ..planning.profiling import Asked, measure_profile
         from ..planning.worlds import check_place, check_world
@@ -71,6 +73,7 @@ def profile(
             steps=steps,
             seconds=seconds,
             seed=seed,
+            device=chosen(device),
         )
         how_long = f"for up to {seconds:.0f} s" if steps is None else f"in {steps} steps of each hook"
         announce(console, f"measuring {asked.task.label} on {number} ranks {how_long}")

@@ -107,7 +107,7 @@ def make_plan(asked: Asked, ranks: int) -> Planned | None:
         found.append(message)
 
     longest = _SILENCE + asked.probe_seconds + asked.profile.seconds + 2 * (asked.validate_seconds or 0.0)
-    run_over(asked.link, plan_on_rank, ranks, asked, hear, timeout=longest)
+    run_over(asked.link, plan_on_rank, ranks, asked, hear, timeout=longest, device=asked.profile.device)
     return found[0] if found else None
 
 
@@ -134,7 +134,13 @@ def plan_on_rank(rank: int, ranks: int, asked: Asked, send: Send) -> None:
         with stepper(asked.profile) as step:
             profile = asked.profiled or profile_step(step, asked.profile)
             probe = asked.probe or probe_link(
-                ProbeAsked(asked.link, asked.probe_seconds, unsteady=asked.unsteady, profile=profile)
+                ProbeAsked(
+                    asked.link,
+                    asked.probe_seconds,
+                    unsteady=asked.unsteady,
+                    device=asked.profile.device,
+                    profile=profile,
+                )
             )
             plan = predicting.plan(profile, probe, model=step.ddp, backend=asked.backend, sharded=asked.sharded)
             measured: Mapping[str, Sequence[float]] = {}

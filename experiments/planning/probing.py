@@ -10,6 +10,7 @@ from rich.table import Table
 from commhooks.communicators.collective import ring_bytes
 from commhooks.units import counted
 
+from ..devices import own_device
 from ..launch import Send, WorldError
 from ..links.link import LinkSettings, format_rate
 from ..predicting import Profile
@@ -34,6 +35,7 @@ class Asked:
     seconds: float
     ranks_per_host: int | None = None
     unsteady: bool = False  # report the probe even if its halves disagree by more than 30 %
+    device: str = "cpu"
     profile: Profile | None = None  # measure only the messages of its hooks
 
 
@@ -67,7 +69,8 @@ def measure_probe(asked: Asked, ranks: int) -> Probe | None:
         assert isinstance(message, Probe), "rank 0 sends nothing else"
         found.append(message)
 
-    run_over(asked.link, probe_on_rank, ranks, asked, hear, timeout=_SILENCE + asked.seconds)
+    timeout = _SILENCE + asked.seconds
+    run_over(asked.link, probe_on_rank, ranks, asked, hear, timeout=timeout, device=asked.device)
     return found[0] if found else None
 
 
@@ -90,6 +93,7 @@ def probe_link(asked: Asked) -> Probe:
         ranks_per_host=asked.ranks_per_host or (None if asked.link.kind == "real" else 1),
         wrap_communicator=around(asked.link),
         link=asked.link.label,
+        device=own_device(asked.device),
         unsteady=asked.unsteady,
         profile=asked.profile,
     )

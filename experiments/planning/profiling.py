@@ -16,6 +16,7 @@ from commhooks.errors import CommHooksError
 from commhooks.units import bytes_in_words, counted
 
 from .. import predicting
+from ..devices import own_device, uses_streams
 from ..hooks import make_hook, policy_of
 from ..launch import Send, WorldError
 from ..links.link import LinkSettings, Wire
@@ -49,6 +50,7 @@ class Asked:
     steps: int | None = None
     seconds: float = 60.0
     seed: int = 0
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def measure_profile(asked: Asked, ranks: int) -> Profile | None:
         assert isinstance(message, Profile), "ranks send nothing else"
         found.append(message)
 
-    run_over(asked.link, profile_on_rank, ranks, asked, hear, timeout=_SILENCE + asked.seconds)
+    timeout = _SILENCE + asked.seconds
+    run_over(asked.link, profile_on_rank, ranks, asked, hear, timeout=timeout, device=asked.device)
     return found[0] if found else None
 
 
@@ -99,10 +102,12 @@ def check_asked(asked: Asked) -> None:
 def stepper(asked: Asked) -> Iterator[Stepper]:
     """Yield a stepper of the task's model in its DistributedDataParallel, over an emulated link if requested."""
     torch.set_num_threads(1)
-    task = load_task(asked.task, asked.seed)
+    device = own_device(asked.device)
+    task = load_task(asked.task, asked.seed, device)
     world = dist.group.WORLD
     assert world is not None, "ranks have a process group"
-    group = LinkedGroup(world, Wire(asked.link)) if asked.link.kind == "emulated" else None
+    is_linked = asked.link.kind == "emulated" and not uses_streams(device)
+    group = LinkedGroup(world, Wire(asked.link)) if is_linked else None
     step = Stepper(task, wrap_in_ddp(task.model, asked.ddp, asked.bucket_cap_mb, group))
     try:
         yield step

@@ -10,7 +10,8 @@ from commhooks.communicators import Communicator
 from commhooks.communicators.private_group import WrapCommunicator
 
 from ..cluster import Cluster
-from ..launch import RankFunction, Send, check_real, run_in_torchrun, run_world, torchrun_world
+from ..devices import backend_for
+from ..launch import RankFunction, Send, check_real, ranks_here, run_in_torchrun, run_world, torchrun_world
 from ..links.link import EmulatedLink, LinkSettings, Wire
 
 
@@ -51,21 +52,31 @@ def check_place(*files: Path | None) -> None:
 
 
 def run_over(
-    link: LinkSettings, function: RankFunction, ranks: int, argument: object, on_message: Send, *, timeout: float
+    link: LinkSettings,
+    function: RankFunction,
+    ranks: int,
+    argument: object,
+    on_message: Send,
+    *,
+    timeout: float,
+    device: str = "cpu",
 ) -> None:
     """Call the function on every rank, torchrun's or new ones; see `run_world`. If the link asks for hosts, make them.
 
+    Ranks use the backend for training on this kind of device over the link.
+
     An emulated link is not added here: the function must wrap its communicators with `around(link)`.
     """
+    backend = backend_for(device, link, ranks_here(ranks))
     if torchrun_world() is not None:
-        run_in_torchrun(function, argument, on_message, timeout=timeout)
+        run_in_torchrun(function, argument, on_message, timeout=timeout, backend=backend)
         return
     with ExitStack() as stack:
         cluster = None
         if link.kind == "hosts":
             up, down = link.bits_per_second, link.down_bits_per_second or link.bits_per_second
             cluster = stack.enter_context(Cluster.create(ranks, up=up, down=down))
-        run_world(function, ranks, argument, on_message, timeout=timeout, cluster=cluster)
+        run_world(function, ranks, argument, on_message, timeout=timeout, backend=backend, cluster=cluster)
 
 
 def around(link: LinkSettings) -> WrapCommunicator | None:

@@ -12,8 +12,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 import commhooks
+from commhooks.units import bytes_in_words
 
 from ..launch import reason_of
+from ..machine import trained_on
 from ..results.outcomes import Setting
 from ..results.summary import SMOOTHING_STEPS
 from ..results.verdicts import USUAL
@@ -185,7 +187,8 @@ def _facts_of(setting: Setting) -> str:
     optimizer = "" if settings.optimizer is None else f" Optimizer: {settings.optimizer.label}."
     return (
         f"{description}. {run.parameters:,} parameters, {settings.steps:,} steps, {settings.ranks} ranks over "
-        f"{link_in_words(settings.link)}; {seeds}.{optimizer} {dilation([setting])}"
+        f"{link_in_words(settings.link)}; {seeds}.{optimizer} "
+        f"{trained_on(run.machine, is_limited=settings.link.is_limited)} {dilation([setting])}"
     )
 
 
@@ -237,7 +240,8 @@ def _mixed(results: Sequence[RunResult]) -> list[str]:
         said.append("These runs were made with different versions of the packages (see the end of the page).")
     if len({run.commit for run in results}) > 1:
         said.append("These runs were made with different commits of commhooks.")
-    kinds = {(run.machine.get("processor"), run.machine.get("cores"), run.machine.get("system")) for run in results}
+    known = {"processor": "", "cores": 0, "system": "", "device": "CPU", "backend": "gloo"}
+    kinds = {tuple(run.machine.get(name, usual) for name, usual in known.items()) for run in results}
     if len(kinds) > 1:
         said.append("These runs were made on different machines: times of different settings cannot be compared.")
     return said
@@ -252,6 +256,11 @@ def _facts(settings: Sequence[Setting], results: Sequence[RunResult]) -> list[tu
         SHARDED: "none: FSDP2 shards the model over the ranks",
     }
     loads = [float(run.machine["load"]) for run in results]
+    peaks = [
+        f"{bytes_in_words(run.peak_memory)} of the device under {run.settings.hook.label}"
+        for run in results
+        if run.peak_memory is not None
+    ]
     buckets = [
         f"{mib:g} MiB"
         if (mib := one.settings.bucket_cap_mb)
@@ -263,6 +272,7 @@ def _facts(settings: Sequence[Setting], results: Sequence[RunResult]) -> list[tu
     return [
         ("processor", _each(f"{m['processor']}, {m['cores']} cores" for m in (run.machine for run in results))),
         ("threads", _each(f"{run.machine['threads_per_rank']} of each rank" for run in results)),
+        *([("peak memory", _each(peaks))] if peaks else []),
         ("load", f"{min(loads):.1f} to {max(loads):.1f} processes wanted to run, in the minute before a run's end"),
         ("system", _each(str(run.machine["system"]) for run in results)),
         ("versions", _each(", ".join(f"{name} {text}" for name, text in run.versions.items()) for run in results)),
