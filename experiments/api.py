@@ -30,6 +30,7 @@ def compare(
     links: Sequence[str] = (DEFAULT_LINK,),
     seeds: int | Sequence[int] = 3,
     ranks: int | Sequence[int] | None = None,
+    device: str = "auto",
     steps: int | None = None,
     optimizers: Sequence[str | None] = (None,),
     compute: str | None = None,
@@ -55,6 +56,7 @@ def compare(
         links: Links between the ranks: '100Mbit/s', '1Gbit/s,latency=1ms', 'unlimited'.
         seeds: The number of seeds, from 0 on; or a list of seeds.
         ranks: The number of processes on this machine, or several numbers; None: 2, or torchrun's world size.
+        device: 'cpu', 'cuda' (a GPU for each rank) or 'auto': a GPU if there is one.
         steps: Optimizer steps; None: each task's own number.
         optimizers: Optimizers as text: 'sgd:lr=0.1,momentum=0.9', 'adamw:lr=1e-3'; None: the task's own.
         compute: The time of a step's compute on the user's processor: '200ms', or '0.5x' of its time here.
@@ -86,6 +88,7 @@ def compare(
         links=links,
         seeds=seeds_of(seeds) if isinstance(seeds, int) else seeds,
         ranks=ranks if isinstance(ranks, Sequence) else [ranks],
+        device=device,
         steps=steps,
         optimizers=optimizers,
         compute=compute,

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
+from torch.distributed.rendezvous import rendezvous
 
 from .cluster import INTERFACE, Cluster, hosts_on
 from .links.link import LinkSettings
@@ -68,6 +69,11 @@ def torchrun_world() -> tuple[int, int] | None:
     return None
 
 
+def ranks_here(ranks: int) -> int:
+    """Return how many of a world's ranks run on this machine: torchrun's LOCAL_WORLD_SIZE, or all of them."""
+    return ranks if torchrun_world() is None else int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
 def check_real(link: LinkSettings) -> None:
     """Raise ValueError if a link is the real network, but torchrun did not start this process."""
     if link.kind == "real" and torchrun_world() is None:
@@ -77,9 +83,19 @@ def check_real(link: LinkSettings) -> None:
         )
 
 
-def run_in_torchrun(function: RankFunction, argument: object, on_message: Send, *, timeout: float) -> None:
-    """Call the function in torchrun's world, with rank 0's argument; pass on each message as it is sent."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+def run_in_torchrun(
+    function: RankFunction, argument: object, on_message: Send, *, timeout: float, backend: str = "gloo"
+) -> None:
+    """Call the function in torchrun's world, with rank 0's argument; pass on each message as it is sent.
+
+    The ranks use the backend if all of them name it; otherwise some lack a GPU of their own, and all use Gloo.
+    """
+    limit = timedelta(seconds=timeout)
+    store, rank, ranks = next(rendezvous("env://", timeout=limit))
+    store.set(f"commhooks/backend/{rank}", backend)
+    named = {store.get(f"commhooks/backend/{other}").decode() for other in range(ranks)}
+    agreed = named.pop() if len(named) == 1 else "gloo"
+    dist.init_process_group(agreed, store=store, rank=rank, world_size=ranks, timeout=limit)
     try:
         shared = [argument]
         dist.broadcast_object_list(shared, src=0)
@@ -96,11 +112,12 @@ def run_world(
     on_message: Send,
     *,
     timeout: float,
+    backend: str = "gloo",
     cluster: Cluster | None = None,
     ranks_per_host: int = 1,
     on_interrupt: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Call `function(rank, ranks, argument, send)` in new processes with a Gloo group, and pass on their messages.
+    """Call `function(rank, ranks, argument, send)` in new processes with a process group; pass on their messages.
 
     Each rank has the environment that torchrun would give it.
 
@@ -110,6 +127,7 @@ def run_world(
         argument: Picklable; passed to every rank.
         on_message: Called here with every object that a rank sends, in order of arrival.
         timeout: Seconds of silence from all ranks after which the world counts as stuck; also the group's timeout.
+        backend: The backend of the group; see `experiments.devices.backend_for`.
         cluster: The ranks run on its hosts, from host 0 on, which also has the group's store; None: beside this
             process.
         ranks_per_host: The number of ranks that share a host of the cluster, and its link.
@@ -142,7 +160,7 @@ def run_world(
             receiving, sending = context.Pipe(duplex=False)
             place = None if cluster is None else (cluster, host)
             stores = listening if rank == 0 else None
-            arguments = (function, rank, ranks, argument, sending, timeout, place, stores)
+            arguments = (function, rank, ranks, argument, sending, timeout, backend, place, stores)
             process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}", daemon=True)
             torchruns = {
                 "RANK": str(rank),
@@ -325,6 +343,7 @@ def _rank_main(
     argument: object,
     pipe: connection.Connection,
     timeout: float,
+    backend: str,
     place: tuple[Cluster, int] | None,
     listening: socket.socket | None,
 ) -> None:
@@ -350,7 +369,7 @@ def _rank_main(
             timeout=limit,
             master_listen_fd=descriptor,
         )
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
         function(rank, ranks, argument, pipe.send)
         dist.barrier()
         dist.destroy_process_group()

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from commhooks.units import counted
+
+from .devices import CPU, WHY_GLOO, in_words
 
 
 def versions() -> dict[str, str]:
@@ -26,16 +30,33 @@ def _version(name: str) -> str:
         return "not installed as a package"
 
 
-def machine() -> dict[str, str | int | float]:
-    """Return the kind of machine and its load, but nothing that identifies it."""
+def machine(device: torch.device = CPU, backend: str = "gloo") -> dict[str, str | int | float]:
+    """Return the kind of machine, its load, and what trains on it, but nothing that identifies it."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": processor_name(),
         "cores": cores(),
         "load": round(os.getloadavg()[0], 2),  # runnable processes, mean over the last minute
         "threads_per_rank": torch.get_num_threads(),
-        "backend": "gloo",
+        "device": in_words(device),
+        "backend": backend,
     }
+
+
+def trained_on(machine: Mapping[str, Any], *, is_limited: bool) -> str:
+    """Return a sentence about the device and the backend of a run, from its result's `machine`.
+
+    Args:
+        machine: Those of a result; earlier versions trained on the CPU alone.
+        is_limited: The link's `is_limited`.
+
+    """
+    device = str(machine.get("device", "CPU"))
+    backend = "NCCL" if machine.get("backend") == "nccl" else "Gloo"
+    if device == "CPU":
+        return f"It trains on the CPU, over {backend}."
+    why = f": {WHY_GLOO}" if backend == "Gloo" and is_limited else ""
+    return f"It trains on {device}, over {backend}{why}."
 
 
 def cores() -> int:

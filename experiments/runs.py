@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from commhooks.saving.files import named, read_json
 from commhooks.units import unknown
 
+from .devices import DEVICES, check_device
 from .links.link import LinkSettings
 from .specs import Spec, steps_under_way
 
@@ -76,6 +77,7 @@ class RunSettings:
     hook: Spec = field(default_factory=lambda: Spec("all-reduce"))  # its setting `policy` is the order of collectives
     optimizer: Spec | None = None  # None: the task's own
     ranks: int = 2
+    device: str = "cpu"  # "cuda": each rank trains on a GPU
     steps: int = 100  # optimizer steps
     seed: int = 0
     link: LinkSettings = field(default_factory=LinkSettings)
@@ -89,6 +91,8 @@ class RunSettings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"RunSettings({name}={value!r}): {name} must be a whole number of at least {least}.")
+        if self.device not in DEVICES:
+            raise ValueError(f"RunSettings(device={self.device!r}): device must be {' or '.join(DEVICES)}.")
         check_ddp("RunSettings", self.ddp, self.bucket_cap_mb, ("core", "torch", SHARDED))
         if self.bucket_cap_mb is not None:  # 4 and 4.0 are one run, with one name
             object.__setattr__(self, "bucket_cap_mb", float(self.bucket_cap_mb))
@@ -171,7 +175,7 @@ class RunSettings:
         return cls(**{name: read_setting(name, value) for name, value in written.items()})
 
 
-_TEXTS = {"task", "hook", "optimizer", "link", "compute", "ddp"}
+_TEXTS = {"task", "hook", "optimizer", "link", "compute", "ddp", "device"}
 _MAY_BE_NONE = {"optimizer", "compute", "bucket_cap_mb"}
 
 
@@ -187,6 +191,8 @@ def read_setting(name: str, value: Any) -> Any:
     if name in _TEXTS and isinstance(value, str):
         if name == "compute":
             Compute.parse(value)
+        if name == "device":
+            check_device(value)
         if name in {"task", "hook", "optimizer"}:
             return Spec.parse(value, name)
         return LinkSettings.parse(value) if name == "link" else value
@@ -273,6 +279,7 @@ class RunResult:
     versions: Mapping[str, str]
     machine: Mapping[str, str | int | float]
     goal: Goal | None = None  # None: the run ended after the steps asked for
+    peak_memory: int | None = None  # bytes of rank 0's GPU that the run held; None: it trained on the CPU
     commit: str | None = None  # of the checkout that made it; None: an installed package, or not known
 
     @property

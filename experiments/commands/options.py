@@ -68,6 +68,13 @@ Ranks = Annotated[
     list[int] | None,
     typer.Option("--ranks", help="Processes on this machine; default: 2, or torchrun's world size. Repeat for more."),
 ]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        help="cpu, cuda (a GPU for each rank), or auto: a GPU if there is one; without one it trains on the CPU.",
+    ),
+]
 LINK = "A link in full: 100Mbit/s,latency=1ms."
 Links = Annotated[list[str] | None, typer.Option("--link", help=LINK + REPEAT)]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps per run; default: the task's own.")]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Hooks, Sharded, json_option, task_option
+from .options import Device, Hooks, Sharded, json_option, task_option
 from .terminal import announce, check_unused, errors_in_words, write_json
 
 
@@ -30,6 +30,7 @@ def plan(
     ranks: Annotated[
         str | None, typer.Option(help="Ranks, one or several: 4, or 2,4,8, or 2..1024; default: 2, or torchrun's.")
     ] = None,
+    device: Device = "auto",
     hook: Hooks = None,
     sharded: Sharded = False,
     cores: Annotated[
@@ -43,6 +44,7 @@ def plan(
 ) -> None:
     """Predict every hook's step beside what it costs in accuracy, and recommend one, or say that none pays."""
     with errors_in_words(json) as console:
+        from ..devices import chosen
         from ..planning.request import Asked, count_in, load, make_plans, numbers_in, ranks_here
         from ..planning.showing import plan_sentences, plan_tables, validation_table
         from ..planning.worlds import check_place
@@ -64,6 +66,7 @@ def plan(
             ranks=None if ranks is None else numbers_in(ranks),
             cores=cores,
             sharded=sharded,
+            device=chosen(device),
             seconds=seconds,
             validate=validate,
             **load(probe, profile),

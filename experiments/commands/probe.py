@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from .options import WorldLink, WorldRanks, json_option
+from .options import Device, WorldLink, WorldRanks, json_option
 from .terminal import announce, errors_in_words, write_json
 
 
 def probe(
     ranks: WorldRanks = None,
     link: WorldLink = None,
+    device: Device = "auto",
     seconds: Annotated[float, typer.Option(help="The time it may take, 1 to 120.")] = 20.0,
     profile: Annotated[
         Path | None,
@@ -23,6 +24,7 @@ def probe(
 ) -> None:
     """Measure the time of every collective between the ranks."""
     with errors_in_words(json) as console:
+        from ..devices import chosen
         from ..planning.measurements import Asked, check_probe, measure
         from ..planning.request import load
         from ..planning.showing import probe_table
@@ -37,7 +39,7 @@ def probe(
                 f"the profile is of {given.ranks} ranks, and the probe of {number}: give --ranks {given.ranks}"
             )
         announce(console, f"probing the link {settings.label} between {number} ranks for up to {seconds:.0f} s")
-        found = measure(Asked(link=settings, probe_seconds=seconds, profiled=given), number)
+        found = measure(Asked(link=settings, probe_seconds=seconds, profiled=given, device=chosen(device)), number)
         if found is None or found.probe is None:
             return
         console.print(probe_table(found.probe))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import BucketCap, Ddp, Hooks, WorldLink, WorldRanks, json_option, task_option
+from .options import BucketCap, Ddp, Device, Hooks, WorldLink, WorldRanks, json_option, task_option
 from .terminal import announce, errors_in_words, write_json
 
 
@@ -16,6 +16,7 @@ def profile(
     hook: Hooks = None,
     ranks: WorldRanks = None,
     link: WorldLink = None,
+    device: Device = "auto",
     ddp: Ddp = "core",
     bucket_cap_mb: BucketCap = None,
     seconds: Annotated[float, typer.Option(help="The time that measuring may take.")] = 60.0,
@@ -23,6 +24,7 @@ def profile(
 ) -> None:
     """Measure where the time of a step goes."""
     with errors_in_words(json) as console:
+        from ..devices import chosen
         from ..planning.measurements import Asked, measure
         from ..planning.showing import profile_sentences, profile_table
         from ..planning.worlds import check_place, check_world
@@ -37,6 +39,7 @@ def profile(
             ddp=ddp,
             bucket_cap_mb=bucket_cap_mb,
             seconds=seconds,
+            device=chosen(device),
         )
         announce(console, f"measuring {task} on {number} ranks for up to {seconds:.0f} s")
         found = measure(asked, number)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .compare import make_runs
-from .options import Baseline, Overwrite, Quiet, Target, json_option
+from .options import Baseline, Device, Overwrite, Quiet, Target, json_option
 from .terminal import check_unused, command_given, errors_in_words, write_json
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def sweep(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the results; default: the file's, or runs/<name>.")
     ] = None,
+    device: Device | None = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
@@ -43,7 +44,7 @@ def sweep(
                 "name a YAML file: 'commhooks sweep FILE.yaml'; 'commhooks sweep --example > FILE.yaml' writes one "
                 "that works"
             )
-        asked = Sweep(**vars(read_sweep(file)), overwrite=overwrite, command=command_given(), quiet=quiet)
+        asked = Sweep(**vars(read_sweep(file, device)), overwrite=overwrite, command=command_given(), quiet=quiet)
         asked = dataclasses.replace(asked, out=out or asked.out)
         if dry_run:
             _list_runs(asked, console)

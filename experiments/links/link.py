@@ -74,7 +74,10 @@ class LinkSettings:
         """Raise ValueError if this kind of link cannot have these settings."""
         refused: dict[str, object] = {}
         if self.kind == "real":
-            why = "it is used as it is"
+            why = (
+                "it is used as it is, over NCCL between GPUs; an emulated rate waits on the host, and so needs Gloo, "
+                "also on GPUs"
+            )
             refused["rate"] = self.bits_per_second or self.down_bits_per_second or self.schedule
         if self.kind == "hosts":
             why = "tc limits the rates of hosts, and for delays it needs netem, which many kernels lack"
@@ -102,6 +105,11 @@ class LinkSettings:
     def label(self) -> str:
         """The shortest text that `parse` reads as this link."""
         return text_of(vars(self))
+
+    @property
+    def is_limited(self) -> bool:
+        """True if something here makes the link slower: its emulation, or hosts whose rates are shaped."""
+        return self.kind == "hosts" or (self.kind == "emulated" and self != LinkSettings(framing=self.framing))
 
     @property
     def slowest(self) -> float | None:

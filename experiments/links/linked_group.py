@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.futures import Future
 
 from commhooks.communicators.collective import KindTraffic
+from commhooks.devices import future_on
 from commhooks.tensors import tensor_bytes
 from ddp_core.collectives import result_of
 
@@ -34,16 +35,19 @@ class LinkedGroup(dist.ProcessGroup):
     Several works may wait at once, in threads of their own, because PyTorch's hooks wait for further collectives in the
     callbacks that run when one is done. It has the collectives that DDPs and their hooks call (all-reduce, broadcast,
     all-gather); for the others PyTorch raises an error ("No backend type associated"). `waits` records when collectives
-    were in progress. Call `close` before `inner` is destroyed.
+    were in progress. Call `close` before `inner` is destroyed. If streams wait for the collectives of `inner`
+    (`is_queued`), as with NCCL, they are only counted: no thread may hold them back.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, wire: Wire, waits: WaitClock | None = None) -> None:
+    def __init__(
+        self, inner: dist.ProcessGroup, wire: Wire, waits: WaitClock | None = None, *, is_queued: bool = False
+    ) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # 'Missing "store"': the stub has one constructor of two
         self.inner = inner
         self.wire = wire
         self.traffic: dict[str, KindTraffic] = {}
         """The bytes that this rank has sent, by kind of collective, as counted by `Collective.ring_bytes`."""
-        self._waits = waits
+        self._waits, self._is_queued = waits, is_queued
         self._lock = threading.Lock()  # callbacks start collectives from several threads
         self._threads: list[threading.Thread] = []
 
@@ -81,7 +85,10 @@ class LinkedGroup(dist.ProcessGroup):
             counts.moved_bytes += moved_bytes(kind, payload, ranks, is_sparse=is_sparse)
             course = course_of(kind, payload, ranks, is_sparse=is_sparse, is_private=False)
             arrival = self.wire.carry(course)
-            work = LinkedWork(getattr(self.inner, method)(*arguments), arrival, self.wire, self._waits)
+            inner: dist.Work = getattr(self.inner, method)(*arguments)
+            if self._is_queued:
+                return inner
+            work = LinkedWork(inner, arrival, self.wire, self._waits, sent[0].device)
             self._threads = [*(thread for thread in self._threads if thread.is_alive()), work.thread]
         return work
 
@@ -89,9 +96,16 @@ class LinkedGroup(dist.ProcessGroup):
 class LinkedWork(dist.Work):
     """A work that is done when another one is and the link has carried its bytes."""
 
-    def __init__(self, inner: dist.Work, arrival: float, wire: Wire, waits: WaitClock | None = None) -> None:
+    def __init__(
+        self,
+        inner: dist.Work,
+        arrival: float,
+        wire: Wire,
+        waits: WaitClock | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
-        self._outcome: Future[Any] = torch.futures.Future()
+        self._outcome: Future[Any] = torch.futures.Future() if device is None else future_on(device)
         self._future: Future[Any] = self._outcome.then(_result)
         self._ended = threading.Event()
         # A daemon, so that a link of a few bits per second does not hold a process back that wants to end.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from commhooks.errors import CommHooksError
 
+from ..devices import own_device, uses_streams
 from ..hooks import make_hook, policy_of
 from ..launch import Send
 from ..links.link import LinkSettings, Wire
@@ -47,6 +48,7 @@ class Asked:
     steps: int | None = None
     seconds: float = 60.0  # of the profile
     seed: int = 0
+    device: str = "cpu"
     probe_seconds: float | None = None  # None: no probe
     profiled: Profile | None = None  # whose messages the probe is to measure
     real_seconds: float | None = None  # of real steps under every hook; None: none
@@ -74,7 +76,9 @@ def measure(asked: Asked, ranks: int) -> Measured | None:
     if asked.probe_seconds is not None:
         check_probe(ranks, asked.probe_seconds)
     seconds = asked.seconds + (asked.probe_seconds or 0.0) + 2 * (asked.real_seconds or 0.0)
-    found: Measured | None = found_by(asked.link, measure_on_rank, ranks, asked, timeout=_SILENCE + seconds)
+    found: Measured | None = found_by(
+        asked.link, measure_on_rank, ranks, asked, timeout=_SILENCE + seconds, device=asked.device
+    )
     return found
 
 
@@ -130,10 +134,12 @@ def stepper(asked: Asked) -> Iterator[Stepper]:
     """Yield a stepper of the task's model in its DistributedDataParallel, over an emulated link if requested."""
     torch.set_num_threads(1)
     assert asked.task is not None, "steps are a task's"
-    task = load_task(asked.task, asked.seed)
+    device = own_device(asked.device)
+    task = load_task(asked.task, asked.seed, device)
     world = dist.group.WORLD
     assert world is not None, "ranks have a process group"
-    group = LinkedGroup(world, Wire(asked.link)) if asked.link.kind == "emulated" else None
+    is_linked = asked.link.kind == "emulated" and not uses_streams(device)
+    group = LinkedGroup(world, Wire(asked.link)) if is_linked else None
     step = Stepper(task, wrap_in_ddp(task.model, asked.ddp, asked.bucket_cap_mb, group))
     try:
         yield step
@@ -175,4 +181,10 @@ def _all_of(asked: Asked) -> list[Candidate]:
 
 def _probed(asked: Asked, own: Profile | None) -> Probe:
     assert asked.probe_seconds is not None, "a probe was asked for"
-    return probe(seconds=asked.probe_seconds, wrap_communicator=around(asked.link), link=asked.link.label, profile=own)
+    return probe(
+        seconds=asked.probe_seconds,
+        device=own_device(asked.device),
+        wrap_communicator=around(asked.link),
+        link=asked.link.label,
+        profile=own,
+    )

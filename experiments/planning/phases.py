@@ -17,6 +17,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from commhooks.errors import SettingsError
 
+from ..devices import Moment, Stopwatch
+
 
 @dataclasses.dataclass
 class Phases:
@@ -52,6 +54,7 @@ class PhaseWatch:
         self,
         parameters: Sequence[Tensor],
         seen: Callable[[Optimizer], None] = lambda optimizer: None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         """Watch steps that train these parameters.
 
@@ -61,6 +64,7 @@ class PhaseWatch:
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._seen = seen
         self._optimizers: Any = None
+        self._stopwatch = stopwatch or Stopwatch()
         self._listening: list[Any] = []
         self._backward: Any = None
         self._forget()
@@ -89,37 +93,39 @@ class PhaseWatch:
     def watch(self, step: Callable[[], object]) -> Phases:
         """Run a step, and return its phases; raise `SettingsError` if it ran no backward pass."""
         self._forget()
-        begin = time.perf_counter()
+        begin = self._stopwatch.start()
         step()
-        end = time.perf_counter()
+        end = self._stopwatch.now()
         if not self._backwards:
             raise SettingsError("the step ran no backward pass; it must be a whole training step of this model.")
-        gradients = [(moment, self._numbers[parameter]) for moment, parameter in self._gradients]
-        return Phases(begin, end, self._backwards, gradients, self._own)
+        at = self._stopwatch.seconds_at
+        gradients = [(at(moment), self._numbers[parameter]) for moment, parameter in self._gradients]
+        backwards = [(at(first), at(last), at(done)) for first, last, done in self._backwards]
+        return Phases(at(begin), at(end), backwards, gradients, self._own)
 
     def _forget(self) -> None:
-        self._backwards: list[tuple[float, float, float]] = []
-        self._gradients: list[tuple[float, Tensor]] = []
+        self._backwards: list[tuple[Moment, Moment, Moment]] = []
+        self._gradients: list[tuple[Moment, Tensor]] = []
         self._own = 0.0
         self._depth = 0
 
     def _gradient_ready(self, parameter: Tensor) -> None:
         now = time.perf_counter()
-        self._gradients.append((now, parameter))
+        self._gradients.append((self._stopwatch.now(), parameter))
         self._own += time.perf_counter() - now
 
     def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass; those inside another one, of checkpointed parts of a model, belong to that one."""
         if self._depth:
             return self._backward(*args, **kwargs)
-        self._depth, begin, before = 1, time.perf_counter(), len(self._gradients)
+        self._depth, begin, before = 1, self._stopwatch.now(), len(self._gradients)
         try:
             return self._backward(*args, **kwargs)
         finally:
-            end, self._depth = time.perf_counter(), 0
+            now, self._depth = time.perf_counter(), 0
             last = self._gradients[-1][0] if len(self._gradients) > before else begin
-            self._backwards.append((begin, last, end))
-            self._own += time.perf_counter() - end
+            self._backwards.append((begin, last, self._stopwatch.now()))
+            self._own += time.perf_counter() - now
 
     def _optimizer_begins(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._seen(optimizer)

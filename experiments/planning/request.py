@@ -56,6 +56,7 @@ class Asked:
     ranks: tuple[int, ...] | None = None
     cores: int = 1  # of each rank; a measured profile knows them
     sharded: bool = False
+    device: str = "cpu"
     seconds: float = 100.0  # that measuring may take
     validate: bool = False
 
@@ -212,6 +213,7 @@ def _measuring(asked: Asked) -> Measuring | None:
         hooks=hooks,
         link=asked.settings,
         seconds=seconds,
+        device=asked.device,
         probe_seconds=min(120.0, asked.seconds * PROBE_SHARE) if asked.network_is_measured else None,
         profiled=asked.profiled,
         real_seconds=REAL_SECONDS if asked.validate else None,

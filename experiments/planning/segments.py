@@ -21,6 +21,7 @@ from commhooks.language.compressor import Context, Exchange, begin_exchange, map
 from commhooks.language.requests import Asked, Judge, Request
 from commhooks.wrappers.wrapper import Wrapper
 
+from ..devices import Moment, Stopwatch
 from ..timing.link import HALF_SUM
 from ..timing.step_time import Sends
 
@@ -31,8 +32,8 @@ class BucketRecord:
 
     parameters: tuple[str, ...]
     bytes: int
-    submitted: float
-    """The time at which it was handed in, by the wall clock."""
+    submitted: Moment
+    """The moment at which it was handed in; in seconds of the wall clock once the step is over."""
     seconds: list[float] = dataclasses.field(default_factory=list)
     """Seconds of compression in each round."""
     sends: list[Sends] = dataclasses.field(default_factory=list)
@@ -46,7 +47,8 @@ class Segments:
     `submitted` is called by the training thread, everything else by the worker thread.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], stopwatch: Stopwatch | None = None) -> None:
+        self._stopwatch = stopwatch or Stopwatch()
         self._clock = clock  # of compression: the processor's if the training thread shares a core with the worker
         self.begin_step()
 
@@ -64,9 +66,14 @@ class Segments:
         now = time.perf_counter()
         names = tuple(slot.name for slot in view.slots)
         size = sum(member.memory.numel() for member in view.members) * view.memory.element_size()
-        self.buckets.append(BucketRecord(names, size, now))
+        self.buckets.append(BucketRecord(names, size, self._stopwatch.now()))
         self.own_seconds += time.perf_counter() - now
         return len(self.buckets) - 1
+
+    def end_step(self) -> None:
+        """Turn moments into seconds, once the device has reached them."""
+        for bucket in self.buckets:
+            bucket.submitted = self._stopwatch.seconds_at(bucket.submitted)
 
     def begin(self, number: int) -> None:
         """Begin a segment of a bucket. What came right before it, answers and a verdict, belongs to it."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import commhooks
 from commhooks.communicators.private_group import WrapCommunicator
+from commhooks.devices import wait_for_device
 from commhooks.scheduling.policy import POLICIES, PolicyName
 
 from ..planning.candidates import Candidate
@@ -66,6 +67,7 @@ def _turn(
                 dist.barrier()
                 begun = time.perf_counter()
                 step()
+                wait_for_device(step.task.device)
                 if number:
                     found[one.label].append(time.perf_counter() - begun)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from commhooks.language.place import Place
 from commhooks.language.requests import Layout
 from commhooks.scheduling.policy import POLICIES, PolicyName
 
+from ..devices import Stopwatch, idle_clock
 from ..timing.pretending import PretendingConnection, attach_pretending
 from .candidates import NOOP, Candidate
 from .errors import ProfileError
@@ -64,7 +66,10 @@ class Turns:
         self._ddp, self._named, self._step = ddp, named, step
         self._candidates = candidates
         self._kept = kept
-        self._watch = PhaseWatch([p for _, p in named], kept.keep_optimizer)
+        device = named[0][1].device
+        self._stopwatch = Stopwatch(device)
+        self._clock = functools.partial(idle_clock, device) if self._stopwatch.is_queued else time.perf_counter
+        self._watch = PhaseWatch([p for _, p in named], kept.keep_optimizer, self._stopwatch)
         self._last_gradients: list[Tensor] = []
 
     def run(self, steps: int | None, seconds: float) -> None:
@@ -127,7 +132,8 @@ class Turns:
 
     def _hooked_turns(self, policy: PolicyName, own: Sequence[Candidate], steps: int, until: float | None) -> None:
         """Let every hook of a policy have its turn: attaching costs more than to replace one hook by another."""
-        segments = Segments(time.thread_time if self.cores == 1 else time.perf_counter)
+        is_shared = self.cores == 1 and not self._stopwatch.is_queued
+        segments = Segments(time.thread_time if is_shared else self._clock, self._stopwatch)
         watched = {one.label: Watched(inner=one.compressor, segments=segments) for one in own}
         connection = PretendingConnection(group_or_default(self.ranks.group), self.world_size, segments, policy=policy)
         attachment = attach_pretending(self._ddp, watched[own[0].label], connection)
@@ -182,6 +188,7 @@ class Turns:
         """Take a step under a hook."""
         segments.begin_step()
         phases = self._take_together(f"take a step under {label}")
+        segments.end_step()
         if not segments.buckets:
             raise SettingsError(
                 "profile: no gradient passed through the hook; step_fn must call the model that was passed, and run "

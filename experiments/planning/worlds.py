@@ -12,7 +12,8 @@ from commhooks.communicators import Communicator
 from commhooks.communicators.private_group import WrapCommunicator
 
 from ..cluster import Cluster
-from ..launch import RankFunction, Send, WorldError, check_real, run_in_torchrun, run_world, torchrun_world
+from ..devices import backend_for
+from ..launch import RankFunction, Send, WorldError, check_real, ranks_here, run_in_torchrun, run_world, torchrun_world
 from ..links.link import EmulatedLink, LinkSettings, Wire
 
 
@@ -59,7 +60,9 @@ def check_place(*files: Path | None) -> None:
             raise ValueError(f"{file} cannot be written: its folder must exist and be writable; name another place")
 
 
-def found_by(link: LinkSettings, function: RankFunction, ranks: int, argument: object, *, timeout: float) -> Any:
+def found_by(
+    link: LinkSettings, function: RankFunction, ranks: int, argument: object, *, timeout: float, device: str = "cpu"
+) -> Any:
     """Return what the ranks found, on the process that reports: this one, or torchrun's rank 0; None on others.
 
     Raises:
@@ -73,26 +76,36 @@ def found_by(link: LinkSettings, function: RankFunction, ranks: int, argument: o
             raise WorldError(f"error: {message.why}")
         found.append(message)
 
-    run_over(link, function, ranks, argument, hear, timeout=timeout)
+    run_over(link, function, ranks, argument, hear, timeout=timeout, device=device)
     return found[0] if found else None
 
 
 def run_over(
-    link: LinkSettings, function: RankFunction, ranks: int, argument: object, on_message: Send, *, timeout: float
+    link: LinkSettings,
+    function: RankFunction,
+    ranks: int,
+    argument: object,
+    on_message: Send,
+    *,
+    timeout: float,
+    device: str = "cpu",
 ) -> None:
     """Call the function on every rank, torchrun's or new ones; see `run_world`. If the link asks for hosts, make them.
 
+    Ranks use the backend for training on this kind of device over the link.
+
     An emulated link is not added here: the function must wrap its communicators with `around(link)`.
     """
+    backend = backend_for(device, link, ranks_here(ranks))
     if torchrun_world() is not None:
-        run_in_torchrun(function, argument, on_message, timeout=timeout)
+        run_in_torchrun(function, argument, on_message, timeout=timeout, backend=backend)
         return
     with ExitStack() as stack:
         cluster = None
         if link.kind == "hosts":
             up, down = link.bits_per_second, link.down_bits_per_second or link.bits_per_second
             cluster = stack.enter_context(Cluster.create(ranks, up=up, down=down))
-        run_world(function, ranks, argument, on_message, timeout=timeout, cluster=cluster)
+        run_world(function, ranks, argument, on_message, timeout=timeout, backend=backend, cluster=cluster)
 
 
 def around(link: LinkSettings) -> WrapCommunicator | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from commhooks.units import counted
 
+from ..machine import trained_on
 from ..results.outcomes import Setting
 from ..results.verdicts import Verdict
 from ..runs import RunSettings
@@ -38,8 +39,9 @@ def facts_of(setting: Setting) -> str:
     optimizer = "" if settings.optimizer is None else f" {settings.optimizer.label},"
     taken = f"{counted(settings.steps, 'step')}, {counted(settings.ranks, 'rank')}"
     what = f"{run.parameters:,} parameters,{optimizer} {taken} over {link_in_words(settings.link)}, {seeds}."
+    on = trained_on(run.machine, is_limited=settings.link.is_limited)
     changes = " Its rate changes during a run, so hooks see it at different steps." if settings.link.schedule else ""
-    return f"{what}{changes} {dilation(setting)}".strip()
+    return f"{what} {on}{changes} {dilation(setting)}".strip()
 
 
 def dilation(setting: Setting) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from commhooks.units import counted, three_digits
+from commhooks.units import bytes_in_words, counted, three_digits
 
 from ..launch import reason_of
 from ..results.outcomes import Setting
@@ -35,6 +35,8 @@ PICTURES = {
     "ranks": "step speed-up against the number of ranks",
 }
 """The kinds of pictures, each with what it shows, for those who cannot see it."""
+_MACHINE = {"processor": "", "cores": 0, "system": "", "device": "CPU", "backend": "gloo"}
+"""What makes a machine, with the values of results that do not say it."""
 _WIDE = {"step-time", "gradients", "layers"}
 _MARKS = {Verdict.PAYS: "pays", Verdict.COSTS: "costs", Verdict.OPEN: "open", Verdict.DIVERGED: "costs"}
 
@@ -213,7 +215,7 @@ def _mixed(results: Sequence[RunResult]) -> list[str]:
         "with different versions of the packages": {tuple(sorted(run.versions.items())) for run in results},
         "with different commits of commhooks": {run.commit for run in results},
         "on different machines: times of different settings cannot be compared": {
-            (run.machine.get("processor"), run.machine.get("cores"), run.machine.get("system")) for run in results
+            tuple(run.machine.get(name, usual) for name, usual in _MACHINE.items()) for run in results
         },
     }
     return [f"These runs were made {what}." for what, found in kinds.items() if len(found) > 1]
@@ -227,6 +229,11 @@ def _facts(results: Sequence[RunResult], command: str, written: datetime) -> lis
     first, last = (datetime.fromtimestamp(pick(run.steps[-1].ended for run in results), UTC) for pick in (min, max))
     loads = [float(run.machine["load"]) for run in results]
     machines = [run.machine for run in results]
+    peaks = [
+        f"{bytes_in_words(run.peak_memory)} of the device under {run.settings.hook.label}"
+        for run in results
+        if run.peak_memory is not None
+    ]
     return [
         ("measured", f"{first:%Y-%m-%d, %H:%M} to {last:%Y-%m-%d, %H:%M} UTC"),
         *found,
@@ -234,6 +241,7 @@ def _facts(results: Sequence[RunResult], command: str, written: datetime) -> lis
         ("versions", _each(", ".join(f"{name} {text}" for name, text in run.versions.items()) for run in results)),
         ("processor", _each(f"{m['processor']}, {m['cores']} cores" for m in machines)),
         ("threads", _each(f"{m['threads_per_rank']} of each rank" for m in machines)),
+        *([("peak memory", _each(peaks))] if peaks else []),
         ("load", f"{min(loads):.1f} to {max(loads):.1f} processes wanted to run, in the minute before a run's end"),
         ("system", _each(str(m["system"]) for m in machines)),
         ("DDP", _each("FSDP2" if one.settings.is_sharded else f"{one.settings.ddp} DDP" for one in results)),

@@ -17,7 +17,8 @@ from types import MappingProxyType
 from commhooks.saving.folder import newest
 
 from ..cluster import check_rates, follow, hosts_on
-from ..launch import WorldError, run_in_torchrun, run_world, torchrun_world
+from ..devices import backend_for
+from ..launch import WorldError, ranks_here, run_in_torchrun, run_world, torchrun_world
 from ..links.link import LinkSettings
 from ..results.goals import GoingOn
 from ..runs import RunResult, RunSettings
@@ -97,8 +98,14 @@ def execute(
 
 def _worlds(runs: Sequence[RunSettings]) -> Iterator[list[RunSettings]]:
     """Yield groups of runs that the same processes can make: with the same number of ranks and the same hosts."""
-    for _, group in groupby(runs, lambda one: (one.ranks, _shared(one))):
+    for _, group in groupby(runs, lambda one: (one.ranks, _backend_of([one]), _shared(one))):
         yield list(group)
+
+
+def _backend_of(runs: Sequence[RunSettings]) -> str:
+    """Return the backend on which the same processes can make all these runs: Gloo if one of them needs it."""
+    backends = {backend_for(one.device, one.link, ranks_here(one.ranks)) for one in runs}
+    return backends.pop() if len(backends) == 1 else "gloo"
 
 
 def _shared(settings: RunSettings) -> object:
@@ -196,7 +203,16 @@ class _Attempt:
                 hear = functools.partial(
                     self._hear, on_begin=lambda: stack.enter_context(follow(cluster, link.schedule))
                 )
-            run_world(train_all, first.ranks, work, hear, timeout=timeout, cluster=cluster, on_interrupt=self._stop)
+            run_world(
+                train_all,
+                first.ranks,
+                work,
+                hear,
+                timeout=timeout,
+                backend=_backend_of(self._runs),
+                cluster=cluster,
+                on_interrupt=self._stop,
+            )
 
     def _link_of_hosts(self, dilation: float) -> LinkSettings:
         """Return the runs' link, slowed as compute is here; raise WorldError for these runs if hosts cannot have it."""
@@ -214,7 +230,8 @@ class _Attempt:
     def in_torchrun(self) -> None:
         """Make the runs in the world that torchrun started."""
         work = self._work({})
-        run_in_torchrun(train_all, work, self._hear, timeout=silence_allowed(self._runs, work))
+        timeout, backend = silence_allowed(self._runs, work), _backend_of(self._runs)
+        run_in_torchrun(train_all, work, self._hear, timeout=timeout, backend=backend)
 
     def _calibrate(self) -> dict[int, float]:
         """Return the seconds of a step's compute here, for runs that state its seconds on another processor."""
@@ -223,7 +240,8 @@ class _Attempt:
         self.scene = self._runs  # if the ranks fail now, these are to blame
         found: list[object] = []
         timeout = _SILENCE + _loading_seconds(self._runs)
-        run_world(calibrate, self._runs[0].ranks, self._runs, found.append, timeout=timeout)
+        backend = _backend_of(self._runs)
+        run_world(calibrate, self._runs[0].ranks, self._runs, found.append, timeout=timeout, backend=backend)
         self.scene = []
         seconds = found[-1]  # the others were known after fewer steps
         assert isinstance(seconds, float), "rank 0 sends seconds"

@@ -11,7 +11,9 @@ from itertools import product
 from typing import Any
 
 from ..cluster import check_hosts, check_rates, why_not
-from ..launch import torchrun_world
+from ..devices import backend_for, own_device
+from ..devices import chosen as chosen_device
+from ..launch import ranks_here, torchrun_world
 from ..links.link import LinkSettings
 from ..machine import cores
 from ..runs import Compute, RunSettings, read_setting
@@ -26,6 +28,7 @@ _OWN_DDP = ("core", None)  # the defaults of `ddp` and `bucket_cap_mb`
 _OUTERMOST_FIRST = (
     "task",
     "ranks",
+    "device",
     "link",
     "optimizer",
     "compute",
@@ -46,6 +49,7 @@ def plan(
     seeds: Sequence[int] = (0,),
     optimizers: Sequence[str | None] = (None,),
     ranks: Sequence[int | None] = (None,),
+    device: str | None = None,
     steps: int | None = None,
     compute: str | None = None,
     ddp: str = "core",
@@ -61,6 +65,7 @@ def plan(
         seeds: Seeds of the model, the data and the compressors.
         optimizers: Optimizers as text, such as 'sgd:lr=0.1'; None: the task's own.
         ranks: The number of ranks; None: torchrun's world size, or 2.
+        device: 'cpu', 'cuda' or 'auto'; None: 'auto', a GPU if there is one.
         steps: The number of optimizer steps; None: each task's own.
         compute: The time of a step's compute on the user's processor; None: its time here.
         ddp: 'core', 'torch', or 'sharded' for FSDP2.
@@ -81,6 +86,7 @@ def plan(
         "seed": seeds,
         "optimizer": optimizers,
         "ranks": ranks,
+        "device": [chosen_device(device)],
         "steps": [steps],
         "compute": [compute],
         "ddp": [ddp],
@@ -95,8 +101,8 @@ def plan(
 def combinations(chosen: Mapping[str, Sequence[Any]]) -> tuple[RunSettings, ...]:
     """Return a run for every combination of values, each in the form of `RunSettings` or as text.
 
-    A missing setting has one value: the default of `RunSettings`, except for `ranks` (torchrun's world size, or 2) and
-    `steps` (the task's own number).
+    A missing setting has one value: the default of `RunSettings`, except for `ranks` (torchrun's world size, or 2),
+    `steps` (the task's own number) and `device` (a GPU if there is one).
 
     Raises:
         ValueError: A value does not parse, is listed twice, or cannot work.
@@ -110,6 +116,7 @@ def combinations(chosen: Mapping[str, Sequence[Any]]) -> tuple[RunSettings, ...]
     for pairs in product(*columns):
         settings = dict(pairs)
         settings["ranks"] = world_size(settings.get("ranks"))
+        settings["device"] = chosen_device(settings.get("device"))
         if settings.get("steps") is None:
             settings["steps"] = _own_steps(settings["task"])
         runs.append(RunSettings(**settings))
@@ -160,20 +167,20 @@ def check_runs(runs: Sequence[RunSettings]) -> None:
     Warn of hooks that do not suit the optimizer of their task.
     """
     for settings in dict.fromkeys(runs):
-        check_hook(settings.hook, is_sharded=settings.is_sharded)
+        check_hook(settings.hook, is_sharded=settings.is_sharded, backend=_backend_of(settings))
         if settings.is_sharded:
             _check_sharded(settings)
         _check_link(settings)
         _check_compute(settings)
     seen: dict[Spec, LoadedTask] = {}  # each is loaded once, which may take long
-    for settings in {(one.task, one.ranks, one.optimizer): one for one in reversed(runs)}.values():
-        if settings.task not in seen:
-            seen[settings.task] = load_task(settings.task, settings.seed)
+    for settings in {(one.task, one.ranks, one.optimizer, one.device): one for one in reversed(runs)}.values():
+        if settings.task not in seen or seen[settings.task].device.type != settings.device:
+            seen[settings.task] = load_task(settings.task, settings.seed, own_device(settings.device))
         seen[settings.task].optimizer(settings.optimizer)
         seen[settings.task].check(settings.ranks)
     for settings in {(one.task, one.hook, one.is_sharded): one for one in runs}.values():
         named = dict(seen[settings.task].model.named_parameters())
-        check_hook(settings.hook, named, is_sharded=settings.is_sharded)
+        check_hook(settings.hook, named, is_sharded=settings.is_sharded, backend=_backend_of(settings))
     _check_seldom([one for one in runs if is_seldom(one.hook)], seen)
     if (torchrun_world() or (0, 1))[0] > 0:  # rank 0 tells it
         return
@@ -185,6 +192,10 @@ def check_runs(runs: Sequence[RunSettings]) -> None:
         {one.hook.label for one in runs if is_seldom(one.hook) and (one.ddp, one.bucket_cap_mb) != _OWN_DDP}
     ):
         warnings.warn(f"{label} trains a plain module: ddp and bucket_cap_mb have no effect on it", stacklevel=2)
+
+
+def _backend_of(settings: RunSettings) -> str:
+    return backend_for(settings.device, settings.link, ranks_here(settings.ranks))
 
 
 def _check_seldom(runs: Sequence[RunSettings], tasks: Mapping[Spec, LoadedTask]) -> None:

@@ -34,6 +34,7 @@ steps: 30                    # without it: each task's own number
 
 # Other settings, with their defaults:
 # optimizer: sgd:lr=0.1,momentum=0.9   # without it: the task's own
+# device: auto               # or cpu, or cuda: a GPU for each rank; auto: a GPU if there is one
 # compute: 200ms             # the time of a step's compute on your processor; or 0.5x of its time here
 # ddp: core                  # or torch; or sharded, for FSDP2
 # bucket_cap_mb: 10          # without it: 1 for the first bucket, 25 for the others
@@ -81,20 +82,20 @@ class _Entry:
     line: int  # from 1
 
 
-def read_sweep(path: Path) -> SweepFile:
-    """Return the runs that a YAML file describes, and its folder.
+def read_sweep(path: Path, device: str | None = None) -> SweepFile:
+    """Return the runs that a YAML file describes, and its folder; a device that is given replaces the file's.
 
     Raises:
         ValueError: The file is not YAML, a key is unknown, or a value cannot work; the error names file, line and key.
 
     """
     try:
-        return _read(path)
+        return _read(path, device)
     except RecursionError as error:
         raise ValueError(f"{path}: its brackets are nested too deeply") from error
 
 
-def _read(path: Path) -> SweepFile:
+def _read(path: Path, device: str | None) -> SweepFile:
     try:
         text = path.read_text(encoding="utf-8")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -105,19 +106,20 @@ def _read(path: Path) -> SweepFile:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
     try:
-        return _sweep_of(_block(node, "the file"), path)
+        return _sweep_of(_block(node, "the file"), path, device)
     except (ValueError, yaml.YAMLError) as error:  # what is YAML may still have tags that stand for no value
         raise ValueError(f"{path}{'' if str(error).startswith(', line') else ': '}{error}") from error
 
 
-def _sweep_of(top: dict[str, _Entry], path: Path) -> SweepFile:
+def _sweep_of(top: dict[str, _Entry], path: Path, device: str | None) -> SweepFile:
     _check_keys(top, [*_SETTINGS, "seeds", "runs", *_REPORT])
     report = {name: top.pop(name) for name in _REPORT if name in top}
     for name, entry in report.items():
         if not isinstance(entry.value, _REPORT[name]) or isinstance(entry.value, bool):
             wanted = "a number" if name == "target_loss" else "text"
             raise ValueError(f", line {entry.line}: {name} must be {wanted} (got {entry.value!r})")
-    runs = in_turn([settings for entries in _entries(top) for settings in _runs_of(entries)])
+    forced = {} if device is None else {"device": _Entry(device, 0)}
+    runs = in_turn([settings for entries in _entries(top) for settings in _runs_of({**entries, **forced})])
     check_runs(runs)
     values: dict[str, Any] = {name: entry.value for name, entry in report.items()}
     return SweepFile(**{**values, "runs": runs, "out": Path(values.get("out", Path("runs") / path.stem))})

@@ -58,7 +58,9 @@ def _check_model(model: Any, where: str) -> None:
         if is_lazy(parameter):
             raise ValueError(f"{where}: parameter {name!r} has no shape yet; pass one batch through the model")
         if parameter.device.type != "cpu":
-            raise ValueError(f"{where}: parameter {name!r} is on {parameter.device}; return the model on the CPU")
+            raise ValueError(
+                f"{where}: parameter {name!r} is on {parameter.device}; return the model on the CPU; --device moves it"
+            )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"{where}: model {_kind(model)} has no parameter that requires a gradient")
     if model in _MODELS:

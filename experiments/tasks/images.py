@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..devices import moved
+
 
 class SmallCnn(nn.Sequential):
     """Three convolutions with batch norm, then two linear layers; images of any size from 4×4 on."""
@@ -105,7 +107,7 @@ def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tenso
 def evaluate_in_parts(parts: Iterable[tuple[Tensor, Tensor]], model: nn.Module) -> dict[str, float]:
     """Return the mean loss and the accuracy over a set of images and labels that is given in parts."""
     loss, right, count = 0.0, 0, 0
-    for images, labels in parts:
+    for images, labels in moved(list(parts), next(model.parameters()).device):
         outputs = model(images)
         loss += F.cross_entropy(outputs, labels, reduction="sum").item()
         right += int((outputs.argmax(dim=1) == labels).sum())

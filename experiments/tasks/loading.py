@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from commhooks.units import unknown
 
+from ..devices import CPU
 from ..specs import SettingValue, Spec
 from .batches import place_of
 from .checks import task_of
@@ -26,13 +29,14 @@ TASKS: dict[str, Callable[..., Task]] = {"cifar10": cifar10, "digits": digits, "
 _SEED_OF_IMPORTS = 0
 
 
-def load_task(spec: Spec | str, seed: int = 0) -> LoadedTask:
+def load_task(spec: Spec | str, seed: int = 0, device: torch.device = CPU) -> LoadedTask:
     """Call the function that a task names, under a seed, and return its task.
 
     Args:
         spec: A built-in name, 'module:function' or 'file.py:function', with the function's keyword arguments as
             settings.
         seed: The seed of the model's initial parameters and of the data's order.
+        device: Where the model and its batches are to be; the function makes them on the CPU.
 
     Raises:
         ValueError: There is no such function, it does not accept the settings or fails, or its result is not a task.
@@ -50,7 +54,9 @@ def load_task(spec: Spec | str, seed: int = 0) -> LoadedTask:
             raise ValueError(
                 f"task {spec.label!r}: its function failed: {type(error).__name__}: {error}{place_of(error)}"
             ) from error
-    return LoadedTask(spec, seed, task_of(returned, f"task {spec.label!r}"), _source_of(function))
+    task = task_of(returned, f"task {spec.label!r}")
+    task.model.to(device)
+    return LoadedTask(spec, seed, task, _source_of(function), device)
 
 
 def source_of(spec: Spec) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, default_collate
 
+from ..devices import CPU, moved
 from ..specs import Spec
 from .batches import batch_in_words, leaves_of, place_of
 from .optimizers import make_optimizer
@@ -44,7 +45,7 @@ class Task:
     """
 
     model: nn.Module
-    """A fresh model, on the CPU."""
+    """A fresh model, on the CPU: it is moved to the device of the run, and so are batches."""
     data: Dataset[Any] | Sequence[Any] | Draw
     """A dataset with a length, which is shuffled once per epoch and divided among the ranks; or a function
     `(seed, step, rank, ranks) -> batch`."""
@@ -79,6 +80,7 @@ class LoadedTask:
     seed: int
     task: Task
     source: str  # hash of the file with its function: a result is only continued with the same one
+    device: torch.device = CPU  # on which the model is, and each batch
 
     @property
     def model(self) -> nn.Module:
@@ -129,12 +131,15 @@ class LoadedTask:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
     def batch(self, step: int, rank: int, ranks: int) -> Any:
-        """Return this rank's batch of one step: a function of its arguments and the seed alone.
+        """Return this rank's batch of one step, on the device: a function of its arguments and the seed alone.
 
         Raises:
             ValueError: There are fewer examples than one step of all ranks takes.
 
         """
+        return moved(self._batch(step, rank, ranks), self.device)
+
+    def _batch(self, step: int, rank: int, ranks: int) -> Any:
         # Random crops and the like draw from the global generators: what they draw must depend on nothing else.
         with seeded(mixed(self.seed, step, rank, ranks)):
             if not is_dataset(self.task.data):
@@ -153,7 +158,7 @@ class LoadedTask:
     def fingerprint(self, ranks: int) -> str:
         """Return a hash of the first batch of rank 0: ranks with different hashes do not train on the same data."""
         digest = hashlib.sha256()
-        for part in leaves_of(self.batch(0, 0, ranks)):
+        for part in leaves_of(self._batch(0, 0, ranks)):
             digest.update(
                 part.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
                 if isinstance(part, Tensor)
@@ -199,7 +204,12 @@ class LoadedTask:
             raise
         except Exception as error:
             kind = "" if isinstance(error, _NotALossError) else f"{type(error).__name__}: "
-            raise _TaskError(f"task {self.name!r}: {what} failed: {kind}{error}{place_of(error)}") from error
+            hint = (
+                f" (the model and its batches are on {self.device}: move other tensors to the device of the model)"
+                if self.device != CPU and "same device" in str(error)
+                else ""
+            )
+            raise _TaskError(f"task {self.name!r}: {what} failed: {kind}{error}{hint}{place_of(error)}") from error
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss over the batch, a scalar.
@@ -259,12 +269,13 @@ class LoadedTask:
         """Yield every batch of held-out data, with the weight of its mean."""
         if not is_dataset(self.task.data) and self.task.held_out is None:
             for number in range(_HELD_OUT_BATCHES):
-                yield 1, self.task.data(_HELD_OUT_SEED, number, 0, 1)  # type: ignore[operator]  # it is a function
+                batch = self.task.data(_HELD_OUT_SEED, number, 0, 1)  # type: ignore[operator]  # it is a function
+                yield 1, moved(batch, self.device)
             return
         held_out, size = self._split[1], self.task.batch_size
         for begin in range(0, len(held_out), size):
             examples = [held_out[n] for n in range(begin, min(begin + size, len(held_out)))]
-            yield len(examples), self._collate(examples)
+            yield len(examples), moved(self._collate(examples), self.device)
 
     def _collate(self, examples: list[Any]) -> Any:
         try:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..devices import moved
 from .task import Draw, Task, generator_for
 
 BYTES = 256  # the vocabulary
@@ -73,7 +74,8 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _evaluate(model: nn.Module, context: int) -> dict[str, float]:
     """Evaluate the model on 256 sequences of the held-out files, the same ones every time."""
-    inputs, targets = _sequences(_text()[1], 256, context, torch.Generator().manual_seed(256))
+    sequences = _sequences(_text()[1], 256, context, torch.Generator().manual_seed(256))
+    inputs, targets = moved(sequences, next(model.parameters()).device)
     outputs = torch.cat([model(part) for part in inputs.split(64)])
     loss = _cross_entropy(outputs, targets).item()
     right = (outputs.argmax(dim=-1) == targets).float().mean().item()

@@ -29,10 +29,16 @@ def register(settings: RunSettings, task: LoadedTask, dilation: float) -> Regist
     return kind(settings, task, dilation)
 
 
-def check_hook(hook: Spec, parameters: Mapping[str, nn.Parameter] | None = None, *, is_sharded: bool = False) -> None:
+def check_hook(
+    hook: Spec,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+    *,
+    is_sharded: bool = False,
+    backend: str = "gloo",
+) -> None:
     """Raise an error if there is no such hook, if a setting cannot work, or if it does not accept the parameters."""
     if is_stock(hook):
-        check_stock(hook)
+        check_stock(hook, backend)
     elif is_seldom(hook):
         settings_of(hook)["compressor"].check(parameters or {}, None)
     elif hook.has("gather") and not is_sharded:

@@ -12,6 +12,10 @@ computes; their waiting in that time is reported separately as hidden.
 
 FSDP2 on a CPU waits for each of its exchanges, in the forward pass too: these are waiting and compression, all other
 time is compute, and nothing is hidden.
+
+On a GPU all of these are moments of the device (`experiments.devices.Stopwatch`), where the hook's own work and its
+collectives are queued together. What they add to the step counts as waiting. Of FSDP2's exchanges only those for which
+the host waits are seen (Gloo's); the others are part of compute.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from ..links.waits import Interval, WaitClock, overlap
+from ..devices import Moment, Stopwatch
+from ..links.waits import WaitClock, overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +76,12 @@ class Held:
 class ExchangeClock:
     """A clock for the steps of a model whose exchanges all block the training thread, from the counts of these."""
 
-    def __init__(self, clock: Callable[[], float], held: Callable[[], Held]) -> None:
-        self._clock, self._held = clock, held
+    def __init__(self, stopwatch: Stopwatch, held: Callable[[], Held]) -> None:
+        self._stopwatch, self._held = stopwatch, held
 
     def begin(self) -> None:
         """Start a step."""
-        self._before, self._begin = self._held(), self._clock()
+        self._before, self._begin = self._held(), self._stopwatch.start()
 
     def backward_ended(self) -> None:
         """Record nothing: exchanges are counted wherever they are."""
@@ -86,8 +91,11 @@ class ExchangeClock:
 
     def end(self) -> Split:
         """End the step and return the split of its time."""
-        seconds, held = self._clock() - self._begin, self._held()
+        end, at, held = self._stopwatch.now(), self._stopwatch.seconds_at, self._held()
+        seconds = at(end) - at(self._begin)
         exchanging, waiting = held.seconds - self._before.seconds, held.waiting - self._before.waiting
+        if self._stopwatch.is_queued:  # the host may wait for compute too, and before the device begins
+            exchanging = waiting = min(waiting, seconds)
         return Split(
             seconds=seconds,
             compute=seconds - exchanging,
@@ -103,13 +111,14 @@ class ExchangeClock:
 class StepClock:
     """A clock for the steps of a model in its DDP, or of a model without a DDP (`ddp` is `model`)."""
 
-    def __init__(self, ddp: nn.Module, model: nn.Module, waits: WaitClock) -> None:
-        self._waits = waits
-        self._clock = waits.clock
-        self._begin = self._gradient = self._backward_end = 0.0
-        self._stepped: float | None = None  # when the optimizer was done, if there is communication after it
-        self._entered: float | None = None  # when the DDP was called that has not called the inner model yet
-        self._for_buffers: list[Interval] = []
+    def __init__(self, ddp: nn.Module, model: nn.Module, waits: WaitClock, stopwatch: Stopwatch) -> None:
+        self._waits, self._stopwatch = waits, stopwatch
+        self._begin: Moment = 0.0
+        self._gradient: Moment = 0.0
+        self._backward_end: Moment = 0.0
+        self._stepped: Moment | None = None  # when the optimizer was done, if there is communication after it
+        self._entered: Moment | None = None  # when the DDP was called that has not called the inner model yet
+        self._for_buffers: list[tuple[Moment, Moment]] = []
         self._handles = []
         if ddp is not model:  # a plain module waits for no buffers
             self._handles += [
@@ -122,45 +131,49 @@ class StepClock:
 
     def _mark_call(self, module: nn.Module, inputs: object) -> None:
         """Record that the loss has called the DDP, which it may do several times, and after other work."""
-        self._entered = self._clock()
+        self._entered = self._stopwatch.now()
 
     def _mark_forward(self, module: nn.Module, inputs: object) -> None:
         """Record that the DDP has called the inner model: until now, it waited for buffers."""
         if self._entered is not None:
-            self._for_buffers.append((self._entered, self._clock()))
+            self._for_buffers.append((self._entered, self._stopwatch.now()))
             self._entered = None
 
     def _mark_gradient(self, parameter: Tensor) -> None:
         """Record a finished gradient; the last one ends the backward pass's compute."""
-        self._gradient = self._clock()
+        self._gradient = self._stopwatch.now()
 
     def begin(self) -> None:
         """Start a step."""
         self._waits.take()
         self._for_buffers.clear()
         self._stepped = None
-        self._begin = self._gradient = self._clock()
+        self._begin = self._gradient = self._stopwatch.start()
 
     def backward_ended(self) -> None:
         """Record that backward() has returned: every gradient is now the mean."""
-        self._backward_end = self._clock()
+        self._backward_end = self._stopwatch.now()
 
     def optimizer_ended(self) -> None:
         """Record that the optimizer has taken its step: communication follows."""
-        self._stepped = self._clock()
+        self._stepped = self._stopwatch.now()
 
     def end(self) -> Split:
         """End the step and return the split of its time."""
-        end = self._clock()
+        last, at = self._stopwatch.now(), self._stopwatch.seconds_at
+        end, begin, gradient = at(last), at(self._begin), at(self._gradient)
         waits = self._waits.take()
-        for_buffers = sum(until - since for since, until in self._for_buffers)
-        hidden = overlap(waits, (self._begin, self._gradient)) - sum(overlap(waits, one) for one in self._for_buffers)
-        windows = [(self._gradient, self._backward_end), (end if self._stepped is None else self._stepped, end)]
+        buffers = [(at(since), at(until)) for since, until in self._for_buffers]
+        for_buffers = sum(until - since for since, until in buffers)
+        hidden = overlap(waits, (begin, gradient)) - sum(overlap(waits, one) for one in buffers)
+        windows = [(gradient, at(self._backward_end)), (end if self._stepped is None else at(self._stepped), end)]
         exposed = sum(until - since for since, until in windows)
         exposed_waiting = sum(overlap(waits, window) for window in windows)
+        if self._stopwatch.is_queued:
+            exposed_waiting = exposed
         return Split(
-            seconds=end - self._begin,
-            compute=end - self._begin - for_buffers - exposed,
+            seconds=end - begin,
+            compute=end - begin - for_buffers - exposed,
             compression=exposed - exposed_waiting,
             waiting=for_buffers + exposed_waiting,
             hidden=hidden,

@@ -19,6 +19,7 @@ from commhooks.communicators import Communicator
 from commhooks.tensors import tensor_bytes
 
 from ..cluster import gloo_interface, interface_bytes
+from ..devices import Stopwatch, uses_streams
 from ..hooks import make_hook, policy_of
 from ..links.link import EmulatedLink, Wire
 from ..links.linked_group import LinkedGroup
@@ -50,7 +51,8 @@ class Registered:
     """True if it averages whole gradients of the step, which a `Probe` compares with their true mean."""
 
     def __init__(self, settings: RunSettings, task: LoadedTask, dilation: float) -> None:
-        self._model = task.model
+        self._model, self._device = task.model, task.device
+        self.is_queued = uses_streams(self._device)
         self.waits = WaitClock()
         self.wire = Wire(settings.link.slowed(dilation), clock=self.waits.clock)
         self._group = self._make_group(settings)
@@ -60,7 +62,7 @@ class Registered:
 
     def _make_group(self, settings: RunSettings) -> LinkedGroup | None:
         """Return the group of the DDP; None: the default group, whose link needs no emulation."""
-        return LinkedGroup(_world(), self.wire) if settings.link.kind == "emulated" else None
+        return LinkedGroup(_world(), self.wire) if settings.link.kind == "emulated" and not self.is_queued else None
 
     def _wrapped(self, settings: RunSettings) -> nn.Module:
         """Return the module that the loss calls."""
@@ -88,7 +90,7 @@ class Registered:
 
     def clock(self) -> Clock:
         """Return the clock of the steps."""
-        return StepClock(self.ddp, self._model, self.waits)
+        return StepClock(self.ddp, self._model, self.waits, Stopwatch(self._device, self.waits.clock))
 
     def shared_model(self) -> contextlib.AbstractContextManager[nn.Module]:
         """Return a context with the model that all ranks share; every rank enters it."""
@@ -149,11 +151,11 @@ class StockHook(Registered):
 
     def _make_group(self, settings: RunSettings) -> LinkedGroup:
         # Its threads do not show when they wait: while a transfer is in progress counts as waiting.
-        return LinkedGroup(_world(), self.wire, self.waits)
+        return LinkedGroup(_world(), self.wire, self.waits, is_queued=self.is_queued)
 
     def _register(self, settings: RunSettings) -> None:
         assert self._group is not None, "a stock hook always has one"
-        register_stock(self.ddp, settings.hook, self._group)
+        register_stock(self.ddp, settings.hook, self._group, is_ordered=self.is_queued)
         self._gradient_bytes = 0
         for parameter in self.ddp.parameters():
             if parameter.requires_grad:

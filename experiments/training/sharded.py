@@ -19,6 +19,7 @@ from commhooks import SettingsError
 from commhooks.compressors import COMPRESSORS
 from commhooks.tensors import tensor_bytes
 
+from ..devices import Stopwatch
 from ..hooks import gather_of, make_hook, reduction_of
 from ..links.gloo import course_of, moved_bytes
 from ..links.link import Wire
@@ -65,7 +66,7 @@ class ShardedHook(Registered):
 
     def clock(self) -> ExchangeClock:
         """Return the clock of the steps."""
-        return ExchangeClock(self.waits.clock, self._held)
+        return ExchangeClock(Stopwatch(self._device, self.waits.clock), self._held)
 
     def _held(self) -> Held:
         counts = self._statistics()
@@ -166,7 +167,7 @@ class _ReduceScatter(_Exchange):
 
 def shard(model: nn.Module) -> list[FSDPModule]:
     """Shard each of the model's blocks and the rest of the model over all ranks, and return these modules."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     modules = [*blocks_of(model), model]
     return [fully_shard(module, mesh=mesh) for module in modules]
 

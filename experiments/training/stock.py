@@ -26,12 +26,13 @@ _FRACTIONS = {"min_compression_rate", "orthogonalization_epsilon"}  # their defa
 _STATELESS: dict[str, Callable[..., Any]] = {
     "torch.all-reduce": default_hooks.allreduce_hook,
     "torch.fp16": default_hooks.fp16_compress_hook,
+    _BF16: default_hooks.bf16_compress_hook,
 }
 
 
 def stock_names() -> tuple[str, ...]:
-    """Return the names of PyTorch's hooks that can run here."""
-    return (NO_HOOK, *_STATELESS, _POWERSGD)
+    """Return the names of PyTorch's hooks that can run over any backend."""
+    return (NO_HOOK, *(name for name in _STATELESS if name != _BF16), _POWERSGD)
 
 
 def is_stock(spec: Spec) -> bool:
@@ -45,14 +46,14 @@ def stock_settings(name: str) -> dict[str, Any]:
     return {key: each.default for key, each in parameters.items() if key != "process_group"}
 
 
-def check_stock(spec: Spec) -> None:
-    """Raise ValueError, before any process starts, if PyTorch has no such hook for Gloo, or no such setting."""
-    if spec.name == _BF16:
+def check_stock(spec: Spec, backend: str = "gloo") -> None:
+    """Raise ValueError, before any process starts, if PyTorch has no such hook for a backend, or no such setting."""
+    if spec.name == _BF16 and backend == "gloo":
         raise ValueError(
             f"hook {spec.label!r}: PyTorch's DistributedDataParallel accepts bf16_compress_hook, by its name, only "
             "with NCCL, and these runs use Gloo; 'torch.fp16' runs, and so does 'bf16', which is ours."
         )
-    if spec.name not in stock_names():
+    if spec.name not in (*stock_names(), _BF16):
         names = _list_of(stock_names(), spec.name)
         raise ValueError(f"hook {spec.label!r}: PyTorch's hooks here are {names}")
     known = stock_settings(spec.name)
@@ -72,15 +73,16 @@ def check_stock(spec: Spec) -> None:
             raise ValueError(f"hook {spec.label!r}: {error}") from error
 
 
-def register_stock(ddp: Any, spec: Spec, group: dist.ProcessGroup) -> powerSGD_hook.PowerSGDState | None:
+def register_stock(
+    ddp: Any, spec: Spec, group: dist.ProcessGroup, *, is_ordered: bool = False
+) -> powerSGD_hook.PowerSGDState | None:
     """Register one of PyTorch's hooks with a DDP of either class, and return PowerSGD's state, if that is the hook.
 
-    It communicates over `group`, the DDP's own.
+    It communicates over `group`, the DDP's own; `is_ordered` if streams order its collectives, as NCCL's.
     """
-    check_stock(spec)
     if spec.name == _POWERSGD:
         state = _powersgd_state(spec, group)
-        ddp.register_comm_hook(state, _powersgd_of_one_bucket)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook if is_ordered else _powersgd_of_one_bucket)
         return state
     if spec.name != NO_HOOK:
         ddp.register_comm_hook(group, _STATELESS[spec.name])

@@ -20,6 +20,7 @@ from torch import nn
 from commhooks.errors import CheckpointError
 
 from ..commit import commit_of_code
+from ..devices import PeakMemory, backend_in_use, own_device
 from ..launch import Send, silent
 from ..links.link import LinkSettings
 from ..machine import OtherPrograms, machine, versions
@@ -246,11 +247,14 @@ class _Run:
 
     def __init__(self, number: int, settings: RunSettings, dilation: float, send: Send) -> None:
         self.number, self.settings, self.dilation, self.send = number, settings, dilation, send
-        self.task: LoadedTask = load_task(settings.task, settings.seed)
-        self.model = self.task.model
+        self.device = own_device(settings.device)
+        self.memory = PeakMemory(self.device)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self._check_data()
-        self.registered = register(settings, self.task, dilation)
+        with self.memory.counted():
+            self.task: LoadedTask = load_task(settings.task, settings.seed, self.device)
+            self.model = self.task.model
+            self._check_data()
+            self.registered = register(settings, self.task, dilation)
         self.optimizer = self.registered.optimizer
         self.clock = self.registered.clock()
         self.goal: Goal | None = None
@@ -339,17 +343,18 @@ class _Run:
         seed_generators(mixed(self.settings.seed, step, self.rank))  # dropout must not depend on whose turn it was
         before, sent = self.registered.counted(), sent_by_interface(self.settings)
         self.registered.wire.resume()
-        self.clock.begin()
-        loss = self.task.loss(self.registered.ddp, batch)
-        loss.backward()
-        self.clock.backward_ended()
-        self.optimizer.step()
-        self.clock.optimizer_ended()
-        self.registered.after_step()
-        split, ended = self.clock.end(), time.time()
+        with self.memory.counted():
+            self.clock.begin()
+            loss = self.task.loss(self.registered.ddp, batch)
+            loss.backward()
+            self.clock.backward_ended()
+            self.optimizer.step()
+            self.clock.optimizer_ended()
+            self.registered.after_step()
+            split, ended = self.clock.end(), time.time()
         self.registered.wire.pause()
         after, interface = self.registered.counted(), _difference(sent, sent_by_interface(self.settings))
-        mean_loss = loss.detach().double().reshape(())
+        mean_loss = loss.detach().cpu().double().reshape(())
         dist.all_reduce(mean_loss)
         record = _record(step + 1, mean_loss.item() / self.ranks, split, before, after, self)
         self.steps.append(dataclasses.replace(record, probed=probed, ended=ended, interface_bytes=interface))
@@ -391,8 +396,10 @@ class _Run:
             dilation=self.dilation,
             compute_here=compute_here,
             versions=versions(),
-            machine=machine() | ({} if used_by_others is None else {"used_by_others": round(used_by_others, 2)}),
+            machine=machine(self.device, backend_in_use(self.device))
+            | ({} if used_by_others is None else {"used_by_others": round(used_by_others, 2)}),
             goal=self.goal,
+            peak_memory=self.memory.peak,
             commit=commit_of_code() if self.rank == 0 else None,  # whose result is kept
         )
 
@@ -407,7 +414,7 @@ def fingerprint(model: nn.Module) -> str:
     """Return a hash of all parameters' bits."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(parameter.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

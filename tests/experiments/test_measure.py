@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from experiments.devices import Stopwatch
 from experiments.links.link import LinkSettings
 from experiments.links.waits import Interval, WaitClock, merged, overlap
 from experiments.runs import RunSettings
@@ -40,7 +41,7 @@ def test_a_step_is_split_into_parts_that_add_up() -> None:
 
     ddp = nn.Sequential(model)
     ddp.register_forward_pre_hook(buffers)  # as a DDP waits for them: when it is called, before it calls the model
-    clock = StepClock(ddp, model, waits)
+    clock = StepClock(ddp, model, waits, Stopwatch(clock=waits.clock))
     clock.begin()
     now[0] = 1.0  # the loss prepares its batch
     loss = ddp(torch.ones(1, 2)).sum()

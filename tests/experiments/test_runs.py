@@ -81,7 +81,8 @@ def test_what_differs_in_any_setting_has_a_name_of_its_own() -> None:
     links = ("1Mbit/s", "1Mbit/s,latency=1ms", "1Mbit/s,framing=off", "hosts:1Mbit/s", "1Mbit/s+2Mbit/s@1s")
     changes = {
         "task": ["lstm"], "hook": hooks, "optimizer": ["sgd", "adamw"], "ranks": [3], "steps": [99], "seed": [1],
-        "link": links, "compute": ["1s", "1x"], "ddp": ["torch"], "bucket_cap_mb": [1, 2.5], "evaluate_every": [7],
+        "device": ["cuda"], "link": links, "compute": ["1s", "1x"], "ddp": ["torch"], "bucket_cap_mb": [1, 2.5],
+        "evaluate_every": [7],
     }  # fmt: skip
     assert set(changes) == {each.name for each in dataclasses.fields(RunSettings)}
     runs = [RunSettings.from_dict({"task": "gpt", key: value}) for key, values in changes.items() for value in values]

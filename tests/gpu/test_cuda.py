@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import commhooks
 from commhooks.wrappers.hierarchical import is_hierarchical
 from ddp_core.features.unused import Usage
+from experiments.commands.cli import app
+from experiments.runs import RunResult
 from tests import bounds
 from tests.cases import CASES, Case
 from tests.commhooks.mirrored import largest_error
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import Workers, largest, normal, zeros
 from tests.gpu.late import LATE, late, very_late
+from tests.virtual_device.device import is_installed
 from tests.world import run_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -84,6 +89,24 @@ def test_with_a_hook_timeout_that_is_kept_nothing_else_changes() -> None:
 
 def test_counts_of_used_parameters_make_nobody_wait() -> None:
     run_world(_counts_usage, 1, backend="nccl", timeout=120.0)
+
+
+@pytest.mark.skipif(is_installed(), reason="tests/virtual_device/test_commands.py has whole commands on that device")
+def test_a_whole_comparison_trains_on_cuda(tmp_path: Path) -> None:
+    hooks, found = ("all-reduce", "powersgd:rank=2", "torch.fp16", "diloco:every=2"), {}
+    asked = ["--task", "digits:size=small", "--steps", "6", "--go-on", "1", "--link", "unlimited", "--quiet"]
+    for device in ("cpu", "cuda"):
+        words = [*asked, *(word for hook in hooks for word in ("--hook", hook)), "--device", device]
+        ended = CliRunner().invoke(app, ["compare", *words, "--out", str(tmp_path / device)])
+        assert ended.exit_code == 0, ended.output
+        results = [RunResult.read(path) for path in (tmp_path / device / "results").glob("*.json")]
+        found[device] = {one.settings.hook.label: one for one in results}
+    for hook, ours in found["cuda"].items():
+        theirs = [step.loss for step in found["cpu"][hook].steps]
+        assert [step.loss for step in ours.steps] == pytest.approx(theirs, rel=0.02), hook
+        assert ours.replicas_identical and ours.peak_memory is not None
+        assert ours.peak_memory > 4 * ours.parameters
+        assert ours.machine["backend"] == ("nccl" if torch.cuda.device_count() > 1 else "gloo")
 
 
 def _given(kind: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

@@ -45,7 +45,8 @@ class Event(torch.Event):
     """An event of the current device. Its times are those at which the host ran the kernels."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
-        return super().__new__(cls, device=torch.device("cuda", extension().current_device()))
+        # Not of the class: `elapsed_time` takes no instance of another one.
+        return torch.Event(torch.device("cuda", extension().current_device()), enable_timing=enable_timing)
 
 
 class StreamContext:
@@ -135,6 +136,9 @@ def replace() -> None:
         "manual_seed": lambda seed: device.manual_seed(device.current_device(), seed),
         "manual_seed_all": lambda seed: [device.manual_seed(each, seed) for each in everyone],
         # memory
+        "memory_allocated": lambda device=None: extension().memory(_index(device))[0],
+        "max_memory_allocated": lambda device=None: extension().memory(_index(device))[1],
+        "reset_peak_memory_stats": lambda device=None: extension().reset_peak_memory(_index(device)),
         "empty_cache": lambda: None,
         "ipc_collect": lambda: None,
     }.items():

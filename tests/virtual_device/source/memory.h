@@ -29,6 +29,10 @@ struct Deferred {
   std::vector<TicketPtr> tickets;
 };
 inline auto& deferred = *new std::vector<Deferred>;
+struct Held {
+  size_t now = 0, most = 0;  // bytes that are not freed
+};
+inline auto& held = *new std::map<int, Held>;  // by device
 inline auto& races = *new std::set<std::string>;
 
 inline Block* block_of(const void* address) {
@@ -94,6 +98,7 @@ inline void release(void* address) {
   auto found = blocks.find((uintptr_t)address);
   if (found == blocks.end()) return;
   Block* block = found->second.get();
+  held[block->device].now -= block->size;
   std::vector<TicketPtr> tickets;
   for (int user : block->users)
     if (user != block->stream) tickets.push_back(record_on(user));
@@ -110,6 +115,9 @@ inline void* obtain(size_t bytes) {
   Lock lock;
   size_t size = std::max<size_t>(512, (bytes + 511) / 512 * 512);
   int stream = stream_of(current_device);
+  Held& own = held[current_device];
+  own.now += size;
+  own.most = std::max(own.most, own.now);
   settle_frees();
   auto& pool = pools[{stream, size}];
   if (!pool.empty()) {

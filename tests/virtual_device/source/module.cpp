@@ -103,6 +103,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("get_rng_state", [](int device) { return generator_of(device).get_state(); });
   m.def("set_rng_state", [](int device, const at::Tensor& state) { generator_of(device).set_state(state); });
   m.def("manual_seed", [](int device, uint64_t seed) { generator_of(device).set_current_seed(seed); });
+  m.def("memory", [](int device) {  // bytes that are not freed, and the most since `reset_peak_memory`
+    Lock lock;
+    return std::make_pair(held[device].now, held[device].most);
+  });
+  m.def("reset_peak_memory", [](int device) {
+    Lock lock;
+    held[device].most = held[device].now;
+  });
   m.def("resize_storage",
         [](const at::Storage& storage, size_t bytes) { resize_storage(storage.unsafeGetStorageImpl(), bytes); });
   m.def("meet", &meet);

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from experiments.devices import Stopwatch
 from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, Wire, parse_rate
 from experiments.links.linked_group import LinkedGroup
@@ -167,7 +168,7 @@ class _Training:
         self._stepper = Stepper(task, wrap_in_ddp(task.model, entrant.ddp, entrant.bucket_mib, groups[0]))
         if entrant.register is not None:
             entrant.register(self._stepper.ddp, groups)
-        self._clock = StepClock(self._stepper.ddp, task.model, WaitClock())
+        self._clock = StepClock(self._stepper.ddp, task.model, WaitClock(), Stopwatch())
 
     def step(self) -> list[float]:
         """Take a step, and return the seconds of its parts."""
