@@ -113,7 +113,7 @@ def test_a_report_compares_them_with_plain_fsdp2(results: dict[str, RunResult], 
     shown = [results[hook] for hook in SENT]
     write(shown, tmp_path, baseline=NO_HOOK, target_loss=None, command="")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "FSDP2 shards the model over the ranks" in page
+    assert "FSDP2" in page and NO_HOOK in page
     (setting,) = settings_of(shown, baseline=NO_HOOK)
     ratios = {one.hook: one.ratio for one in setting.outcomes}
     assert ratios[NO_HOOK] == 1 < ratios["bf16"] < ratios["int8"] < ratios["int4"] < 3
