@@ -43,6 +43,11 @@ class Cost:
     unit: str
     """The unit and the task, as in "nats on gpt"."""
 
+    @property
+    def task(self) -> str:
+        """The task."""
+        return self.unit.rpartition(" on ")[2]
+
     def __str__(self) -> str:
         """Return the mean with its unit: '0.024 nats on gpt'."""
         return f"{self.mean:.2g} {self.unit}" if math.isfinite(self.mean) else f"a diverged run ({self.unit})"
@@ -70,27 +75,31 @@ class Option:
     speed_up: Range
     """The step under all-reduce over its own, with the 95 % interval."""
     costs: Sequence[Cost] = ()
-    """What it cost on each task that it was measured on; empty: its accuracy was not measured."""
-    verdict: Verdict | None = None
+    """What it cost on each task of the tables; empty: it is not in them."""
+    judged: Judged | None = None
     """The verdict on real runs; None: its speed is predicted."""
-    why: str = ""
-    """The verdict's reason."""
 
     @classmethod
     def measured(cls, hook: str, judged: Judged, costs: Sequence[Cost] = ()) -> Option:
-        """Return a hook that was judged by its runs, beside what it cost in tables."""
-        here = Cost(judged.equal_steps.mean, judged.equal_steps.high, judged.margin, "at equal steps")
-        return cls(hook=hook, speed_up=judged.speed_up, costs=(*costs, here), verdict=judged.verdict, why=judged.why)
+        """Return a hook that was judged by its runs."""
+        return cls(hook=hook, speed_up=judged.speed_up, costs=costs, judged=judged)
 
     @property
     def is_safe(self) -> bool:
-        """True if it was measured, and even the worse end of each cost does not matter."""
-        return bool(self.costs) and all(one.high <= one.margin for one in self.costs)
+        """True if no cost that matters was found: in the tables, if it is in them, and in the runs, if there are some.
+
+        Runs clear a hook that the tables lack only if they show that it is no worse.
+        """
+        is_known = bool(self.costs) and all(one.high <= one.margin for one in self.costs)
+        if self.judged is None:
+            return is_known
+        loss, margin = self.judged.equal_steps, self.judged.margin
+        return loss.low <= margin if is_known else not self.costs and loss.high <= margin
 
     def pays(self, saves: float) -> bool:
         """Return whether it pays: by its verdict or, if predicted, if its steps are surely faster by what matters."""
-        if self.verdict is not None:
-            return self.verdict is Verdict.PAYS
+        if self.judged is not None:
+            return self.judged.verdict is Verdict.PAYS
         return self.speed_up.low > 1 / (1 - saves)
 
     @property
@@ -101,8 +110,9 @@ class Option:
     @property
     def worst(self) -> float:
         """Its largest mean cost, in margins: in the tables or, if they lack it, here. Infinite: not measured."""
-        known = self.costs if self.verdict is None else self.costs[:-1] or self.costs
-        return max((one.mean / one.margin for one in known), default=math.inf)
+        if not self.costs and self.judged is not None:
+            return self.judged.equal_steps.mean / self.judged.margin
+        return max((one.mean / one.margin for one in self.costs), default=math.inf)
 
 
 @dataclass(frozen=True)
@@ -135,7 +145,12 @@ class Advice:
 
 
 def advise(
-    options: Iterable[Option], *, saves: float = USUAL.saves, unchecked: str = "", baseline: str = BASELINE
+    options: Iterable[Option],
+    *,
+    saves: float = USUAL.saves,
+    unchecked: str = "",
+    baseline: str = BASELINE,
+    optimizer: str = "",
 ) -> Advice:
     """Return which hook to use, with the reason.
 
@@ -145,11 +160,12 @@ def advise(
         unchecked: Why no prediction holds here, such as "at 25 Gbit/s predictions were never checked"; then no
             predicted hook is named.
         baseline: What the hooks are compared with.
+        optimizer: Its name, "adamw" or "sgd:lr=0.1": whether error feedback suits it is said of the hooks named.
 
     """
     known = [one for one in options if not (one.is_seldom and steps_of_a_round(Spec.parse(one.hook)) == 1)]
     if unchecked:
-        known = [one for one in known if one.verdict is not None]
+        known = [one for one in known if one.judged is not None]
         if not known:
             return Advice(None, f"Not checked: {unchecked}. Measure it with commhooks compare.")
     paying = [one for one in known if one.pays(saves)]
@@ -157,7 +173,7 @@ def advise(
     lossy = [one for one in paying if one not in safe]
     if not paying:
         return Advice(None, _none_pays(known, baseline))
-    sure = [one for one in lossy if one.verdict is not None]
+    sure = [one for one in lossy if one.judged is not None]
     if not safe and not sure:
         nearest = min(lossy, key=_by_cost)
         risky = f"No gain is known to be safe: compare the loss before you use {_said(nearest)}."
@@ -166,13 +182,17 @@ def advise(
     for one in rest if safe else []:  # one that costs a little more, but nothing that matters, must surely be faster
         first = one if _is_faster(one, first, 1 / (1 - saves)) else first
     said = [f"Use {_said(first)}"]
-    others = [one for one in lossy if _is_faster(one, first, 1 / (1 - saves)) and one.costs]
+    others = [one for one in lossy if _is_faster(one, first, 1 / (1 - saves)) and one.worst < math.inf]
     steps, rounds = ([one for one in others if one.is_seldom is kind] for kind in (False, True))
     further = [min(steps, key=_by_cost)] if steps else []
     rounds = [one for one in rounds if all(_is_faster(one, other, _SELDOM_GAIN) for other in (first, *steps))]
     further += [min(rounds, key=_by_cost)] if rounds else []
     said += [f"faster still is {_said(one)}" for one in further]
-    return Advice(first.hook, f"{'; '.join(said)}.", further[0].hook if further else None)
+    sentence = f"{'; '.join(said)}."
+    for one in (first, *further):
+        if (other := with_usual_feedback(one.hook, optimizer)) != one.hook:
+            sentence += f" Under {optimizer} {other} lost less than {one.hook}: compare both."
+    return Advice(first.hook, sentence, further[0].hook if further else None)
 
 
 def line_of(hook: str) -> str:
@@ -206,11 +226,10 @@ def cost_of_diloco(compressor: str, every: int) -> tuple[Cost, ...]:
 
 def with_usual_feedback(hook: str, optimizer: str) -> str:
     """Return a hook with the error feedback that suits an optimizer, unless it says so itself or nothing is known."""
-    spec, family = parse(hook), "adam" if "adam" in optimizer.lower() else parse(optimizer).name.lower()
-    wanted = FEEDBACK.get(family, {}).get(spec.name)
-    if wanted is None or wanted or spec.has("error_feedback"):  # a hook made from text has it unless told otherwise
-        return hook
-    return str(spec.having(error_feedback=False))
+    spec, name = parse(hook), optimizer.partition(":")[0].lower()
+    wanted = FEEDBACK.get("adam" if "adam" in name else name, {}).get(spec.name, True)
+    # A hook made from text has feedback unless it is told otherwise.
+    return hook if wanted or spec.has("error_feedback") else str(spec.having(error_feedback=False))
 
 
 def _by_cost(one: Option) -> tuple[float, float]:
@@ -225,8 +244,9 @@ def _is_faster(one: Option, other: Option, times: float) -> bool:
 
 def _said(one: Option) -> str:
     """Return a hook's speed and cost in words, or the reason of its verdict with what it cost elsewhere."""
-    if one.why:
-        return f"{one.hook}: {one.why}{_elsewhere(one)}"
+    if one.judged is not None:
+        cost = "" if one.judged.equal_steps.mean > one.judged.margin else _listed(one.costs)
+        return f"{one.hook}: {one.judged.why}" + (f" (elsewhere it cost {cost})" if cost else "")
     within = f"{three_digits(one.speed_up.low)} to {three_digits(one.speed_up.high)}"
     return f"{one.hook}: its steps are {three_digits(one.speed_up.mean)} times as fast ({within}), {_cost(one)}"
 
@@ -235,14 +255,8 @@ def _cost(one: Option) -> str:
     if not one.costs:
         return "and its cost in accuracy was not measured"
     if one.is_safe:
-        return "and its accuracy is no worse"
+        return f"and its accuracy was no worse on {' and '.join(cost.task for cost in one.costs)}"
     return f"but it cost {_listed(one.costs)}"
-
-
-def _elsewhere(one: Option) -> str:
-    """Return what a hook that was run here cost in the tables; nothing if it cost nothing there."""
-    found = _listed(one.costs[:-1])
-    return f" (elsewhere it cost {found})" if found else ""
 
 
 def _listed(costs: Sequence[Cost]) -> str:
@@ -251,8 +265,10 @@ def _listed(costs: Sequence[Cost]) -> str:
 
 def _none_pays(known: Sequence[Option], baseline: str) -> str:
     """Return why nothing is used: the runs do not settle it, or none pays."""
-    compared = sorted((one for one in known if one.verdict is not Verdict.DIVERGED), key=lambda one: -one.speed_up.mean)
-    nearest = next((one for one in compared if one.verdict is Verdict.OPEN), None)
+    verdicts = {one.hook: one.judged.verdict for one in known if one.judged is not None}
+    compared = [one for one in known if verdicts.get(one.hook) is not Verdict.DIVERGED]
+    compared.sort(key=lambda one: -one.speed_up.mean)
+    nearest = next((one for one in compared if verdicts.get(one.hook) is Verdict.OPEN), None)
     if nearest is not None:
         return f"Whether a hook pays is not settled. The nearest is {_said(nearest)}."
     said = f"None pays: stay with {baseline}."

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from commhooks.errors import SettingsError
 from commhooks.making import compressor_in_file
 from commhooks.units import seconds_in_words
 
+from ..accuracy import Accuracy
 from ..advice import Advice, Cost, Option, advise, line_of, predicted
 from ..links.link import format_rate
 from ..timing.link import Link, Network
 from ..timing.rounds import Rounds
 from ..timing.sharded import PLAIN
-from .accuracy import Accuracy
 from .candidates import ALL_REDUCE, DENSE, NOOP
 from .errors import ProfileError
 from .predicting import CHECKED_RATES, Prediction, predict, was_measured_over
@@ -126,7 +125,7 @@ def plan(
             utilisation=min(1.0, noop / one.seconds),
             bytes_sent=one.time.bytes_sent,
             code="" if label in (DENSE, PLAIN) else _code(label, hook, sharded=sharded),
-            costs=() if label == PLAIN else _costs(accuracy, label, hook),
+            costs=() if label == PLAIN else accuracy.costs_of(label),
             state_bytes=hook.state_bytes,
         )
         for label, (one, hook) in found.items()
@@ -160,14 +159,6 @@ def _unchecked(profile: Profile, network: Network, base: Prediction, error: floa
             f"{seconds_in_words(profile.plain.seconds.median)}, so plan again without other load"
         )
     return ""
-
-
-def _costs(accuracy: Accuracy, label: str, hook: HookProfile) -> tuple[Cost, ...]:
-    try:
-        compressor_in_file(hook.hook)
-    except SettingsError:  # a class of the user's, which is not imported because a file names it
-        return ()
-    return accuracy.costs_of(label)
 
 
 def _code(label: str, hook: HookProfile, *, sharded: bool) -> str:

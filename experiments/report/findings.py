@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from commhooks.units import counted
 
+from ..accuracy import Accuracy
+from ..advice import BASELINE, Advice, Option, advise
 from ..machine import trained_on
 from ..results.outcomes import Setting
-from ..results.verdicts import Verdict
 from ..runs import RunSettings
-from .lines import lines_of
 from .words import link_in_words, listed, rate_and_more, seconds_in_words
 
 
@@ -23,13 +23,19 @@ def finding(setting: Setting) -> str:
         return f"No bytes were moved with {counted(setting.settings.ranks, 'rank')}: there is nothing to compress."
     if not judged:
         return f"No other hook was run with a seed of {first.hook}: there is nothing to compare."
-    chosen = setting.best
-    if chosen is not None:
-        return f"Use {chosen}: {judged[chosen].why}."
-    nearest = next(one.hook for one in lines_of(setting) if one.judged is not None)
-    if judged[nearest].verdict is Verdict.OPEN:
-        return f"Whether a hook pays is not settled. The nearest is {nearest}: {judged[nearest].why}."
-    return f"Stay with {first.hook}: no hook pays here. The nearest is {nearest}: {judged[nearest].why}."
+    return advice_on(setting).sentence
+
+
+def advice_on(setting: Setting) -> Advice:
+    """Return which hook to use in a setting, by the rule that plans and pages follow too."""
+    tables = Accuracy.read()
+    options = [Option.measured(hook, one, tables.costs_of(hook)) for hook, one in setting.judged.items()]
+    baseline, optimizer = setting.baseline, setting.settings.optimizer
+    return advise(
+        options,
+        baseline=baseline.hook if baseline is not None else BASELINE,
+        optimizer=optimizer.label if optimizer is not None else "",
+    )
 
 
 def facts_of(setting: Setting) -> str:

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from commhooks.language.text import Spelling
 from commhooks.units import bytes_in_words, counted, seconds_in_words, three_digits
 
+from ..advice import line_of
 from ..results.intervals import Estimate
 from ..results.outcomes import ACCURACY, PARTS, Outcome, Setting
 from ..results.summary import total_seconds
 from ..results.verdicts import Judged, Range, Verdict
-from ..specs import Spec, is_seldom
 from .words import NEVER, percent, signed, times
 
 if TYPE_CHECKING:
@@ -73,18 +72,6 @@ def lines_of(setting: Setting) -> list[Line]:
     lines = [_line(one, setting) for one in setting.outcomes]
     first = setting.baseline
     return sorted(lines, key=lambda one: (one.outcome is not first, *_rank(one.judged)))
-
-
-def code_of(hook: Spec) -> str:
-    """Return the line of Python that trains with this hook."""
-    if not is_seldom(hook):
-        policy = dict(hook.settings).get("policy")
-        name = hook.having(policy=None).label
-        return f'commhooks.attach(model, "{name}"' + (f', policy="{policy}")' if policy else ")")
-    given = [
-        f'{key}="{value}"' if isinstance(value, str | Spelling) else f"{key}={value}" for key, value in hook.settings
-    ]
-    return f"commhooks.DiLoCo({', '.join(['model', 'optimizer', *given])})"
 
 
 def lacking(setting: Setting, hook: str) -> str:
@@ -197,7 +184,7 @@ def _line(one: Outcome, setting: Setting) -> Line:
     }
     hook = next(iter(one.results.values())).settings.hook
     lacks = "" if judged is None else lacking(setting, one.hook)
-    return Line(one, judged, lacks, ", ".join(text for text, holds in warnings.items() if holds), code_of(hook))
+    return Line(one, judged, lacks, ", ".join(text for text, holds in warnings.items() if holds), line_of(hook.label))
 
 
 def _rank(judged: Judged | None) -> tuple[int, float]:

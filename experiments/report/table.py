@@ -17,7 +17,7 @@ from ..results.outcomes import Setting, settings_of
 from ..results.summary import curve_of, total_seconds
 from ..results.verdicts import Range, Verdict
 from ..runs import RunResult, RunSettings
-from .findings import facts_of, finding, names_of
+from .findings import advice_on, facts_of, finding, names_of
 from .lines import Line, lines_of
 from .words import NEVER, folded, signed
 
@@ -65,11 +65,12 @@ def print_tables(
         console.print(_fitting(console, setting, lines))
         if len(lines) > _MOST:
             console.print(f"and {counted(len(lines) - _MOST, 'hook')} more, on the page", style="dim", highlight=False)
+        advice = advice_on(setting)
         console.print(finding(setting), highlight=False, markup=False)
         if lacks := [f"{line.hook}: {line.lacks}" for line in lines if line.lacks]:
             console.print(f"Not settled: {'; '.join(lacks)}.", style="yellow", highlight=False, markup=False)
         for line in lines:
-            if line.hook == setting.best:
+            if line.hook == advice.hook:
                 console.print(f"    {line.code}", style="bold", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 import commhooks
 from commhooks.errors import SettingsError
+from experiments.accuracy import Accuracy, Difference, TaskAccuracy
 from experiments.planning import Link, Plan, Probe, Profile, ProfileError, Rounds, plan, predict
-from experiments.planning.accuracy import Accuracy, Difference, TaskAccuracy
 from experiments.planning.errors import ProbeError
 from experiments.planning.probes import MEASURED, Cost, Timing
 from experiments.planning.profiles import BucketProfile, GradientProfile, HookProfile, RoundProfile, Seconds, StepParts

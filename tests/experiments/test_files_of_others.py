@@ -21,8 +21,8 @@ from commhooks.making import compressor_in_file
 from commhooks.saving.contents import read_contents
 from commhooks.saving.rules import LoadRules
 from experiments import planning
+from experiments.accuracy import Accuracy
 from experiments.commands.cli import app
-from experiments.planning.accuracy import Accuracy
 from experiments.planning.costs import Costs
 from experiments.planning.errors import ProfileError
 from experiments.planning.probes import Probe

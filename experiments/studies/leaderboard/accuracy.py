@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from experiments.accuracy import Accuracy, Difference, TaskAccuracy
 from experiments.machine import machine, versions
-from experiments.planning.accuracy import Accuracy, Difference, TaskAccuracy
 from experiments.training.lockstep import SCORES
 
 from .contenders import DENSE

@@ -11,13 +11,12 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from commhooks.making import make_compressor
+from commhooks.making import compressor_in_file
 
-from .. import stored
-from ..advice import Cost, cost_of_diloco
-from ..results.verdicts import USUAL
-from ..specs import Spec, is_seldom, steps_of_a_round
-from .candidates import DENSE
+from . import stored
+from .advice import BASELINE, Cost, cost_of_diloco
+from .results.verdicts import USUAL
+from .specs import Spec, is_seldom, steps_of_a_round
 
 FILE = Path(__file__).with_name("accuracy.json")
 FORMAT = 1  # of the file; increased when readers must change
@@ -72,10 +71,10 @@ class Accuracy:
         spec = Spec.parse(hook)
         if is_seldom(spec):
             given = dict(spec.settings)
-            return cost_of_diloco(str(given.get("compressor", DENSE)), steps_of_a_round(spec))
+            return cost_of_diloco(str(given.get("compressor", BASELINE)), steps_of_a_round(spec))
         try:
-            compressor = make_compressor(str(spec.having(policy=None, start_after=None)))
-        except (ValueError, TypeError):  # a compressor of the user's own, or PyTorch's hook
+            compressor = compressor_in_file(str(spec.having(policy=None, start_after=None)))
+        except (ValueError, TypeError):  # PyTorch's hook, or a compressor of the user's, which a name never imports
             return ()
         return tuple(
             _cost(task, one) for task in self.tasks for one in task.differences if one.compressor == str(compressor)
