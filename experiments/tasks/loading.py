@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import commhooks.hooks.powersgd  # noqa: F401  # "imported but unused": a user's module may `torch.load` a saved hook
+from commhooks.importing import import_module
 from commhooks.units import unknown
 
 from ..specs import SettingValue, Spec
@@ -16,7 +18,6 @@ from .checks import task_of
 from .cifar10 import cifar10
 from .digits import digits
 from .gpt import gpt
-from .importing import import_module
 from .lstm import lstm
 from .task import LoadedTask, Task, seeded
 

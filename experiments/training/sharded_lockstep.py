@@ -13,7 +13,7 @@ from commhooks.engine.engine import Engine
 from commhooks.lockstep import lockstep_connections
 from commhooks.scheduling.lockstep import LockstepConnection, run_in_turns
 
-from ..hooks import gather_of, make_hook, reduction_of
+from ..hooks import gather_of, make_hook
 from ..specs import Spec
 from ..tasks import LoadedTask
 from ..timing.payloads import bucket_of_shards, rows_of
@@ -31,7 +31,7 @@ def train_sharded_in_lockstep(task: LoadedTask, hook: Spec, *, steps: int, worke
     model, code = task.model, gather_of(hook)
     optimizer = task.optimizer()
     connections = lockstep_connections(workers)
-    compressor = make_hook(reduction_of(hook), task.seed)
+    compressor = make_hook(hook, task.seed)
     engines = [Engine(compressor, connection, may_join=False) for connection in connections]
     named = dict(model.named_parameters())
     kept = {name: parameter.detach().clone() for name, parameter in named.items()}
