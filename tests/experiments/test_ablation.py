@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.jobs import run_jobs
 from experiments.report.blocks import Picture, Table
 from experiments.report.plots import LIGHT
+from experiments.studies.jobs import run_jobs
 from experiments.studies.reproduce.ablation import Ablation, Trial, hook_for, train_variants
 from experiments.studies.reproduce.comparing import between, compare, draw_differences, findings, show_ablation, table
 from experiments.studies.reproduce.notes import Notes

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from experiments.hooks import make_hook
-from experiments.jobs import Job, run_jobs
 from experiments.machine import cores
 from experiments.specs import Spec
+from experiments.studies.jobs import Job, run_jobs
 from experiments.tasks import load_task
 from experiments.training.lockstep import Trained, train_in_lockstep
 

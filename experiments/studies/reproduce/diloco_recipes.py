@@ -23,9 +23,9 @@ from experiments.report.plots import Theme, canvas, legend, looks
 from experiments.report.words import NEVER, percent, signed, with_bounds
 from experiments.results.intervals import Estimate, ratios
 from experiments.specs import Spec
+from experiments.studies.seldom_lockstep import train_seldom_in_lockstep
 from experiments.tasks import load_task
 from experiments.training.lockstep import train_in_lockstep
-from experiments.training.seldom import train_seldom_in_lockstep
 
 from .ablation import as_row, hook_for, rows_of
 from .notes import Notes

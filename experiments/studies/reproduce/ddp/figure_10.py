@@ -25,7 +25,7 @@ from experiments.machine import dilation
 from experiments.report.blocks import Block, Picture, Table
 from experiments.report.plots import Theme, canvases, legend
 from experiments.report.words import NEVER
-from experiments.results.medians import Ratio, milliseconds
+from experiments.studies.medians import Ratio, milliseconds
 from experiments.training.stepper import Stepper, same_step
 from experiments.turns import forth_and_back, in_turns
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from commhooks.units import three_digits
 from experiments.report.blocks import Block, Picture, Table
 from experiments.report.plots import Theme, canvas
-from experiments.results.medians import Ratio, milliseconds
+from experiments.studies.medians import Ratio, milliseconds
 
 from ..notes import Notes
 from ..reproduction import Reproduction

@@ -31,7 +31,7 @@ from experiments.machine import dilation
 from experiments.report.blocks import Block, Picture, Table
 from experiments.report.plots import Theme, canvases, legend
 from experiments.report.words import listed
-from experiments.results.medians import Ratio, milliseconds
+from experiments.studies.medians import Ratio, milliseconds
 from experiments.training.stepper import Stepper, same_step
 from experiments.turns import as_given, turns_of
 

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from experiments.hooks import make_hook
-from experiments.jobs import run_jobs
 from experiments.report.blocks import Block, Table
 from experiments.report.words import times
 from experiments.specs import Spec
+from experiments.studies.jobs import run_jobs
 from experiments.tasks import load_task
 from experiments.training.lockstep import time_in_lockstep
 

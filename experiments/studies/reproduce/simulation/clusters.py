@@ -27,9 +27,9 @@ from experiments.machine import cores, dilation
 from experiments.planning.measurements import Asked, profile_step
 from experiments.report.blocks import Block, Picture, Table
 from experiments.report.words import percent
-from experiments.results.medians import milliseconds
 from experiments.runs import RunSettings
 from experiments.specs import Spec
+from experiments.studies.medians import milliseconds
 from experiments.tasks import load_task
 from experiments.training.registration import wrap_in_ddp
 from experiments.training.stepper import Stepper

@@ -12,13 +12,12 @@ from commhooks.compressors.codecs import Codec
 from commhooks.engine.engine import Engine
 from commhooks.lockstep import lockstep_connections
 from commhooks.scheduling.lockstep import LockstepConnection, run_in_turns
-
-from ..hooks import gather_of, make_hook
-from ..specs import Spec
-from ..tasks import LoadedTask
-from ..timing.payloads import bucket_of_shards, rows_of
-from .lockstep import Gradients, Trained, own_gradients
-from .sharded import step_bytes
+from experiments.hooks import gather_of, make_hook
+from experiments.timing.payloads import bucket_of_shards, rows_of
+from experiments.specs import Spec
+from experiments.tasks import LoadedTask
+from experiments.training.lockstep import Gradients, Trained, own_gradients
+from experiments.training.sharded import step_bytes
 
 Tensors = Mapping[str, Tensor]
 
