@@ -287,8 +287,7 @@ def _class_named(name: str, types_of_setting: Sequence[type], *, imports: bool) 
     if found_in is None:
         raise SettingsError(
             f"compressor {name!r}: the name comes from a file, for which no module is imported, and {module} is not "
-            f"imported yet; if you know it, import {module} in your program first, or pass --import {module} to the "
-            "command."
+            f"imported yet; if you know it, import {module} in your program first."
         )
     # Not by getattr, unless imports are wanted: a module's own __getattr__ might import another one.
     found = getattr(found_in, attribute, None) if imports else vars(found_in).get(attribute)

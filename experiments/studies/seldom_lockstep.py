@@ -12,9 +12,9 @@ from torch import nn
 import commhooks
 from commhooks.lockstep import lockstep_connections, step_in_lockstep
 from experiments.specs import Spec
+from experiments.studies.lockstep import Trained
 from experiments.tasks import LoadedTask
 from experiments.tasks.task import mixed, seed_generators
-from experiments.training.lockstep import Trained
 from experiments.training.seldom import settings_of
 
 

@@ -13,10 +13,10 @@ from commhooks.engine.engine import Engine
 from commhooks.lockstep import lockstep_connections
 from commhooks.scheduling.lockstep import LockstepConnection, run_in_turns
 from experiments.hooks import gather_of, make_hook
-from experiments.timing.payloads import bucket_of_shards, rows_of
 from experiments.specs import Spec
+from experiments.studies.lockstep import Gradients, Trained, own_gradients
 from experiments.tasks import LoadedTask
-from experiments.training.lockstep import Gradients, Trained, own_gradients
+from experiments.timing.payloads import bucket_of_shards, rows_of
 from experiments.training.sharded import step_bytes
 
 Tensors = Mapping[str, Tensor]

@@ -16,7 +16,7 @@ from experiments.studies.leaderboard.contenders import DENSE, Contender, contend
 from experiments.studies.leaderboard.running import SIZE, Failed, TrainingJob, load_sized
 from experiments.studies.leaderboard.standing_rows import headings, standing_row
 from experiments.studies.leaderboard.standings import Run, paired, standings
-from experiments.training.lockstep import SCORES, train_in_lockstep
+from experiments.studies.lockstep import SCORES, train_in_lockstep
 from tests.tiers import THOROUGH
 
 TASK = load_sized("digits", SIZE)

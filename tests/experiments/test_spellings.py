@@ -18,7 +18,7 @@ from commhooks.wrappers import ErrorFeedback
 from commhooks.wrappers.error_feedback import with_feedback
 from experiments.checking import compressor_named
 from experiments.hooks import make_hook, policy_of
-from experiments.predicting.candidates import candidate_of
+from experiments.planning.candidates import candidate_of
 from experiments.specs import Spec
 from experiments.sweeps.plan import plan
 from experiments.sweeps.yaml_file import read_sweep

@@ -28,9 +28,9 @@ from ddp_core import GradBucket
 from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, parse_latency, parse_rate
 from experiments.machine import dilation
-from experiments.report.blocks import Block, Picture, Table
 from experiments.report.plots import Theme, canvases, legend
 from experiments.report.words import listed
+from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio, milliseconds
 from experiments.training.stepper import Stepper, same_step
 from experiments.turns import as_given, turns_of

@@ -25,10 +25,10 @@ from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, format_rate, parse_rate
 from experiments.machine import cores, dilation
 from experiments.planning.measurements import Asked, profile_step
-from experiments.report.blocks import Block, Picture, Table
 from experiments.report.words import percent
 from experiments.runs import RunSettings
 from experiments.specs import Spec
+from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import milliseconds
 from experiments.tasks import load_task
 from experiments.training.registration import wrap_in_ddp
