@@ -26,8 +26,8 @@ from experiments.report.plots import Theme, canvases, legend
 from experiments.report.words import NEVER
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio, milliseconds
+from experiments.studies.turns import forth_and_back, in_turns
 from experiments.training.stepper import Stepper, same_step
-from experiments.turns import forth_and_back, in_turns
 
 from ..notes import Notes
 from ..reproduction import Reproduction

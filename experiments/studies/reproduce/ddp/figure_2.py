@@ -29,8 +29,8 @@ from experiments.results.summary import Spread
 from experiments.specs import Spec
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio
+from experiments.studies.turns import as_given, in_turns
 from experiments.tasks import load_task
-from experiments.turns import as_given, in_turns
 
 from ..notes import Notes
 from ..reproduction import Reproduction

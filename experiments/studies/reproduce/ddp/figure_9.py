@@ -32,8 +32,8 @@ from experiments.report.plots import Theme, canvases, legend
 from experiments.report.words import listed
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio, milliseconds
+from experiments.studies.turns import as_given, turns_of
 from experiments.training.stepper import Stepper, same_step
-from experiments.turns import as_given, turns_of
 
 from ....timing.link import Link
 from ....timing.step_time import Bucket, Stage, Step, step_time

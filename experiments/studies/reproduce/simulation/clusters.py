@@ -30,10 +30,10 @@ from experiments.runs import RunSettings
 from experiments.specs import Spec
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import milliseconds
+from experiments.studies.turns import in_turns
 from experiments.tasks import load_task
 from experiments.training.registration import wrap_in_ddp
 from experiments.training.stepper import Stepper
-from experiments.turns import in_turns
 
 from .... import stored
 from ....planning import Profile
