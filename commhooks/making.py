@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
-from commhooks.compressors import COMPRESSORS, Codec, Registered
+from commhooks.compressors import COMPRESSORS, Codec, Registered, TwoHop
 from commhooks.errors import SettingsError
+from commhooks.importing import import_module
 from commhooks.language.compressor import Compressor, takes_feedback
 from commhooks.language.settings import kinds_in
 from commhooks.language.text import DTYPES, Spelling, is_ours, lower_name, parse, value_in
+from commhooks.scheduling.policy import POLICIES, PolicyName
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype, WithoutFeedback
 from commhooks.wrappers.error_feedback import brought_feedback
 
@@ -28,6 +30,8 @@ ENTRY_POINTS = "commhooks.compressors"
 """The entry-point group in which other packages register a class, a function that returns one, or a `Registered`."""
 COMMON = {"start_after": int, "wire": torch.dtype | str, "error_feedback": bool, "decay": float}
 """The settings that every name takes, and their types."""
+DILOCO = "diloco"
+"""The name in text of what trains instead of a hook: `commhooks.DiLoCo`."""
 
 
 def make_compressor(
@@ -42,8 +46,9 @@ def make_compressor(
     """Make the compressor called `name` with its `settings`, as `make_compressor("powersgd", rank=4)`.
 
     `name` is a key of `COMPRESSORS`, a name registered by another package under the entry points
-    `commhooks.compressors`, a class such as "mypackage.module:TopK", or a whole compressor as printed by `str`:
-    "powersgd:rank=4,wire=bf16" or "error-feedback:inner=(top-k:ratio=0.1),decay=0.9".
+    `commhooks.compressors`, a class such as "mypackage.module:TopK" or "folder/file.py:TopK" (a codec is sent in two
+    hops), or a whole compressor as printed by `str`: "powersgd:rank=4,wire=bf16" or
+    "error-feedback:inner=(top-k:ratio=0.1),decay=0.9".
 
     `start_after` is the number of initial steps with a plain all-reduce; `wire` is the dtype of messages, or its name;
     `error_feedback` keeps the part that is not sent for the next step (None: if losing it would cost accuracy), and
@@ -59,6 +64,46 @@ def make_compressor(
     return _Maker(imports=True).compressor(Spelling(spelling.name, (*spelling.settings, *settings.items())))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hook:
+    """A compressor, and how an attachment uses it: what the text of a hook says."""
+
+    compressor: Compressor
+    policy: PolicyName | None = None
+    """The order of collectives; None: that of the way in."""
+    gather: str | None = None
+    """The code or dtype in which a sharded model's parameters are gathered; None: uncompressed."""
+
+
+def read_hook(text: str, *, seed: int | None = None) -> Hook:
+    """Return what the text of a hook says: "powersgd:rank=4,policy=fused", or "int8:gather=int8" for sharded models.
+
+    The compressor is `make_compressor`'s, with this seed if it draws random numbers and the text gives none. Raises
+    `SettingsError` (a `ValueError`) as that does, and for a policy that does not exist.
+    """
+    spelling = parse(text, "hook")
+    own = spelling.having(policy=None, gather=None)
+    if seed is not None and not own.has("seed") and "seed" in settings_of(own.name):
+        own = own.having(seed=seed)
+    gather = dict(spelling.settings).get("gather")
+    return Hook(
+        compressor=_Maker(imports=True).compressor(own),
+        policy=policy_in(spelling),
+        gather=None if gather is None else str(gather),
+    )
+
+
+def policy_in(hook: Spelling) -> PolicyName | None:
+    """Return the policy that a hook's text gives, or None; raise `SettingsError` if there is no such policy."""
+    asked = dict(hook.settings).get("policy")
+    for policy in POLICIES:
+        if policy == asked:
+            return policy
+    if asked is None:
+        return None
+    raise SettingsError(f"hook '{hook}': policy must be one of {', '.join(POLICIES)} (got {asked}).")
+
+
 def compressor_in_file(text: str) -> Compressor:
     """Make the compressor that a file names; unlike `make_compressor`, import no "module:Class" for it.
 
@@ -71,15 +116,22 @@ def compressor_in_file(text: str) -> Compressor:
 
 def settings_of(name: str) -> list[str]:
     """Return the sorted settings that `make_compressor` takes for a name: its own, and those common to all names."""
-    return sorted({*COMMON, *kind_of(name).types()})
+    return sorted({*COMMON, *kind_of(name, [Compressor]).types()})
 
 
 def kind_of(name: str, types_of_setting: Sequence[type] = (), *, imports: bool = True) -> Registered:
     """Return what a name stands for: a compressor, or in the place of a setting of these types something else.
 
-    A class "module:Class" of another package is imported, unless only modules that are imported already count. Raises
-    `SettingsError` (a `ValueError`), naming the nearest name, if there is none.
+    A class "module:Class" of another package is imported, unless only modules that are imported already count. In the
+    place of a compressor, a codec stands for `TwoHop` with it. Raises `SettingsError` (a `ValueError`), naming the
+    nearest name, if there is none.
     """
+    if name == DILOCO:
+        raise SettingsError(
+            "DiLoCo averages models, not gradients, so it is no compressor: train the plain module with "
+            'commhooks.DiLoCo(model, optimizer, every=30, compressor="int4"), or compare it with '
+            "--hook diloco:every=30,compressor=int4; its compressor is a hook by itself, such as int4."
+        )
     # In the place of a codec, "sign" is the codec, not the compressor that sends it in two hops.
     is_code = name in _classes() and any(issubclass(one, Codec) for one in types_of_setting)
     if name in COMPRESSORS and not is_code:
@@ -91,10 +143,17 @@ def kind_of(name: str, types_of_setting: Sequence[type] = (), *, imports: bool =
         found = _class_named(name, types_of_setting, imports=imports)
     elif name in _classes():
         found = _classes()[name]
+    elif name.endswith(".py"):
+        raise SettingsError(f"compressor {name!r}: name the class in the file too, '{name}:Class'.")
     else:
         known = sorted({*COMPRESSORS, *others})
         raise SettingsError(f"compressor {name!r} is not known; known are {', '.join(known)}.{_nearest(name, known)}")
-    return found if isinstance(found, Registered) else Registered(found)
+    if isinstance(found, Registered):
+        return found
+    is_codec = isinstance(found, type) and issubclass(found, Codec)
+    if is_codec and any(issubclass(one, Compressor) for one in types_of_setting):
+        return Registered(TwoHop, codec=found, feeds_back=True)
+    return Registered(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +166,7 @@ class _Maker:
     """True inside what decides for all that it holds: `ErrorFeedback`, `WithoutFeedback`, classes of other packages."""
 
     def compressor(self, spelling: Spelling) -> Compressor:
-        made = self.made(spelling)
+        made = self.made(spelling, [Compressor])
         if not isinstance(made, Compressor):
             raise SettingsError(f"compressor {spelling.name!r}: expected a compressor (got {made!r}).")
         return made
@@ -124,12 +183,19 @@ class _Maker:
         if around.get("error_feedback") is False and "server_feedback" in own:
             values.setdefault("server_feedback", False)  # without feedback it has none at its server either
         made = _called(name, registered, values)
+        if registered.codec is not None and not is_ours(registered.codec) and made.codec.is_unbiased:
+            registered = dataclasses.replace(registered, feeds_back=False)  # what it loses averages out
         return made if is_setting else self.wrapped(name, registered, made, **around)
 
     def values(self, name: str, settings: Iterable[tuple[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of settings; raise `SettingsError` for one that does not exist."""
         found = {}
         for setting, value in settings:
+            if setting in ("policy", "gather"):
+                raise SettingsError(
+                    f"compressor {name!r}: {setting} is no setting of a compressor, but of attaching one: give it to "
+                    "attach (policy) or attach_sharded (gather), as text or as an argument."
+                )
             if setting not in known:
                 takes = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
                 raise SettingsError(
@@ -216,21 +282,19 @@ def _class_named(name: str, types_of_setting: Sequence[type], *, imports: bool) 
 
     Without imports, it is a compressor, a codec, or a dataclass of one of these types.
     """
-    module, _, attribute = name.partition(":")
-    if not imports and sys.modules.get(module) is None:
+    module, _, attribute = name.rpartition(":")
+    found_in = import_module(module, f"compressor {name!r}") if imports else sys.modules.get(module)
+    if found_in is None:
         raise SettingsError(
             f"compressor {name!r}: the name comes from a file, for which no module is imported, and {module} is not "
-            f"imported yet; if you know it, import {module} in your program first, or pass --import {module} to the "
-            "command."
+            f"imported yet; if you know it, import {module} in your program first."
         )
-    try:
-        # A module's own __getattr__ might import another one.
-        found = getattr(importlib.import_module(module), attribute) if imports else vars(sys.modules[module])[attribute]
-    except (ImportError, AttributeError, ValueError, KeyError) as error:
+    # Not by getattr, unless imports are wanted: a module's own __getattr__ might import another one.
+    found = getattr(found_in, attribute, None) if imports else vars(found_in).get(attribute)
+    if found is None:
         raise SettingsError(
-            f"compressor {name!r} cannot be imported: {error}. Write 'module:Class', and add the module's folder to "
-            "PYTHONPATH."
-        ) from error
+            f"compressor {name!r}: {module} has no {attribute!r}; write 'module:Class' or 'file.py:Class'."
+        )
     own = [one for one in types_of_setting if one is not object and not getattr(one, "_is_protocol", False)]
     kinds = (object,) if imports else (Compressor, Codec, *own)
     if isinstance(found, type) and dataclasses.is_dataclass(found) and issubclass(found, kinds):

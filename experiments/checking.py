@@ -8,37 +8,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import commhooks
+from commhooks.importing import failures_in_words
 from commhooks.language.compressor import Compressor
-from commhooks.making import kind_of, make_compressor
+from commhooks.making import read_hook
 from commhooks.testing import Finding, as_used
 
 from .stored import write_text
-from .tasks.importing import failures_in_words, import_module
 
 
 def compressor_named(text: str) -> Compressor:
-    """Return the compressor, as it is used: a codec in two hops, with error feedback if it keeps what it leaves out.
-
-    Args:
-        text: A name of the registry, "package.module:Class" or "folder/file.py:Class", and settings after a colon.
+    """Return the compressor of a hook's text as it is used: with error feedback if it keeps what it leaves out.
 
     Raises:
         ValueError: There is no such name, file or class, or a setting cannot work.
 
     """
-    where, _, rest = text.partition(":")
-    if rest[:1].isupper():
-        where = import_module(where, f"compressor {text!r}").__name__
-        text = f"{where}:{rest}"
-        name = f"{where}:{rest.partition(':')[0]}"
-    elif where.endswith(".py"):
-        raise ValueError(f"compressor {text!r}: name the class in the file too, '{where}:Class'")
-    else:
-        name = where
-    kind = kind_of(name)
-    is_codec = isinstance(kind.make, type) and issubclass(kind.make, commhooks.codecs.Codec)
     try:
-        return as_used(make_compressor(f"TwoHop:codec=({text})" if is_codec else text))
+        return as_used(read_hook(text).compressor)
     except ValueError:  # in words already
         raise
     except Exception:  # of the author's own code, such as `loss`

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any, Self
 
@@ -51,10 +50,6 @@ class Spec(Spelling):
     def file_name(self) -> str:
         """The label without characters that are special in file names, shortened if it is long."""
         return re.sub(r"[^A-Za-z0-9.]+", "-", self.label).strip("-")[:80]
-
-    def with_default(self, key: str, value: SettingValue) -> Self:
-        """Return the spec with this setting added, unless it has a setting of that name."""
-        return self if self.has(key) else dataclasses.replace(self, settings=(*self.settings, (key, value)))
 
 
 def _plain(value: Any) -> Any:

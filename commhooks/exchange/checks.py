@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from commhooks.errors import SettingsError
+from commhooks.exchange.options import Options
 from commhooks.language.compressor import Compressor, check_compressor
 from commhooks.language.place import Place
-from commhooks.making import make_compressor
+from commhooks.making import make_compressor, read_hook
 from commhooks.native.library import in_use
 from commhooks.scheduling.connection import Connection
 from commhooks.wrappers.error_feedback import with_feedback
@@ -18,6 +19,23 @@ from commhooks.wrappers.hierarchical import is_hierarchical
 
 _LARGE_SHARE = 0.25
 """More of a model's gradients than convolutional networks, recurrent ones and transformers send whole at low ranks."""
+
+
+def read_text(caller: str, compressor: Compressor | str, options: Options) -> tuple[Compressor, Options]:
+    """Return the compressor, and the options together with what the text of a hook says of them ("policy=fused")."""
+    if not isinstance(compressor, str):
+        return compressor, options
+    hook = read_hook(compressor)
+    if hook.gather is not None:
+        raise SettingsError(
+            f"{caller}({compressor!r}): gather is the form of a sharded model's parameters, for attach_sharded; here "
+            "none are gathered: leave it out."
+        )
+    if hook.policy is None:
+        return hook.compressor, options
+    if options.get("policy", hook.policy) != hook.policy:
+        raise SettingsError(f"{caller}({compressor!r}): policy is given twice, in the text and beside it.")
+    return hook.compressor, Options(**options | {"policy": hook.policy})
 
 
 def checked_compressor(caller: str, compressor: Compressor | str) -> Compressor:

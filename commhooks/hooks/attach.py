@@ -15,7 +15,7 @@ from torch.nn import Module
 from commhooks.communicators.parent_group import group_or_default
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError
-from commhooks.exchange.checks import checked_compressor
+from commhooks.exchange.checks import checked_compressor, read_text
 from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.handle import Handle, open_exchange
 from commhooks.exchange.options import Options, settings_of
@@ -47,9 +47,9 @@ def attach(model: Module, compressor: Compressor | str, **options: Unpack[Option
     `model` may also be a wrapper around a DistributedDataParallel: the result of `torch.compile`, of Lightning Fabric's
     `setup`, of Accelerate's `prepare`, or a module that PyTorch's `replicate` was called with.
 
-    Call it on every rank, between the same two backward passes. A string is passed to `make_compressor`. `Options`
-    describes the options, of which all apply: `policy` ("fifo"), `process_group`, `hook_timeout`, `scaler`,
-    `residuals`, `atomic`, `wrap_communicator` and `guard`.
+    Call it on every rank, between the same two backward passes. A string is read as by `make_compressor`, and may say
+    the policy too: "powersgd:rank=4,policy=fused". `Options` describes the options, of which all apply: `policy`
+    ("fifo"), `process_group`, `hook_timeout`, `scaler`, `residuals`, `atomic`, `wrap_communicator` and `guard`.
 
     Except with NCCL, a private Gloo group of the same ranks carries all requests; if the model's group has another
     backend or is written in Python, a warning names it, unless `process_group` or `wrap_communicator` is given.
@@ -58,6 +58,7 @@ def attach(model: Module, compressor: Compressor | str, **options: Unpack[Option
     shards its parameters or is wrapped twice, if its process group has no name or store, or if ranks disagree about
     compressor, options or parameters; raises `SettingsError` for settings that cannot work.
     """
+    compressor, options = read_text("attach", compressor, options)
     settings = settings_of("attach", options)
     ddp = find_ddp("attach", model)
     check_hook_is_called("attach", ddp)

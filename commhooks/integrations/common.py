@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from commhooks.errors import AttachError, CheckpointError, SettingsError
+from commhooks.exchange.checks import read_text
 from commhooks.exchange.feed import Channel
 from commhooks.exchange.handle import Handle
 from commhooks.exchange.options import Options, settings_of
 from commhooks.hooks.attach import attach
 from commhooks.language.compressor import Compressor, check_compressor
-from commhooks.making import make_compressor
 from commhooks.saving.rules import LoadOptions, LoadRules
 from commhooks.state.loss_scale import Scaler
 
@@ -33,9 +33,8 @@ class Compression:
     def __init__(self, owner: str, compressor: Compressor | str, **options: Unpack[CompressionOptions]) -> None:
         given, self.allowed, self.rules = split_options(owner, options, CompressionOptions)
         self.owner = owner
-        self.compressor = make_compressor(compressor) if isinstance(compressor, str) else compressor
+        self.compressor, self.options = read_text(owner, compressor, cast(Options, given))
         check_compressor(owner, self.compressor)
-        self.options: Options = cast(Options, given)
         settings_of("attach", self.options, owner)
         self.attachment: Handle[Channel] | None = None
         self._loaded: Mapping[str, Any] | CheckpointError | None = None

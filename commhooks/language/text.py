@@ -27,9 +27,9 @@ from commhooks.language.settings import hints_of
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 """Dtypes by their short names."""
 
-NAME = re.compile(r"[\w.]+:[A-Z]\w*(?=\s*(?:[:(),]|$))|[\w.-]+")
-"""A name: `top-k`, `torch.none`, or a class of another package, `module:Class`. A class begins with a capital, so that
-`powersgd:rank` is a mistake."""
+NAME = re.compile(r"(?:[\w.]+|[^\s:(),='\"]+\.py):[A-Z]\w*(?=\s*(?:[:(),]|$))|[\w.-]+")
+"""A name: `top-k`, `torch.none`, or a class of yours, `module:Class` or `folder/file.py:Class`. A class begins with a
+capital, so that `powersgd:rank` is a mistake."""
 _KEY = re.compile(r"\s*([A-Za-z_]\w*)\s*=")
 _TOKENS = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^'\"(),]+|.", re.DOTALL)
 _DEEPEST = 100

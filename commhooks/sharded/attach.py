@@ -23,6 +23,7 @@ from commhooks.exchange.options import Options, check_flags, settings_of
 from commhooks.exchange.watching import ReductionsGuard
 from commhooks.language.compressor import Compressor
 from commhooks.language.lending import Pool
+from commhooks.making import read_hook
 from commhooks.saving.saved import titled
 from commhooks.sharded.choosing import Choice, NotCompressed, Part, Patterns
 from commhooks.sharded.fsdp import TrainedParameters, Unit, check_nothing_is_left, group_of, is_default, units_of
@@ -47,10 +48,10 @@ def attach_sharded(
 
     `model` is a module to which, or to modules in which, `torch.distributed.fsdp.fully_shard` was applied; each such
     module with parameters of its own gets the compressor, and is a channel of the handle, by its name. Call it on every
-    rank, between the same two backward passes, and before or after the first forward pass. A string is passed to
-    `make_compressor`; all-reduce, casts, top-k, random-k and codes of blocks (int8, int4, sign and others) can return a
-    shard of the mean. A cast sends 16 bits and adds them up in the gradients' dtype: with
-    `MixedPrecisionPolicy(reduce_dtype=torch.float32)` in fp32.
+    rank, between the same two backward passes, and before or after the first forward pass. A string is read as by
+    `make_compressor`, and may say `gather` too: "int8:gather=int8". All-reduce, casts, top-k, random-k and codes of
+    blocks (int8, int4, sign and others) can return a shard of the mean. A cast sends 16 bits and adds them up in the
+    gradients' dtype: with `MixedPrecisionPolicy(reduce_dtype=torch.float32)` in fp32.
 
     - `gather`: the form in which parameters are gathered for forward and backward passes: as codes of blocks, "int8",
       "fp8", "int4:block=64" or a `Codec`; or in a dtype, "bf16" or `torch.float16`. All ranks compute with the values
@@ -74,6 +75,15 @@ def attach_sharded(
     """
     whole = group_of(model)
     try:
+        if isinstance(compressor, str):
+            hook = read_hook(compressor)
+            if hook.gather is not None and gather not in (None, hook.gather):
+                raise SettingsError(
+                    f"attach_sharded({compressor!r}): gather is given twice, in the text and beside it."
+                )
+            compressor, gather = hook.compressor, hook.gather or gather
+            if hook.policy is not None:
+                options["policy"] = hook.policy
         settings_of("attach_sharded", options)
         check_flags("attach_sharded", strict=strict)
         compressor = checked_compressor("attach_sharded", compressor)

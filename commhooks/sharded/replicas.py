@@ -22,7 +22,7 @@ from commhooks.communicators.beginning import agree, share_from_rank_0
 from commhooks.communicators.parent_group import group_or_default
 from commhooks.devices import keep_until_read
 from commhooks.errors import AttachError, SettingsError
-from commhooks.exchange.checks import checked_compressor
+from commhooks.exchange.checks import checked_compressor, read_text
 from commhooks.exchange.exchanger import TensorChannel, TensorFeed
 from commhooks.exchange.feed import Channel, Feed
 from commhooks.exchange.handle import Handle, open_exchange
@@ -528,6 +528,7 @@ def attach_replicas(model: Module, compressor: Compressor | str, **options: Unpa
     """
     group = group_or_default(options.get("process_group"))
     try:
+        compressor, options = read_text("attach_replicas", compressor, options)
         settings = settings_of("attach_replicas", options)
         if settings.atomic and settings.policy == "fifo":
             raise SettingsError(

@@ -1,6 +1,6 @@
 """Train with DiLoCo under Hugging Face Accelerate, and resume where an earlier run stopped.
 
-torchrun --nproc-per-node 2 accelerate_diloco.py checkpoints
+torchrun --nproc-per-node 2 accelerate_diloco.py checkpoints/accelerate_diloco
 """
 
 import sys
@@ -55,4 +55,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "checkpoints"))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "checkpoints/accelerate_diloco"))

@@ -25,7 +25,7 @@ model, optimizer = fabric.setup(net, optimizer)
 hooks = compress(fabric, model, optimizer, commhooks.make_compressor("powersgd", rank=2))
 
 epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 6
-last = Path("checkpoints/last.ckpt")
+last = Path("checkpoints/fabric_ddp/last.ckpt")
 state = {"model": model, "optimizer": optimizer, "hooks": hooks, "epoch": 0}
 if last.exists():
     fabric.load(last, state)

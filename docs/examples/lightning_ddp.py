@@ -33,7 +33,7 @@ pl.seed_everything(0)
 inputs = torch.randn(256, 64)
 labels = (inputs @ torch.randn(64, 10)).argmax(dim=1)  # something that can be learned
 epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 6
-last = Path("checkpoints/last.ckpt")
+last = Path("checkpoints/lightning_ddp/last.ckpt")
 
 compress = CompressGradients(commhooks.make_compressor("powersgd", rank=2))
 trainer = pl.Trainer(

@@ -37,7 +37,7 @@ inputs = torch.randn(1280, 64)
 data = TensorDataset(inputs, (inputs @ torch.randn(64, 10)).argmax(dim=1))  # something that can be learned
 training, held_out = torch.utils.data.random_split(data, [1024, 256])
 epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 6
-last = Path("checkpoints/last.ckpt")
+last = Path("checkpoints/lightning_diloco/last.ckpt")
 
 diloco = TrainWithDiLoCo(every=10, compressor="int4", fragments=2, delay=1)
 trainer = pl.Trainer(

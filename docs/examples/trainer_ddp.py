@@ -1,6 +1,6 @@
 """Train with compressed gradients under Hugging Face's Trainer, and resume where an earlier run stopped.
 
-torchrun --nproc-per-node 2 trainer_ddp.py checkpoints
+torchrun --nproc-per-node 2 trainer_ddp.py checkpoints/trainer_ddp
 """
 
 import sys
@@ -48,4 +48,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "checkpoints"))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "checkpoints/trainer_ddp"))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..links.text import DEFAULT_LATENCY, DEFAULT_RATE
-from .links import links_in
 from .options import (
     REPEAT,
     Baseline,
@@ -27,7 +26,6 @@ from .options import (
     Steps,
     Target,
     Tasks,
-    rate_option,
 )
 from .terminal import command_given, errors_in_words
 
@@ -40,7 +38,14 @@ if TYPE_CHECKING:
 DEFAULT_TASKS = ("digits", "gpt")
 DEFAULT_HOOKS = ("all-reduce", "fp16", "bf16", "powersgd:rank=1,start_after=5", "powersgd:rank=4,start_after=5")
 SHARDED_HOOKS = ("bf16", "int8", "int4")
-Rates = Annotated[list[str] | None, rate_option(DEFAULT_RATE, f" Each has {DEFAULT_LATENCY} of latency.{REPEAT}")]
+Rates = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rate",
+        help=f"A link's rate: 1.5Gbps, 12.5MB/s, unlimited; default: {DEFAULT_RATE}. Each has {DEFAULT_LATENCY} of "
+        f"latency.{REPEAT}",
+    ),
+]
 
 
 def compare(
@@ -78,13 +83,14 @@ def compare(
             ddp, baseline = SHARDED, baseline or NO_HOOK
             hook = list(dict.fromkeys([NO_HOOK, *(hook or SHARDED_HOOKS)]))
 
+        rates = rate or ([] if link else [DEFAULT_RATE])
         runs = plan(
             task or DEFAULT_TASKS,
             hook or DEFAULT_HOOKS,
             optimizers=optimizer or [None],
             ranks=ranks or [None],
             device=device,
-            links=links_in(link, rate, None, ([DEFAULT_RATE], DEFAULT_LATENCY)),
+            links=[*(link or []), *(f"{one},latency={DEFAULT_LATENCY}" for one in rates)],
             compute=compute,
             steps=steps,
             seeds=seeds_of(seeds),

@@ -22,18 +22,6 @@ def complete_task(incomplete: str) -> list[str]:
     return [name for name in task_names() if name.startswith(incomplete)]
 
 
-def rate_option(default: str, more: str = "") -> Any:
-    """Return the option --rate of a command with this default; `more` is added to its help."""
-    return typer.Option("--rate", help=f"A link's rate: 1.5Gbps, 12.5MB/s, unlimited; default: {default}.{more}")
-
-
-def latency_option(default: str) -> Any:
-    """Return the option --latency of a command with this default."""
-    return typer.Option(
-        "--latency", help=f"The latency of each --rate, per step around the ring: 50us, 0; default: {default}."
-    )
-
-
 def json_option(what: str) -> Any:
     """Return the option --json of a command whose output is called `what`."""
     return typer.Option(
@@ -75,8 +63,7 @@ Device = Annotated[
         help="cpu, cuda (a GPU for each rank), or auto: a GPU if there is one; without one it trains on the CPU.",
     ),
 ]
-LINK = "A link in full: 100Mbit/s,latency=1ms."
-Links = Annotated[list[str] | None, typer.Option("--link", help=LINK + REPEAT)]
+Links = Annotated[list[str] | None, typer.Option("--link", help=f"A link in full: 100Mbit/s,latency=1ms.{REPEAT}")]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps per run; default: the task's own.")]
 Seeds = Annotated[int, typer.Option(help="The number of seeds, from 0 on; several give intervals.")]
 ComputeOption = Annotated[

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+import commhooks.hooks.powersgd  # noqa: F401  # "imported but unused": a user's module may `torch.load` a saved hook
+from commhooks.importing import import_module
 from commhooks.units import unknown
 
 from ..devices import CPU
@@ -19,7 +21,6 @@ from .checks import task_of
 from .cifar10 import cifar10
 from .digits import digits
 from .gpt import gpt
-from .importing import import_module
 from .lstm import lstm
 from .task import LoadedTask, Task, seeded
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from commhooks.exchange.optimizers import unsuited
 
-from ..hooks import make_hook, reduction_of
+from ..hooks import make_hook
 from ..runs import RunSettings
 from ..specs import Spec, is_seldom
 from ..tasks import LoadedTask
@@ -44,7 +44,7 @@ def check_hook(
     elif hook.has("gather") and not is_sharded:
         raise ValueError(f"hook {hook.label!r}: a DDP gathers no parameters, as sharded models do; leave out gather")
     else:
-        make_hook(reduction_of(hook)).check(parameters or {}, None)
+        make_hook(hook).check(parameters or {}, None)
     if is_sharded:
         check_sharded(hook)
 
@@ -53,4 +53,4 @@ def unsuited_hook(hook: Spec, optimizer: torch.optim.Optimizer, model: nn.Module
     """Return the reason why a hook may diverge under an optimizer, and what to set; None if none is known."""
     if is_stock(hook) or is_seldom(hook):  # the optimizer of DiLoCo's ranks has their own gradients
         return None
-    return unsuited(make_hook(reduction_of(hook)), optimizer, model.parameters())
+    return unsuited(make_hook(hook), optimizer, model.parameters())

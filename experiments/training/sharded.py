@@ -20,7 +20,7 @@ from commhooks.compressors import COMPRESSORS
 from commhooks.tensors import tensor_bytes
 
 from ..devices import Stopwatch
-from ..hooks import gather_of, make_hook, reduction_of
+from ..hooks import gather_of, make_hook
 from ..links.gloo import course_of, moved_bytes
 from ..links.link import Wire
 from ..links.waits import WaitClock
@@ -57,7 +57,7 @@ class ShardedHook(Registered):
             if is_stock(settings.hook):
                 unit.set_custom_reduce_scatter(_ReduceScatter(self._own))  # type: ignore[arg-type]  # so has this
         if not is_stock(settings.hook):
-            made = make_hook(reduction_of(settings.hook), settings.seed)
+            made = make_hook(settings.hook, settings.seed)
             self._sharded = commhooks.attach_sharded(self._model, made, gather=gather, wrap_communicator=self._linked)
         self._steps = 0
         trained = [parameter for parameter in self._whole.parameters() if parameter.requires_grad]
@@ -174,7 +174,7 @@ def shard(model: nn.Module) -> list[FSDPModule]:
 
 def step_bytes(model: nn.Module, hook: Spec, ranks: int) -> int:
     """Return the bytes that a rank sends in a step, as a ring moves them, if `shard` shards the model."""
-    compressor = None if is_stock(hook) else make_hook(reduction_of(hook))
+    compressor = None if is_stock(hook) else make_hook(hook)
     step = sharded_step(modules_of(model), compressor, ranks, compute=0.0, gather=gather_of(hook))
     return step_time(step, NoLink(), ranks).bytes_sent
 
@@ -185,7 +185,7 @@ def check_sharded(hook: Spec) -> None:
         raise ValueError(
             f"hook {hook.label!r}: FSDP2 reduces one module at a time, so policy has no effect; leave it out"
         )
-    if hook.label != NO_HOOK and (is_stock(hook) or is_seldom(hook) or not make_hook(reduction_of(hook)).scatters):
+    if hook.label != NO_HOOK and (is_stock(hook) or is_seldom(hook) or not make_hook(hook).scatters):
         raise ValueError(
             f"hook {hook.label!r} cannot average shards of gradients, which sharded models need; {NO_HOOK} (plain "
             f"FSDP2) and {', '.join(_that_scatter())} can"

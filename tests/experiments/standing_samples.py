@@ -8,7 +8,7 @@ from experiments.results.summary import Spread
 from experiments.specs import Spec
 from experiments.studies.leaderboard.contenders import Contender
 from experiments.studies.leaderboard.standings import Run, Standing, standings
-from experiments.training.lockstep import Trained
+from experiments.studies.lockstep import Trained
 
 DENSE_BYTES = 100_000.0
 FORMS = (

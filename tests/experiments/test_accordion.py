@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from experiments.report.blocks import Table
+from experiments.studies.blocks import Table
 from experiments.studies.reproduce.accordion import REPRODUCTION, Settings
 
 NOISE = (-0.01, 0.0, 0.01)  # by seed

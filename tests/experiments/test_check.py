@@ -88,7 +88,7 @@ def test_names_are_those_of_hooks_modules_and_files() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("own_codes.py:Missing", "has no attribute 'Missing'"),
+        ("own_codes.py:Missing", "has no 'Missing'"),
         ("own_codes.py", "name the class in the file too, 'own_codes.py:Class'"),
     ],
 )

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from experiments.jobs import run_jobs
 from experiments.report.table import plain_table
 from experiments.results.intervals import Interval
 from experiments.specs import Spec
+from experiments.studies.jobs import run_jobs
 from experiments.studies.leaderboard.contenders import DENSE, Contender, contenders, relative_error
 from experiments.studies.leaderboard.running import SIZE, Failed, TrainingJob, load_sized
 from experiments.studies.leaderboard.standing_rows import headings, standing_row
 from experiments.studies.leaderboard.standings import Run, paired, standings
-from experiments.training.lockstep import SCORES, train_in_lockstep
+from experiments.studies.lockstep import SCORES, train_in_lockstep
 from tests.tiers import THOROUGH
 
 TASK = load_sized("digits", SIZE)

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from experiments.accuracy import Accuracy
-from experiments.report import heartbeat
+from experiments.studies import heartbeat
 from experiments.studies.app import app
 from experiments.studies.leaderboard.accuracy import accuracy_of
 from experiments.studies.leaderboard.board import SORTED, Results, RunsFile, prepare_board, print_board, write_board

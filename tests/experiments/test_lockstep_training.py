@@ -13,8 +13,8 @@ from commhooks import Compressor, WithoutFeedback
 from commhooks.compressors import AllReduceMean, TopK
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context, Exchange
+from experiments.studies.lockstep import time_in_lockstep, train_in_lockstep
 from experiments.tasks import LoadedTask, load_task
-from experiments.training.lockstep import time_in_lockstep, train_in_lockstep
 
 STEPS, WORKERS = 12, 4
 

@@ -63,7 +63,7 @@ def search_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     known = set(sys.modules)
     yield
     for name in sys.modules.keys() - known:
-        if name.startswith(("commhooks_task_", "neighbour", "mine")):
+        if name.startswith(("commhooks_file_", "neighbour", "mine")):
             del sys.modules[name]
 
 

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 import experiments.studies.reproduce as registry
 from experiments.launch import run_world
 from experiments.machine import versions
-from experiments.report.blocks import Block, Picture, Table, markdown
 from experiments.studies.app import app
+from experiments.studies.blocks import Block, Picture, Table, markdown
 from experiments.studies.reproduce import MODULES, Reproduction, load_reproduction
 from experiments.studies.reproduce.notes import PARTS, Notes
 from experiments.studies.reproduce.results import MEASURED, RESULTS, Results, page

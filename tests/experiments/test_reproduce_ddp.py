@@ -15,7 +15,7 @@ from torch import nn
 
 from experiments.links.link import LinkSettings
 from experiments.links.linked_group import LinkedGroup
-from experiments.results.medians import Ratio, milliseconds
+from experiments.studies.medians import Ratio, milliseconds
 from experiments.studies.reproduce import Reproduction, load_reproduction
 from experiments.studies.reproduce.ddp import figure_2, figure_7, figure_12, hooks
 from experiments.studies.reproduce.ddp.figure_6 import Settings as Settings6

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from experiments.report.blocks import Table
+from experiments.studies.blocks import Table
 from experiments.studies.reproduce import load_reproduction
 from experiments.studies.reproduce.utilisation_ranks import Settings
 

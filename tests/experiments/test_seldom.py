@@ -14,11 +14,11 @@ from experiments.report.writing import write
 from experiments.results.outcomes import settings_of
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
+from experiments.studies.lockstep import train_in_lockstep
+from experiments.studies.seldom_lockstep import train_seldom_in_lockstep
 from experiments.sweeps.plan import plan
 from experiments.tasks import load_task
-from experiments.training.lockstep import train_in_lockstep
 from experiments.training.seldom import settings_of as arguments_of
-from experiments.training.seldom import train_seldom_in_lockstep
 from tests.experiments.on_two_ranks import train_on_two_ranks
 
 BITS_PER_SECOND = 50e6

@@ -14,10 +14,10 @@ from experiments.report.writing import write
 from experiments.results.outcomes import settings_of
 from experiments.runs import SHARDED, RunResult, RunSettings
 from experiments.specs import Spec
+from experiments.studies.sharded_lockstep import train_sharded_in_lockstep
 from experiments.tasks import load_task
 from experiments.timing.sharded import ShardedModule, blocks_of, modules_of
 from experiments.training.sharded import step_bytes
-from experiments.training.sharded_lockstep import train_sharded_in_lockstep
 from experiments.training.stock import NO_HOOK
 from tests.experiments.on_two_ranks import train_on_two_ranks
 

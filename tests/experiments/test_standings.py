@@ -17,8 +17,8 @@ from experiments.studies.leaderboard import contenders as module
 from experiments.studies.leaderboard.contenders import SKIPPED, USUAL, Contender, LeftOut, contenders, relative_error
 from experiments.studies.leaderboard.grace import PUBLISHED, compare_with_grace
 from experiments.studies.leaderboard.standings import Run, Standing, is_better, standings
+from experiments.studies.lockstep import SCORES
 from experiments.tasks import load_task
-from experiments.training.lockstep import SCORES
 from tests.experiments.standing_samples import rows, runs, trained
 
 DIGITS = load_task("digits:size=tiny")

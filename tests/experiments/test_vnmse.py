@@ -12,7 +12,7 @@ import torch
 import commhooks
 from commhooks import make_compressor
 from commhooks.lockstep import average_in_lockstep, lockstep_connections
-from experiments.training.lockstep import train_in_lockstep, vnmse
+from experiments.studies.lockstep import train_in_lockstep, vnmse
 from tests.experiments.test_lockstep_training import digits
 from tests.flat_cost import two_hop_names
 

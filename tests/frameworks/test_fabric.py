@@ -71,7 +71,9 @@ def test_the_example_resumes_as_if_it_had_not_been_stopped(tmp_path: Path) -> No
     for folder, epochs in ((first, "4"), (second, "2"), (second, "4")):
         folder.mkdir(exist_ok=True)
         run_ranks(run_script, 2, str(EXAMPLE), epochs, str(folder))
-    ends = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (first, second)]
+    ends = [
+        torch.load(folder / "checkpoints" / "fabric_ddp" / "last.ckpt", weights_only=True) for folder in (first, second)
+    ]
     assert ends[0]["hooks"]["local"].keys() == {"rank0", "rank1"}
     for part in ("model", "optimizer", "epoch"):
         assert digest(ends[0][part]) == digest(ends[1][part]), part

@@ -94,7 +94,10 @@ def test_the_example_resumes_as_if_it_had_not_been_stopped(tmp_path: Path) -> No
     for epochs in ("2", "4"):
         printed = torchrun(EXAMPLE, epochs, cwd=second, timeout=70)
     assert float(re.findall("([0-9.]+) times fewer", printed)[0]) > 10, printed
-    ends = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (first, second)]
+    ends = [
+        torch.load(folder / "checkpoints" / "lightning_ddp" / "last.ckpt", weights_only=True)
+        for folder in (first, second)
+    ]
     for part in ("state_dict", "optimizer_states", "global_step"):
         assert worlds.digest(ends[0][part]) == worlds.digest(ends[1][part]), part
     hooks = [end["callbacks"]["commhooks.CompressGradients"] for end in ends]

@@ -147,7 +147,10 @@ def test_the_example_resumes_as_if_it_had_not_been_stopped(tmp_path: Path) -> No
     found = re.findall(r"step 64: held-out loss ([0-9.]+), ([0-9,]+) bytes a step", printed)[0]
     assert float(found[0]) < 1.9 and float(found[1].replace(",", "")) < 3_000, "fp32 gradients are 153,640 bytes"
     for name in ("last.ckpt", "last.ckpt-rank1.pt"):
-        ends = [torch.load(folder / "checkpoints" / name, weights_only=True) for folder in (first, second)]
+        ends = [
+            torch.load(folder / "checkpoints" / "lightning_diloco" / name, weights_only=True)
+            for folder in (first, second)
+        ]
         own = [end["callbacks"]["commhooks.TrainWithDiLoCo"] for end in ends]
         for part in ("state_dict", "optimizer_states", "global_step"):
             assert digest(ends[0][part]) == digest(ends[1][part]), part

@@ -11,7 +11,7 @@ import typer
 from commhooks.units import unknown
 from experiments.commands.terminal import errors_in_words
 from experiments.planning.worlds import check_place
-from experiments.report.blocks import print_blocks
+from experiments.studies.blocks import print_blocks
 
 from ...stored import write_text
 from .gate import SAME, WORSE, changes, other_places

@@ -18,7 +18,7 @@ from experiments.hooks import make_hook
 from experiments.launch import environment
 from experiments.results.summary import Spread
 from experiments.specs import Spec
-from experiments.turns import turns_of
+from experiments.studies.turns import turns_of
 
 from .given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
 

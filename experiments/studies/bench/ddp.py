@@ -13,8 +13,8 @@ import ddp_core
 from commhooks.units import bytes_in_words
 from experiments.launch import Tell, on_ranks
 from experiments.report.words import seconds_in_words
+from experiments.studies.turns import in_turns
 from experiments.tasks.images import ResNet18
-from experiments.turns import in_turns
 
 from .memory import KEEPS_FREED, growth_in_turns, is_countable, return_freed_memory
 from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside, pooled, ratios

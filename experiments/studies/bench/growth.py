@@ -17,8 +17,8 @@ from experiments.launch import Tell, on_ranks
 from experiments.report.words import seconds_in_words
 from experiments.results.summary import Spread
 from experiments.specs import Spec
+from experiments.studies.turns import as_given, in_turns, turns_of
 from experiments.training.registration import wrap_in_ddp
-from experiments.turns import as_given, in_turns, turns_of
 
 from .given import forward_and_backward
 from .rows import EXPONENT, Row

@@ -20,7 +20,7 @@ import commhooks
 import ddp_core
 from experiments.launch import Tell, on_ranks
 from experiments.report.words import seconds_in_words
-from experiments.turns import forth_and_back, in_turns, turns_of
+from experiments.studies.turns import forth_and_back, in_turns, turns_of
 
 from .rows import AGAIN, OURS, THEIRS, Row, Seconds, compared, ratios
 

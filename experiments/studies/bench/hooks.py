@@ -24,8 +24,8 @@ from experiments.links.link import LinkSettings, Wire
 from experiments.links.linked_group import LinkedGroup
 from experiments.report.words import seconds_in_words
 from experiments.results.summary import Spread
+from experiments.studies.turns import in_turns
 from experiments.training.registration import wrap_in_ddp
-from experiments.turns import in_turns
 
 from .given import GPT_SHAPES, GivenBucket, Shape, forward_and_backward, refill, resnet18_shapes
 from .memory import KEEPS_FREED, growth_in_turns, is_countable, return_freed_memory

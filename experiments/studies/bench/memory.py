@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from experiments.turns import forth_and_back, on_slowest, turns_of
+from experiments.studies.turns import forth_and_back, on_slowest, turns_of
 
 KEEPS_FREED = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_THRESHOLD_": "4294967296"}
 """Variables with which a process keeps memory that it frees. Whole models' gradients, freed in every step, would

@@ -25,9 +25,9 @@ from experiments.planning.worlds import around, run_over
 from experiments.results.summary import Spread
 from experiments.runs import check_ddp
 from experiments.specs import Spec
+from experiments.studies.turns import as_given, in_turns
 from experiments.tasks import LoadedTask, load_task
 from experiments.training.registration import wrap_in_ddp
-from experiments.turns import as_given, in_turns
 
 _TIMEOUT_SECONDS = 120.0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import compress
 
-from experiments.report.blocks import Block, Table, circumstances, markdown
 from experiments.results.summary import Spread
+from experiments.studies.blocks import Block, Table, circumstances, markdown
 
 from .results import Measured, Results
 from .rows import EXPONENT, MET, MISSED, WITHIN, Row

@@ -20,7 +20,7 @@ from experiments.hooks import make_hook
 from experiments.launch import Tell, on_ranks
 from experiments.report.words import seconds_in_words
 from experiments.specs import Spec
-from experiments.turns import in_turns
+from experiments.studies.turns import in_turns
 
 from .given import forward_and_backward
 from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside

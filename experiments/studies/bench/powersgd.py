@@ -18,7 +18,7 @@ from commhooks.native import compiled
 from commhooks.native.library import VARIABLE
 from experiments.launch import Tell, environment, on_ranks
 from experiments.results.summary import Spread
-from experiments.turns import turns_of
+from experiments.studies.turns import turns_of
 
 from .copies import EAGER, TINY, between_copies
 from .given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes

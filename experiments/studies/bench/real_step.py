@@ -20,8 +20,8 @@ from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings
 from experiments.results.summary import Spread
 from experiments.specs import Spec
+from experiments.studies.turns import on_slowest, turns_of
 from experiments.training.stepper import Stepper, same_step
-from experiments.turns import on_slowest, turns_of
 
 from .memory import KEEPS_FREED
 from .rows import Row, Seconds

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from experiments.cluster import why_not
 from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings
-from experiments.turns import in_turns
+from experiments.studies.turns import in_turns
 
 from .real_step import training_step
 from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside

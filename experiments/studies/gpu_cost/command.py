@@ -12,7 +12,7 @@ from commhooks.compressors import COMPRESSORS
 from commhooks.units import unknown
 from experiments.commands.terminal import errors_in_words
 from experiments.machine import machine
-from experiments.report.blocks import print_blocks
+from experiments.studies.blocks import print_blocks
 
 from ...stored import write_text
 from .counting import ASSUMPTIONS

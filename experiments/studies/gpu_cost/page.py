@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from commhooks.units import three_digits
-from experiments.report.blocks import Block, Table, markdown
+from experiments.studies.blocks import Block, Table, markdown
 from experiments.studies.leaderboard.contenders import USUAL
 
 from ..bench.given import GPT_SHAPES, Shape, resnet18_shapes

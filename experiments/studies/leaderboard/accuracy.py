@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from experiments.accuracy import Accuracy, Difference, TaskAccuracy
 from experiments.machine import machine, versions
-from experiments.training.lockstep import SCORES
+from experiments.studies.lockstep import SCORES
 
 from .contenders import DENSE
 from .standings import Standing

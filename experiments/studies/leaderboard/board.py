@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table as TerminalTable
 
 from experiments.machine import machine, versions
-from experiments.report.blocks import Block, Table, markdown
 from experiments.report.plots import THEMES
 from experiments.report.table import plain_table
 from experiments.specs import Spec
+from experiments.studies.blocks import Block, Table, markdown
+from experiments.studies.lockstep import SCORES, Trained
 from experiments.tasks import load_task
-from experiments.training.lockstep import SCORES, Trained
 
 from .board_plots import score_against_bytes, score_against_compute
 from .contenders import Contender, LeftOut

@@ -16,7 +16,7 @@ from matplotlib.transforms import Bbox
 
 from experiments.report.plots import Theme, canvas, png, style
 from experiments.report.words import percent
-from experiments.training.lockstep import SCORES
+from experiments.studies.lockstep import SCORES
 
 from .standings import Standing
 

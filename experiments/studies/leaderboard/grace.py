@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from experiments.results.intervals import Interval
-from experiments.training.lockstep import SCORES
+from experiments.studies.lockstep import SCORES
 
 from .contenders import LeftOut
 from .standings import Run, paired

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from commhooks.errors import CommHooksError
-from experiments.jobs import run_jobs
 from experiments.machine import cores
-from experiments.report.heartbeat import Heartbeat
 from experiments.results.summary import Spread
 from experiments.specs import Spec
+from experiments.studies.heartbeat import Heartbeat
+from experiments.studies.jobs import run_jobs
+from experiments.studies.lockstep import SCORES, time_in_lockstep, train_in_lockstep
 from experiments.tasks import LoadedTask, load_task
-from experiments.training.lockstep import SCORES, time_in_lockstep, train_in_lockstep
 
 from .accuracy import accuracy_of
 from .board import Results, RunsFile, prepare_board, print_board, write_board

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from commhooks.units import bytes_in_words
 from experiments.report.words import NEVER, percent, times
 from experiments.results.intervals import Interval
-from experiments.training.lockstep import SCORES
+from experiments.studies.lockstep import SCORES
 
 from .grace import Comparison
 from .standings import Standing

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from experiments.results.intervals import Interval, differences
 from experiments.results.summary import Spread
-from experiments.training.lockstep import SCORES, Score, Trained
+from experiments.studies.lockstep import SCORES, Score, Trained
 
 from .contenders import DENSE, Contender
 

@@ -28,8 +28,8 @@ from experiments.planning.measurements import Asked, measure
 from experiments.planning.worlds import check_place
 from experiments.report.table import markdown_table
 from experiments.report.words import percent
-from experiments.results.medians import milliseconds
 from experiments.specs import Spec
+from experiments.studies.medians import milliseconds
 from experiments.tasks import load_task
 from experiments.timing.link import Network
 

@@ -18,10 +18,10 @@ from experiments.launch import Tell, on_ranks
 from experiments.machine import dilation
 from experiments.runs import RunSettings
 from experiments.specs import Spec
+from experiments.studies.turns import as_given, turns_of
 from experiments.tasks import load_task
 from experiments.training.kinds import register
 from experiments.training.stepper import Stepper
-from experiments.turns import as_given, turns_of
 
 _WARM_UP = 3  # turns that are not counted: memory is allocated in them, and DDPs rebuild their buckets
 

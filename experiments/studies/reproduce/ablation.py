@@ -1,6 +1,6 @@
 """The runs of an ablation: variants of a hook, trained on the same tasks, with the same data and initial models.
 
-Every run trains several workers in one process (`experiments.training.lockstep`), so what comes out does not depend
+Every run trains several workers in one process (`experiments.studies.lockstep`), so what comes out does not depend
 on time or on a link. Runs with the same seed differ in nothing but the hook.
 """
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from experiments.hooks import make_hook
-from experiments.jobs import Job, run_jobs
 from experiments.machine import cores
 from experiments.specs import Spec
+from experiments.studies.jobs import Job, run_jobs
+from experiments.studies.lockstep import Trained, train_in_lockstep
 from experiments.tasks import load_task
-from experiments.training.lockstep import Trained, train_in_lockstep
 
 from .notes import Notes
 

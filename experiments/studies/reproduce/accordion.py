@@ -14,9 +14,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.report.blocks import Block, Picture
 from experiments.report.plots import Theme, canvases
 from experiments.report.words import bounds, signed
+from experiments.studies.blocks import Block, Picture
 
 from .ablation import Ablation, train_variants
 from .comparing import Compared, between, compare, finding, table

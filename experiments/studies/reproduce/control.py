@@ -20,11 +20,11 @@ from commhooks.units import seconds_in_words, three_digits
 from experiments.cluster import hosts_on
 from experiments.launch import on_ranks, run_world
 from experiments.links.link import LinkSettings
-from experiments.report.blocks import Block, Picture, Table
 from experiments.report.plots import Theme, canvas, legend, looks
 from experiments.report.words import NEVER, percent
-from experiments.results.medians import Ratio, milliseconds
 from experiments.specs import Spec
+from experiments.studies.blocks import Block, Picture, Table
+from experiments.studies.medians import Ratio, milliseconds
 
 from .control_ranks import NewRate, Ran, Settings, run_phases, run_turns
 from .notes import Notes

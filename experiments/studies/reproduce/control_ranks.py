@@ -16,11 +16,11 @@ from experiments.hooks import make_hook, policy_of
 from experiments.launch import Send, Tell
 from experiments.links.link import parse_rate
 from experiments.specs import Spec
+from experiments.studies.turns import on_slowest, rotated, turns_of
 from experiments.tasks import load_task
 from experiments.training.registration import wrap_in_ddp
 from experiments.training.stepper import Stepper
 from experiments.training.worker import fingerprint
-from experiments.turns import on_slowest, rotated, turns_of
 
 _WARM_UP = 3  # steps that are not counted: memory is allocated, and the DDP rebuilds its buckets
 

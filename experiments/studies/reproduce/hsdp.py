@@ -20,10 +20,10 @@ from experiments.cluster import hosts_on
 from experiments.hooks import make_hook
 from experiments.launch import run_world
 from experiments.links.link import LinkSettings, parse_rate
-from experiments.report.blocks import Block, Table
 from experiments.report.words import percent
 from experiments.results.summary import Spread
 from experiments.specs import Spec
+from experiments.studies.blocks import Block, Table
 from experiments.tasks import load_task
 
 from ...links.gloo import ACKNOWLEDGEMENT, FRAMING, moved_bytes

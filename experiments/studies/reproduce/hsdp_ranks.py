@@ -18,8 +18,8 @@ from experiments.cluster import INTERFACE, interface_bytes
 from experiments.hooks import make_hook
 from experiments.launch import Send, silent
 from experiments.specs import Spec
+from experiments.studies.turns import drawn, on_slowest, turns_of
 from experiments.tasks import load_task
-from experiments.turns import drawn, on_slowest, turns_of
 
 from ...timing.sharded import blocks_of
 from .control_ranks import NewRate

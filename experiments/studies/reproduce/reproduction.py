@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.report.blocks import Block
+from experiments.studies.blocks import Block
 
 from .notes import Notes
 

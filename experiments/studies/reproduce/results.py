@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.report.blocks import Block, circumstances, print_blocks
 from experiments.runs import NOT_FINITE, strict
+from experiments.studies.blocks import Block, circumstances, print_blocks
 
 from ... import stored
 from .reproduction import Reproduction

@@ -15,7 +15,7 @@ from commhooks.units import unknown
 from experiments.cluster import why_not
 from experiments.launch import torchrun_world
 from experiments.machine import machine, versions
-from experiments.report.blocks import Block, markdown, write_pictures
+from experiments.studies.blocks import Block, markdown, write_pictures
 from experiments.sweeps.lock import LOCK, claimed
 from experiments.sweeps.output import begins
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from commhooks.units import counted, three_digits
 from experiments.cluster import hosts_on
-from experiments.hooks import gather_of, make_hook, reduction_of
+from experiments.hooks import gather_of, make_hook
 from experiments.launch import on_ranks, run_world
 from experiments.links.link import LinkSettings, parse_rate
-from experiments.report.blocks import Block, Table
 from experiments.report.words import percent
 from experiments.results.summary import Spread
 from experiments.specs import Spec
+from experiments.studies.blocks import Block, Table
 from experiments.tasks import load_task
 
 from ...links.gloo import ACKNOWLEDGEMENT, FRAMING
@@ -77,7 +77,7 @@ def _weighed(settings: Settings, notes: Notes) -> dict[str, Any]:
 def step_of(task: str, hook: str, ranks: int) -> Step:
     """Return the exchanges of a step under a hook, in which nothing else takes time."""
     spec = Spec.parse(hook)
-    compressor = None if hook == PLAIN else make_hook(reduction_of(spec))
+    compressor = None if hook == PLAIN else make_hook(spec)
     return sharded_step(modules_of(load_task(task).model), compressor, ranks, compute=0.0, gather=gather_of(spec))
 
 

@@ -17,9 +17,9 @@ from experiments.launch import Send, Tell, silent
 from experiments.links.link import LinkSettings
 from experiments.runs import SHARDED, RunSettings
 from experiments.specs import Spec
+from experiments.studies.turns import on_slowest, rotated, turns_of
 from experiments.tasks import load_task
 from experiments.training.sharded import ShardedHook
-from experiments.turns import on_slowest, rotated, turns_of
 
 from ..bench.memory import Step, growth_in_turns, return_freed_memory
 from .control_ranks import NewRate

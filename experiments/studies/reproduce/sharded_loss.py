@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.report.blocks import Block
 from experiments.specs import Spec
+from experiments.studies.blocks import Block
+from experiments.studies.sharded_lockstep import train_sharded_in_lockstep
 from experiments.tasks import load_task
 from experiments.training.sharded import check_sharded
-from experiments.training.sharded_lockstep import train_sharded_in_lockstep
 
 from .ablation import Ablation, Trial, as_row, rows_of, task_and_optimizer, trials_of
 from .comparing import show_ablation

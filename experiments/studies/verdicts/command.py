@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from experiments.report.blocks import Block, Table, markdown
 from experiments.results.verdicts import Verdict
+from experiments.studies.blocks import Block, Table, markdown
 
 from .counting import Count, Recorded, of_nulls, of_recorded, of_repetitions
 from .recording import COMPARISONS, record, recorded

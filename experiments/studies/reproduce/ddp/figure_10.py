@@ -22,12 +22,12 @@ from commhooks.units import three_digits
 from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, parse_rate
 from experiments.machine import dilation
-from experiments.report.blocks import Block, Picture, Table
 from experiments.report.plots import Theme, canvases, legend
 from experiments.report.words import NEVER
-from experiments.results.medians import Ratio, milliseconds
+from experiments.studies.blocks import Block, Picture, Table
+from experiments.studies.medians import Ratio, milliseconds
+from experiments.studies.turns import forth_and_back, in_turns
 from experiments.training.stepper import Stepper, same_step
-from experiments.turns import forth_and_back, in_turns
 
 from ..notes import Notes
 from ..reproduction import Reproduction

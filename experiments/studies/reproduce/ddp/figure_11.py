@@ -19,11 +19,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments.report.blocks import Block, Picture, Table
 from experiments.report.plots import Theme, canvas, legend
 from experiments.report.words import NEVER, signed, spread_of, with_bounds
 from experiments.results.intervals import Estimate, differences
 from experiments.specs import Spec
+from experiments.studies.blocks import Block, Picture, Table
 from experiments.tasks import LoadedTask, load_task
 
 from ..comparing import by_seed
@@ -82,7 +82,8 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
 
 def _train(settings: Settings, batch: int, rate: float, seed: int) -> list[dict[str, Any]]:
     """Return a row for each interval."""
-    spec = Spec.parse(settings.task, "task").with_default("batch_size", batch)
+    spec = Spec.parse(settings.task, "task")
+    spec = spec if spec.has("batch_size") else spec.having(batch_size=batch)
     tasks = [load_task(spec, seed) for _ in settings.every]
     trained = [Training(task, rate, every) for task, every in zip(tasks, settings.every, strict=True)]
     for iteration in range(settings.iterations):

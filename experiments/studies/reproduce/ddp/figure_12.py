@@ -14,10 +14,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.report.blocks import Block, Picture, Table
 from experiments.report.plots import Theme, canvases
 from experiments.report.words import listed
-from experiments.results.medians import Ratio, milliseconds
+from experiments.studies.blocks import Block, Picture, Table
+from experiments.studies.medians import Ratio, milliseconds
 
 from ..notes import Notes
 from ..reproduction import Reproduction

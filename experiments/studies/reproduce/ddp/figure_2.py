@@ -24,13 +24,13 @@ from torch import Tensor
 from commhooks.units import three_digits
 from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings
-from experiments.report.blocks import Block, Picture, Table
 from experiments.report.plots import Theme, canvas, canvases
-from experiments.results.medians import Ratio
 from experiments.results.summary import Spread
 from experiments.specs import Spec
+from experiments.studies.blocks import Block, Picture, Table
+from experiments.studies.medians import Ratio
+from experiments.studies.turns import as_given, in_turns
 from experiments.tasks import load_task
-from experiments.turns import as_given, in_turns
 
 from ..notes import Notes
 from ..reproduction import Reproduction

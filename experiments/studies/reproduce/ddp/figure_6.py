@@ -15,9 +15,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from commhooks.units import three_digits
-from experiments.report.blocks import Block, Picture, Table
 from experiments.report.plots import Theme, canvas
-from experiments.results.medians import Ratio, milliseconds
+from experiments.studies.blocks import Block, Picture, Table
+from experiments.studies.medians import Ratio, milliseconds
 
 from ..notes import Notes
 from ..reproduction import Reproduction

@@ -17,12 +17,12 @@ from matplotlib.figure import Figure
 
 from ddp_core.buckets import MIB
 from experiments.machine import dilation
-from experiments.report.blocks import Block, Picture, Table
 from experiments.report.plots import Theme, canvas
 from experiments.report.words import listed
-from experiments.results.medians import Ratio, milliseconds
 from experiments.results.summary import Spread
 from experiments.specs import Spec
+from experiments.studies.blocks import Block, Picture, Table
+from experiments.studies.medians import Ratio, milliseconds
 from experiments.tasks import load_task
 
 from ..notes import Notes

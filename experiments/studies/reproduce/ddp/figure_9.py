@@ -28,12 +28,12 @@ from ddp_core import GradBucket
 from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, parse_latency, parse_rate
 from experiments.machine import dilation
-from experiments.report.blocks import Block, Picture, Table
 from experiments.report.plots import Theme, canvases, legend
 from experiments.report.words import listed
-from experiments.results.medians import Ratio, milliseconds
+from experiments.studies.blocks import Block, Picture, Table
+from experiments.studies.medians import Ratio, milliseconds
+from experiments.studies.turns import as_given, turns_of
 from experiments.training.stepper import Stepper, same_step
-from experiments.turns import as_given, turns_of
 
 from ....timing.link import Link
 from ....timing.step_time import Bucket, Stage, Step, step_time

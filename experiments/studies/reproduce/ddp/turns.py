@@ -29,10 +29,10 @@ from experiments.links.link import LinkSettings, Wire, parse_rate
 from experiments.links.linked_group import LinkedGroup
 from experiments.links.waits import WaitClock
 from experiments.results.summary import Spread
+from experiments.studies.turns import as_given, turns_of
 from experiments.training.measure import StepClock
 from experiments.training.registration import wrap_in_ddp
 from experiments.training.stepper import Stepper, without_broadcasts
-from experiments.turns import as_given, turns_of
 
 from .hooks import Groups
 

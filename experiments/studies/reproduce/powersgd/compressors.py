@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from experiments.hooks import make_hook
-from experiments.jobs import run_jobs
-from experiments.report.blocks import Block, Table
 from experiments.report.words import times
 from experiments.specs import Spec
+from experiments.studies.blocks import Block, Table
+from experiments.studies.jobs import run_jobs
+from experiments.studies.lockstep import time_in_lockstep
 from experiments.tasks import load_task
-from experiments.training.lockstep import time_in_lockstep
 
 from ..ablation import Ablation, train_variants
 from ..ablations import PAPER, TASKS, TINY

@@ -16,12 +16,12 @@ from torch import nn
 
 from commhooks.lockstep import average_in_lockstep
 from experiments.hooks import make_hook
-from experiments.report.blocks import Block, Table
 from experiments.report.words import listed
 from experiments.specs import Spec
+from experiments.studies.blocks import Block, Table
+from experiments.studies.lockstep import join_workers
 from experiments.tasks.images import ResNet18
 from experiments.tasks.lstm import LstmModel
-from experiments.training.lockstep import join_workers
 
 from ..ablations import PAPER
 from ..notes import Notes

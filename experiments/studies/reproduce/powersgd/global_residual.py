@@ -27,11 +27,11 @@ from commhooks.language.entries import RESIDUAL
 from commhooks.units import counted
 from experiments.hooks import make_hook
 from experiments.launch import Send, run_world
-from experiments.report.blocks import Block, Picture, Table
 from experiments.report.plots import Theme, canvases, legend
 from experiments.report.words import NEVER, signed, spread_of, with_bounds
 from experiments.results.intervals import Estimate, differences
 from experiments.specs import Spec
+from experiments.studies.blocks import Block, Picture, Table
 from experiments.tasks import load_task
 from experiments.training.registration import wrap_in_ddp
 from experiments.training.stepper import Stepper
@@ -103,7 +103,8 @@ def train_each(rank: int, ranks: int, argument: tuple[Settings, Mapping[str, Run
 
 def _train(settings: Settings, label: str, skew: float, seed: int, ranks: int) -> dict[str, Any]:
     """Train one model, and look at the residuals every few steps."""
-    spec = Spec.parse(settings.task, "task").with_default("skew", skew)
+    spec = Spec.parse(settings.task, "task")
+    spec = spec if spec.has("skew") else spec.having(skew=skew)
     task = load_task(spec, seed)
     squares: list[float] = []  # of this rank's gradients since the last look
     for parameter in task.model.parameters():

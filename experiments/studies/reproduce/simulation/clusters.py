@@ -25,15 +25,15 @@ from experiments.launch import Tell, on_ranks
 from experiments.links.link import LinkSettings, format_rate, parse_rate
 from experiments.machine import cores, dilation
 from experiments.planning.measurements import Asked, profile_step
-from experiments.report.blocks import Block, Picture, Table
 from experiments.report.words import percent
-from experiments.results.medians import milliseconds
 from experiments.runs import RunSettings
 from experiments.specs import Spec
+from experiments.studies.blocks import Block, Picture, Table
+from experiments.studies.medians import milliseconds
+from experiments.studies.turns import in_turns
 from experiments.tasks import load_task
 from experiments.training.registration import wrap_in_ddp
 from experiments.training.stepper import Stepper
-from experiments.turns import in_turns
 
 from .... import stored
 from ....planning import Profile

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from commhooks.units import three_digits
-from experiments.report.blocks import Block, Table
 from experiments.report.words import percent
+from experiments.studies.blocks import Block, Table
 
 from ....timing.link import Link
 from ....timing.step_time import Bucket, Stage, Step, step_time

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.links.link import format_rate
-from experiments.report.blocks import Block, Table
 from experiments.report.words import percent
+from experiments.studies.blocks import Block, Table
 
 from ....timing.link import Link
 from ....timing.rounds import Rounds, round_time

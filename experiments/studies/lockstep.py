@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from commhooks import Compressor, Exchanger
 from commhooks.language.entries import RESIDUAL
 from commhooks.lockstep import average_in_lockstep, lockstep_connections
-
-from ..results.summary import Spread
-from ..specs import Spec
-from ..tasks import LoadedTask
+from experiments.results.summary import Spread
+from experiments.specs import Spec
+from experiments.tasks import LoadedTask
 
 Gradients = dict[str, Tensor]
 

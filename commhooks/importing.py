@@ -1,4 +1,4 @@
-"""The import of the module that contains a task's function, by name or from a file."""
+"""The import of a user's module, by name or from a file."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-
-import commhooks.hooks.powersgd  # noqa: F401  # "imported but unused": a user's module may `torch.load` a saved hook
 
 
 def import_module(where: str, what: str) -> ModuleType:
@@ -20,7 +18,7 @@ def import_module(where: str, what: str) -> ModuleType:
 
     Args:
         where: The module's name, or a path that ends in ".py".
-        what: The task that it is imported for, in words for messages.
+        what: What it is imported for, in words for messages.
 
     Raises:
         ValueError: There is no such module or file, or it fails while it is imported.
@@ -39,32 +37,17 @@ def import_module(where: str, what: str) -> ModuleType:
     if found is None:
         raise ValueError(
             f"{what}: there is no module {where!r} on the search path or in {here}; name a module that Python can "
-            "import, or a file: 'folder/file.py:function'"
+            "import, or a file: 'folder/file.py:name'"
         )
     with failures_in_words(f"{what}: importing {where}"):
         return importlib.import_module(where)
-
-
-def import_named(modules: Iterable[str]) -> None:
-    """Import the modules that `--import` names, of which files may then name compressors.
-
-    Raises:
-        ValueError: There is no such module, or it fails while it is imported.
-
-    """
-    for module in modules:
-        if module.endswith(".py") or ":" in module:
-            raise ValueError(
-                f"--import {module}: name a module as files do in front of the colon, my_module or package.module"
-            )
-        import_module(module, f"--import {module}")
 
 
 def _from_file(path: Path, what: str) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"{what}: there is no file {path} (the current folder is {Path.cwd()})")
     path = path.resolve()
-    name = f"commhooks_task_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    name = f"commhooks_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     specification = importlib.util.spec_from_file_location(name, path)
@@ -98,5 +81,5 @@ def failures_in_words(what: str) -> Iterator[None]:
         place = "" if isinstance(error, SyntaxError) else f" ({frames[-1].filename}, line {frames[-1].lineno})"
         hint = ""
         if isinstance(error, ImportError) and "relative import" in str(error):
-            hint = "; a file has no package: import its neighbours by name, or use 'package.module:function'"
+            hint = "; a file has no package: import its neighbours by name, or write 'package.module:name'"
         raise ValueError(f"{what} failed: {text}{place}{hint}") from error

@@ -12,13 +12,12 @@ from commhooks.compressors.codecs import Codec
 from commhooks.engine.engine import Engine
 from commhooks.lockstep import lockstep_connections
 from commhooks.scheduling.lockstep import LockstepConnection, run_in_turns
-
-from ..hooks import gather_of, make_hook, reduction_of
-from ..specs import Spec
-from ..tasks import LoadedTask
-from ..timing.payloads import bucket_of_shards, rows_of
-from .lockstep import Gradients, Trained, own_gradients
-from .sharded import step_bytes
+from experiments.hooks import gather_of, make_hook
+from experiments.specs import Spec
+from experiments.studies.lockstep import Gradients, Trained, own_gradients
+from experiments.tasks import LoadedTask
+from experiments.timing.payloads import bucket_of_shards, rows_of
+from experiments.training.sharded import step_bytes
 
 Tensors = Mapping[str, Tensor]
 
@@ -31,7 +30,7 @@ def train_sharded_in_lockstep(task: LoadedTask, hook: Spec, *, steps: int, worke
     model, code = task.model, gather_of(hook)
     optimizer = task.optimizer()
     connections = lockstep_connections(workers)
-    compressor = make_hook(reduction_of(hook), task.seed)
+    compressor = make_hook(hook, task.seed)
     engines = [Engine(compressor, connection, may_join=False) for connection in connections]
     named = dict(model.named_parameters())
     kept = {name: parameter.detach().clone() for name, parameter in named.items()}

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from commhooks.units import seconds_in_words
-
-from .plots import LIGHT, Theme, png, style
-from .table import markdown_table, plain_table
+from experiments.report.plots import LIGHT, Theme, png, style
+from experiments.report.table import markdown_table, plain_table
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from scipy import stats
 
 from commhooks.units import three_digits
-
-from .intervals import CONFIDENCE
-from .summary import Spread
+from experiments.results.intervals import CONFIDENCE
+from experiments.results.summary import Spread
 
 
 @dataclass(frozen=True)
