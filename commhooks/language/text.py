@@ -94,6 +94,10 @@ class Registered:
         hints = {name: kind for owner in self.owners for name, kind in hints_of(owner).items()}
         return {one.name: hints.get(one.name, Any) for one in self._parameters()}
 
+    def defaults(self) -> dict[str, Any]:
+        """Return the values that its settings have if they are not given."""
+        return {one.name: one.default for one in self._parameters() if one.default is not one.empty} | dict(self.given)
+
     def without_default(self) -> list[str]:
         """Return the settings that must be given."""
         return [one.name for one in self._parameters() if one.default is one.empty and one.name not in self.given]

@@ -15,13 +15,13 @@ import commhooks
 
 from .. import stored
 from ..launch import reason_of
-from ..results.former_verdicts import Difference, judgements, losses_of
 from ..results.intervals import Estimate
 from ..results.outcomes import Outcome, Setting, Versus, settings_of
+from ..results.verdicts import Judged, Range
 from ..runs import RunResult, RunSettings, strict
 from .findings import finding, names_of
 
-FORMAT = 1
+FORMAT = 2
 """The format of the JSON text; increased when its readers must change."""
 SCHEMA = Path(__file__).with_name("report.schema.json")
 
@@ -107,7 +107,6 @@ def _setting(name: str, one: Setting) -> dict[str, Any]:
         "made_with": [each for place, each in enumerate(made_with) if each not in made_with[:place]],
         "baseline": None if one.baseline is None else one.baseline.hook,
         "target_training_loss": _figure(Estimate.of(one.targets)),
-        "loss_difference_that_matters": None if one.baseline is None else one.margin,
         "finding": finding(one),
         "hooks": [_hook(outcome, one) for outcome in one.outcomes],
     }
@@ -115,7 +114,7 @@ def _setting(name: str, one: Setting) -> dict[str, Any]:
 
 def _hook(one: Outcome, setting: Setting) -> dict[str, Any]:
     versus = setting.versus.get(one.hook)
-    judgement = judgements(setting).get(one.hook)
+    judged = setting.judged.get(one.hook)
     probes = {seed: run.probes[-1] for seed, run in one.results.items() if run.probes}
     residuals = {seed: probe.residual for seed, probe in probes.items() if probe.residual is not None}
     return {
@@ -124,7 +123,7 @@ def _hook(one: Outcome, setting: Setting) -> dict[str, Any]:
         "failed_seeds": list(one.failed),
         "diverged_seeds": list(one.diverged),
         "replicas_identical": one.replicas_identical,
-        "verdict": None if judgement is None else judgement.verdict.value,
+        "verdict": None if judged is None else _judged(judged),
         "steps_in_all": _figure(Estimate.of({seed: len(run.steps) for seed, run in one.results.items()})),
         "step_seconds": _figure(one.step),
         "quartiles_of_step_seconds": [one.step_spread.low, one.step_spread.high],
@@ -143,31 +142,37 @@ def _hook(one: Outcome, setting: Setting) -> dict[str, Any]:
         "bytes_to_target": _figure(one.bytes_to_target),
         "gradient_error_over_norm": _figure(Estimate.of({seed: probe.error for seed, probe in probes.items()})),
         "residual_over_gradient_norm": _figure(Estimate.of(residuals)),
-        "against_baseline": None if versus is None else _versus(versus, setting, one.hook),
+        "against_baseline": None if versus is None else _versus(versus),
     }
 
 
-def _versus(versus: Versus, setting: Setting, hook: str) -> dict[str, Any]:
-    losses = losses_of(setting, hook)
-    seconds = Estimate.of({seed: moment.seconds for seed, moment in versus.moments.items()})
+def _judged(judged: Judged) -> dict[str, Any]:
+    return {
+        "verdict": judged.verdict.value,
+        "why": judged.why,
+        "step_speed_up": _range(judged.speed_up),
+        "training_loss_difference_at_equal_steps": _range(judged.equal_steps),
+        "training_loss_difference_after_equal_time": _range(judged.equal_time),
+        "loss_difference_that_matters": judged.margin,
+        "lacks": judged.lacks,
+        "times_of_that_which_may_settle_it": judged.longer,
+    }
+
+
+def _versus(versus: Versus) -> dict[str, Any]:
     return {
         "seeds": versus.seeds,
         "took_turns": versus.turns,
         "step_speed_up": _figure(versus.step),
         "training_speed_up": _figure(versus.run),
         "speed_up_to_target": _figure(versus.to_target),
-        "same_time_seconds": _figure(seconds),
-        "training_loss_difference_after_same_time": _difference(versus.same_time, losses.same_time),
-        "held_out_loss_difference_after_same_time": _difference(versus.held_out_then, losses.held_out_then),
-        "held_out_loss_difference_at_equal_steps": _difference(versus.loss, losses.equal_steps),
+        "held_out_loss_difference_at_equal_steps": _figure(versus.loss),
         "accuracy_difference_at_equal_steps": _figure(versus.accuracy),
     }
 
 
-def _difference(estimate: Estimate, difference: Difference | None) -> dict[str, Any] | None:
-    """Return a difference of losses, and whether it matters; None if it is not known with any seed."""
-    found = _figure(estimate)
-    return None if found is None else found | {"meaning": None if difference is None else difference.value}
+def _range(found: Range) -> dict[str, Any]:
+    return {"mean": found.mean, "interval_95": [found.low, found.high]}
 
 
 def _figure(found: Estimate) -> dict[str, Any] | None:

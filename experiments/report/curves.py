@@ -5,80 +5,95 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from ..results.outcomes import ACCURACY, Outcome, Setting
-from ..results.summary import curve_of, total_seconds
+from ..results.outcomes import Outcome, Setting
+from ..results.summary import curve_of
 from ..runs import EvaluationRecord, RunResult
-from .plots import LIGHT, Look, canvases, legend, png, style
-from .words import percent
+from .plots import LIGHT, Look, canvas, canvases, legend
 
 _POINTS = 400  # of a curve, at most
-_WIDE = 5  # times by which hooks' training times differ before their axis is logarithmic
-_LOGARITHMIC = " (logarithmic)"
+_WIDE = 5  # times by which runs' times or bytes differ before their axis is logarithmic
+_SIZE = (5.6, 3.6)  # inches: small, so that its words can be read on a telephone
 EXACT = 1e-5  # errors below this are drawn here
 
 Numbers = npt.NDArray[np.float64]
 Measure = Callable[[RunResult], Sequence[float]]
+_MEASURES: Mapping[str, tuple[Measure, str]] = {
+    "time": (lambda run: [step.seconds for step in run.steps], "training time"),
+    "steps": (lambda run: [1.0] * len(run.steps), "step"),
+    "bytes": (lambda run: [step.moved_bytes for step in run.steps], "bytes moved by a rank so far"),
+}
 
 
-def against_bytes(setting: Setting, drawn: Mapping[str, Look]) -> bytes:
-    """Return a PNG: loss and accuracy over the bytes moved by a rank, on a logarithmic axis."""
-    with matplotlib.rc_context(style(LIGHT)):
-        label = f"bytes moved by a rank so far{_LOGARITHMIC}"
-        return _progress(setting, drawn, "bytes", label, lambda run: [step.moved_bytes for step in run.steps])
+def progress(setting: Setting, drawn: Mapping[str, Look], against: str, *, metric: str = "") -> Figure:
+    """Draw every hook's loss over "time", "steps" or "bytes", or another metric of its evaluations.
+
+    The line is the training loss (thin for each of several seeds), the dots are the held-out loss. A dotted line shows
+    where the baseline ended; what lies beyond is going on.
+    """
+    measure, label = _MEASURES[against]
+    first = [measure(run)[0] for one in setting.outcomes for run in one.results.values()]
+    totals = [sum(measure(run)) for one in setting.outcomes for run in one.results.values()]
+    logarithmic = against != "steps" and min(first) > 0 and max(totals) > _WIDE * min(totals)
+    figure, axes = canvas(f"{metric.capitalize() or 'Loss'} over {against}", label, *_SIZE)
+    for one in setting.outcomes:
+        if metric:
+            _metrics(axes, one, drawn[one.hook], measure, metric)
+        else:
+            _losses(axes, one, drawn[one.hook], measure)
+    ends = {"steps": float(setting.settings.steps)}
+    if setting.baseline is not None:
+        ends["time"] = setting.baseline.seconds.mean
+    if against in ends:
+        axes.axvline(ends[against], color=LIGHT.ink, linewidth=0.8, linestyle=(0, (1, 2)))
+    axes.set_ylabel(f"held-out {metric}" if metric else "loss (line: training, dots: held out)")
+    if not metric:
+        _loss_limits(axes, setting)
+    if logarithmic:
+        axes.set_xscale("log")
+        logarithmic_ticks(axes.xaxis, *axes.get_xlim())
+        axes.set_xlabel(f"{label} (logarithmic)")
+    else:
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=against == "steps", nbins=7))
+    units = {"bytes": EngFormatter(unit="B"), "time": FuncFormatter(lambda value, _: f"{value:g} s")}
+    if against in units:
+        axes.xaxis.set_major_formatter(units[against])
+    legend(figure, axes, width=_SIZE[0])
+    return figure
 
 
-def against_steps(setting: Setting, drawn: Mapping[str, Look]) -> bytes:
-    """Return a PNG: loss and accuracy over steps, those of going on too."""
-    with matplotlib.rc_context(style(LIGHT)):
-        return _progress(setting, drawn, "steps", "step", lambda run: [1.0] * len(run.steps))
-
-
-def against_time(setting: Setting, drawn: Mapping[str, Look]) -> bytes:
-    """Return a PNG: loss and accuracy over training time."""
-    with matplotlib.rc_context(style(LIGHT)):
-        totals = [total_seconds(run.steps) for one in setting.outcomes for run in one.results.values()]
-        label = "training time" + (_LOGARITHMIC if max(totals) > _WIDE * min(totals) else "")
-        return _progress(setting, drawn, "time", label, lambda run: [step.seconds for step in run.steps])
-
-
-def fidelity(setting: Setting, drawn: Mapping[str, Look]) -> bytes | None:
-    """Return a PNG: the error of the mean and the residual, at the probed steps; None if no step was probed."""
-    if not any(run.probes for one in setting.outcomes for run in one.results.values()):
+def fidelity(setting: Setting, drawn: Mapping[str, Look]) -> Figure | None:
+    """Draw the error of the mean and the residual at the probed steps; None if no step was probed."""
+    probed = {one.hook: [run for run in one.results.values() if run.probes] for one in setting.outcomes}
+    if not any(probed.values()):
         return None
-    residuals = any(
-        probe.residual is not None for one in setting.outcomes for run in one.results.values() for probe in run.probes
-    )
-    with matplotlib.rc_context(style(LIGHT)):
-        title = "Gradients: what is lost, and what is kept back"
-        figure, every = canvases(title, "step", 9.6, 4.0, columns=1 + residuals)
-        for one in setting.outcomes:
-            look, runs = drawn[one.hook], [run for run in one.results.values() if run.probes]
-            if not runs:
-                continue  # DiLoCo averages no gradients
-            _probes(every[0], [[max(probe.error, EXACT) for probe in run.probes] for run in runs], runs, look)
-            if residuals and all(probe.residual is not None for run in runs for probe in run.probes):
-                found = [[probe.residual or 0.0 for probe in run.probes] for run in runs]
-                _probes(every[1], found, runs, look)
-        every[0].set_yscale("log")
-        every[0].axhline(1, color=LIGHT.ink, linewidth=0.8, linestyle=(0, (4, 3)))  # as far off as a mean of zero
-        every[0].yaxis.set_major_formatter(FuncFormatter(error_label))
-        every[0].set_xlabel("step")
-        for axes in every:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axes.set_xlim(0, 1.05 * setting.settings.steps)  # a single point would lie amid steps that were not run
-        every[0].set_ylabel("error of the mean\n/ norm of the mean")
-        if residuals:
-            every[1].set_ylim(bottom=0)
-            every[1].set_ylabel("norm of the residual\n/ norm of the gradient")
-        legend(figure, every[0], width=9.6)
-        return png(figure)
+    figure, (left, right) = canvases("Gradients: what is lost, and what is kept back", "step", 9.6, 4.0, columns=2)
+    for hook, runs in probed.items():
+        if not runs:
+            continue  # DiLoCo averages no gradients
+        _probes(left, [[max(probe.error, EXACT) for probe in run.probes] for run in runs], runs, drawn[hook])
+        kept = [[probe.residual for probe in run.probes if probe.residual is not None] for run in runs]
+        if all(len(own) == len(run.probes) for own, run in zip(kept, runs, strict=True)):
+            _probes(right, kept, runs, drawn[hook])
+    left.set_yscale("log")
+    left.axhline(1, color=LIGHT.ink, linewidth=0.8, linestyle=(0, (4, 3)))  # as far off as a mean of zero
+    left.yaxis.set_major_formatter(FuncFormatter(error_label))
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlim(0, 1.05 * setting.settings.steps)  # a single point would lie amid steps that were not run
+    left.set_ylabel("error of the mean / norm of the mean")
+    right.set_ylim(bottom=0)
+    right.set_ylabel("norm of the residual / of the gradient")
+    legend(figure, left, width=9.6)
+    return figure
 
 
 def error_label(value: float, _: object) -> str:
@@ -96,46 +111,6 @@ def _probes(axes: Axes, values: Sequence[Sequence[float]], runs: Sequence[RunRes
             steps, mean, color=look.colour, linestyle=look.dashes, linewidth=1.8, marker="o", markersize=3.5,
             label=look.label,
         )  # fmt: skip
-
-
-def _progress(setting: Setting, drawn: Mapping[str, Look], against: str, x_label: str, measure: Measure) -> bytes:
-    """Draw the training loss and the held-out loss, and below them, or beside, the accuracy if the task has one."""
-    rows, wide = 1 + (ACCURACY in setting.metrics), against == "bytes"
-    what = "Loss and accuracy" if rows == 2 else "Loss"
-    width, height = (9.6, 4.2) if wide else (6.4, 2.4 + 2.6 * rows)
-    down, across = (1, rows) if wide else (rows, 1)
-    figure, every = canvases(f"{what} against {against}", x_label, width, height, rows=down, columns=across)
-    for one in setting.outcomes:
-        _losses(every[0], one, drawn[one.hook], measure)
-        if rows == 2:
-            _accuracies(every[1], one, drawn[one.hook], measure)
-    ends = {"steps": float(setting.settings.steps)}
-    if setting.baseline is not None:
-        ends["time"] = setting.baseline.seconds.mean
-    if against in ends:  # what lies beyond is going on
-        for axes in every:
-            axes.axvline(ends[against], color=LIGHT.ink, linewidth=0.8, linestyle=(0, (1, 2)))
-    every[0].set_ylabel("loss (line: training,\ndots: held out)")
-    _target(every[0], setting.target)
-    _loss_limits(every[0], setting)
-    if rows == 2:
-        every[1].set_ylabel("held-out accuracy")
-        every[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value).replace(".0 ", " ")))
-    first = [measure(run)[0] for one in setting.outcomes for run in one.results.values()]
-    units = {"bytes": EngFormatter(unit="B"), "time": FuncFormatter(lambda value, _: f"{value:g} s")}
-    for axes in every if wide else every[-1:]:
-        axes.set_xlabel(x_label)
-        if x_label.endswith(_LOGARITHMIC) and min(first) > 0:
-            axes.set_xscale("log")
-            logarithmic_ticks(axes.xaxis, *axes.get_xlim())
-        else:
-            axes.set_xlim(left=0)
-        if against in units:
-            axes.xaxis.set_major_formatter(units[against])
-        else:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend(figure, every[0], width=width)
-    return png(figure)
 
 
 def _losses(axes: Axes, one: Outcome, look: Look, measure: Measure) -> None:
@@ -180,31 +155,12 @@ def _evaluations(runs: Sequence[RunResult], value: Callable[[EvaluationRecord], 
     return [step - 1 for step in sorted(common)], found
 
 
-def _accuracies(axes: Axes, one: Outcome, look: Look, measure: Measure) -> None:
+def _metrics(axes: Axes, one: Outcome, look: Look, measure: Measure, metric: str) -> None:
     runs = list(one.results.values())
-    places, found = _evaluations(runs, lambda each: each.metrics.get(ACCURACY, np.nan))
-    xs = [np.cumsum(measure(run))[places] for run in runs]
-    line: dict[str, Any] = {"color": look.colour, "linestyle": look.dashes}
-    if len(runs) > 1:
-        for x, values in zip(xs, found, strict=True):
-            axes.plot(x, values, linewidth=0.6, alpha=0.4, **line)
-    axes.plot(_mean(xs), found.mean(axis=0), linewidth=1.8, marker="o", markersize=3.5, **line)
-
-
-def _target(axes: Axes, target: float) -> None:
-    if not np.isfinite(target):
-        return
-    axes.axhline(target, color=LIGHT.ink, linewidth=0.8, linestyle=(0, (4, 3)), alpha=0.7)
-    axes.annotate(
-        f"target {target:.3g}",
-        (0.01, target),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, -3),
-        textcoords="offset points",
-        va="top",
-        fontsize=8,
-        color=LIGHT.ink,
-    )
+    places, found = _evaluations(runs, lambda each: each.metrics.get(metric, np.nan))
+    xs = _mean([np.cumsum(measure(run)) for run in runs])[places]
+    line: dict[str, Any] = {"color": look.colour, "linestyle": look.dashes, "marker": "o", "markersize": 3.5}
+    axes.plot(xs, found.mean(axis=0), linewidth=1.8, label=look.label, **line)
 
 
 def _loss_limits(axes: Axes, setting: Setting) -> None:

@@ -1,4 +1,4 @@
-"""A hook's effect on each layer: a picture and a table from the last probed step."""
+"""A hook's effect on each layer: a picture from the last probed step."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from ..results.intervals import Estimate
 from ..results.outcomes import Outcome, Setting
 from ..runs import LayerRecord
 from .curves import EXACT, error_label, logarithmic_ticks
-from .plots import LIGHT, Look, canvases, legend, png, style
-from .rows import Cell, Grid, Heading
-from .words import NEVER, percent, shortened, times
+from .plots import LIGHT, Look, canvases, legend
+from .words import shortened
 
 _SHOWN = 14  # layers by name, the largest; the others are one row
 
@@ -28,7 +27,6 @@ class Layer:
     name: str
     smaller: float | None  # bytes of the gradient over those in messages
     error: float  # of the mean, over its norm
-    residual: float | None  # norm over the gradient's
 
 
 def layers_of(one: Outcome) -> list[Layer]:
@@ -46,81 +44,55 @@ def layers_of(one: Outcome) -> list[Layer]:
     return found
 
 
-def layer_grid(setting: Setting) -> Grid | None:
-    """Return a table of layers and hooks; None without probes."""
-    by_hook = {one.hook: layers_of(one) for one in setting.outcomes}
-    by_hook = {hook: layers for hook, layers in by_hook.items() if layers}
-    if not by_hook:
-        return None
-    rows = []
-    for number, layer in enumerate(next(iter(by_hook.values()))):
-        cells = [_cell(layers[number]) for layers in by_hook.values()]
-        rows.append((Cell(layer.name), *cells))
-    headings = (Heading("layer"), *(Heading(hook, "smaller / error / residual") for hook in by_hook))
-    return Grid("By layer", headings, tuple(rows))
-
-
-def layer_picture(setting: Setting, drawn: Mapping[str, Look]) -> bytes | None:
-    """Return a PNG: how many times smaller each layer became, and its error; None without probes."""
+def layer_picture(setting: Setting, drawn: Mapping[str, Look]) -> Figure | None:
+    """Draw how many times smaller each layer became, and its error; None without probes."""
     by_hook = {one.hook: layers for one in setting.outcomes if (layers := layers_of(one))}
     if not by_hook:
         return None
     names = [shortened(layer.name, 42) for layer in next(iter(by_hook.values()))]
-    with matplotlib.rc_context(style(LIGHT)):
-        height = 1.6 + max(0.3, 0.05 * len(by_hook)) * len(names)
-        figure, (left, right) = canvases("By layer, at the last probed step", "", 9.6, height, columns=2, sharey=True)
-        for place, (hook, layers) in enumerate(by_hook.items()):
-            look = drawn[hook]
-            # Side by side within a row, so that equal values do not hide each other.
-            rows = [row + 0.6 * ((place + 0.5) / len(by_hook) - 0.5) for row in range(len(names))]
-            sizes = [math.nan if layer.smaller is None else layer.smaller for layer in layers]
-            errors = [max(layer.error, EXACT) if math.isfinite(layer.error) else math.nan for layer in layers]
-            left.plot(sizes, rows, "o", color=look.colour, markersize=4, label=look.label)
-            right.plot(errors, rows, "o", color=look.colour, markersize=4)
-        left.set_xscale("log")
-        left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-        logarithmic_ticks(left.xaxis, *left.get_xlim())
-        left.set_xlabel("times smaller in messages (logarithmic)")
-        right.set_xscale("log")
-        right.axvline(1, color=LIGHT.ink, linewidth=0.8, linestyle=(0, (4, 3)))  # as far off as a mean of zero
-        right.xaxis.set_major_formatter(FuncFormatter(error_label))
-        right.set_xlabel("error of the mean / norm of the mean (logarithmic)")
-        left.set_yticks(range(len(names)), names)
-        left.set_ylim(len(names) - 0.5, -0.5)
-        for axes in (left, right):
-            axes.grid(axis="y", visible=False)
-            for row in range(1, len(names)):
-                axes.axhline(row - 0.5, color=LIGHT.faint, linewidth=0.5)
-        legend(figure, left, width=9.6)
-        return png(figure)
+    height = 1.6 + max(0.3, 0.05 * len(by_hook)) * len(names)
+    figure, (left, right) = canvases("By layer, at the last probed step", "", 9.6, height, columns=2, sharey=True)
+    for place, (hook, layers) in enumerate(by_hook.items()):
+        look = drawn[hook]
+        # Side by side within a row, so that equal values do not hide each other.
+        rows = [row + 0.6 * ((place + 0.5) / len(by_hook) - 0.5) for row in range(len(names))]
+        sizes = [math.nan if layer.smaller is None else layer.smaller for layer in layers]
+        errors = [max(layer.error, EXACT) if math.isfinite(layer.error) else math.nan for layer in layers]
+        left.plot(sizes, rows, "o", color=look.colour, markersize=4, label=look.label)
+        right.plot(errors, rows, "o", color=look.colour, markersize=4)
+    left.set_xscale("log")
+    left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+    logarithmic_ticks(left.xaxis, *left.get_xlim())
+    left.set_xlabel("times smaller in messages (logarithmic)")
+    right.set_xscale("log")
+    right.axvline(1, color=LIGHT.ink, linewidth=0.8, linestyle=(0, (4, 3)))  # as far off as a mean of zero
+    right.xaxis.set_major_formatter(FuncFormatter(error_label))
+    right.set_xlabel("error of the mean / norm of the mean (logarithmic)")
+    left.set_yticks(range(len(names)), names)
+    left.set_ylim(len(names) - 0.5, -0.5)
+    for axes in (left, right):
+        axes.grid(axis="y", visible=False)
+        for row in range(1, len(names)):
+            axes.axhline(row - 0.5, color=LIGHT.faint, linewidth=0.5)
+    legend(figure, left, width=9.6)
+    return figure
 
 
 def _mean_layer(records: Sequence[LayerRecord], width: float) -> Layer:
     """Return one layer's means over seeds."""
     sent = [one.payload_bytes for one in records if one.payload_bytes]
-    residuals = [one.residual for one in records if one.residual is not None]
     return Layer(
         records[0].name,
         width * records[0].elements / statistics.fmean(sent) if sent else None,
         Estimate.of(dict(enumerate(one.error for one in records))).mean,
-        statistics.fmean(residuals) if residuals else None,
     )
 
 
 def _median_layer(layers: Sequence[Layer]) -> Layer:
     sizes = [one.smaller for one in layers if one.smaller is not None]
     errors = [one.error for one in layers if math.isfinite(one.error)]
-    residuals = [one.residual for one in layers if one.residual is not None]
     return Layer(
         f"{len(layers)} smaller ones (median)",
         statistics.median(sizes) if sizes else None,
         statistics.median(errors) if errors else math.nan,
-        statistics.median(residuals) if residuals else None,
     )
-
-
-def _cell(layer: Layer) -> Cell:
-    size = NEVER if layer.smaller is None else times(layer.smaller)
-    error = NEVER if math.isnan(layer.error) else percent(layer.error)
-    residual = NEVER if layer.residual is None else f"{layer.residual:.2f}"
-    return Cell(size, (f"{error} / {residual}",))

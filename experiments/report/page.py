@@ -7,48 +7,36 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-import commhooks
+from commhooks.units import counted, three_digits
 
 from ..launch import reason_of
 from ..results.outcomes import Setting
-from ..results.summary import SMOOTHING_STEPS
-from ..results.verdicts import USUAL
-from ..runs import SHARDED, RunResult, RunSettings
-from .findings import dilation, finding, lead, names_of
-from .layers import layer_grid
-from .plots import DARK, LIGHT
-from .rows import cost_grid, outcome_grid, overview_grid, time_grid
-from .words import link_in_words, listed, pieces, rate_in_words
+from ..results.verdicts import Verdict
+from ..runs import RunResult, RunSettings
+from .findings import facts_of, finding, names_of
+from .lines import Line, figures, lines_of
+from .plots import DARK, LIGHT, Look
+from .words import listed, pieces, rate_in_words
 
-PICTURES = ("time", "steps", "bytes", "step-time", "gradients", "layers", "rate", "ranks")
-_CAPTIONS = {
-    "time": "loss against time",
-    "steps": "loss against steps",
-    "bytes": "loss against bytes",
+PICTURES = {
+    "time": "loss over time",
+    "steps": "loss over steps",
+    "bytes": "loss over bytes",
+    "metric": "held-out accuracy over time",
     "step-time": "where a step's time goes",
-    "gradients": "error and residual over steps",
+    "gradients": "error of the mean and residual over steps",
     "layers": "compression and error by layer",
     "rate": "step speed-up against the rate of the link",
     "ranks": "step speed-up against the number of ranks",
 }
-_WIDE = {"bytes", "step-time", "gradients", "layers"}
-ABOVE_ONE = (
-    "An error of 1 (dashed) is as far from the true mean as a mean of zero would be, and above 1 the hook's mean is "
-    "further off than that. A hook that keeps a residual sends later what is missing now, so it may train well all the "
-    "same."
-)
-_HOOK = (
-    "A communication hook is the function with which data-parallel training averages gradients over the ranks, in "
-    "place of its own all-reduce; one that compresses sends fewer bytes, and the mean that it returns is not exact."
-)
-_DOCUMENTATION = (
-    "the guide's page “Reading a comparison”: docs/guide/comparison.md in the source code, which 'make docs' builds as "
-    "site/guide/comparison.html; otherwise in 'commhooks compare --help', and at the end of this page"
-)
+"""The kinds of pictures, each with what it shows, for those who cannot see it."""
+_WIDE = {"step-time", "gradients", "layers"}
+_MARKS = {Verdict.PAYS: "pays", Verdict.COSTS: "costs", Verdict.OPEN: "open", Verdict.DIVERGED: "costs"}
 
 
 @dataclass(frozen=True)
@@ -61,13 +49,8 @@ class Picture:
 
     @property
     def caption(self) -> str:
-        """The picture's content in words, for readers who cannot see it."""
-        return _CAPTIONS[self.kind]
-
-    @property
-    def note(self) -> str:
-        """A note that readers need to understand it; mostly empty."""
-        return ABOVE_ONE if self.kind in {"gradients", "layers"} else ""
+        """The picture's content in words."""
+        return PICTURES[self.kind]
 
     @property
     def wide(self) -> bool:
@@ -78,6 +61,16 @@ class Picture:
     def uri(self) -> str:
         """The picture as a link that contains it."""
         return data_uri(self.png)
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """A speed-up drawn as a bar: places in percent of its width."""
+
+    end: float
+    low: float
+    high: float
+    one: float  # where the baseline ends
 
 
 def head(name: str) -> str:
@@ -98,6 +91,7 @@ def page(
     settings: Sequence[Setting],
     pictures: Sequence[Sequence[Picture]],
     across: Sequence[Picture],
+    drawn: Mapping[str, Look],
     *,
     target_rule: str,
     command: str,
@@ -110,50 +104,40 @@ def page(
 
     Args:
         settings: The outcomes, by setting.
-        pictures: The pictures of each setting.
+        pictures: The pictures of each setting; the first one is shown, the others are folded.
         across: Pictures across settings.
+        drawn: The look of each hook in the pictures.
         target_rule: The rule that chose the target loss, in words.
         command: The command that makes the report again.
         written: The time at which the report is written.
-        notes: Warnings, for the top of the page.
+        notes: Warnings.
         failures: The traceback of each run that failed.
         folders: The folders with the results, as named in the command; empty: the page's own folder.
 
     """
     names = names_of(settings)
     results = [run for one in settings for outcome in one.outcomes for run in outcome.results.values()]
-    hooks = len({outcome.hook for one in settings for outcome in one.outcomes})
     return template("report.html.j2").render(
         name="compare",
-        title=f"{hooks} hooks, side by side" if hooks > 1 else "one hook",
-        lead=[_HOOK, *lead(settings)] if settings else [_HOOK],
-        about=_about(results, command, written),
-        above_one=ABOVE_ONE,
+        title=listed(names) if 0 < len(names) < 4 else counted(len(names), "setting"),
         notes=[*notes, *_mixed(results)],
         failures=_failed(failures),
-        findings=[(name, finding(setting)) for name, setting in zip(names, settings, strict=True)],
-        overview=overview_grid(settings, names) if len(settings) > 1 else None,
-        across=across,
         sections=[
             {
                 "name": name,
-                "facts": _facts_of(setting),
-                "grids": (time_grid(setting), outcome_grid(setting), cost_grid(setting)),
-                "layers": layer_grid(setting),
+                "facts": facts_of(setting),
+                "rows": _rows(lines_of(setting)),
+                "finding": finding(setting),
                 "plots": own,
+                "figures": figures(setting),
             }
             for name, setting, own in zip(names, settings, pictures, strict=True)
         ],
-        goes_on=any(run.goal is not None for run in results),
-        several_seeds=any(len(one.seeds) > 1 for one in settings),
-        links=list(dict.fromkeys(link_in_words(one.settings.link) for one in settings)),
-        emulated=any(one.settings.link.kind == "emulated" for one in settings),
-        interface=any(outcome.overhead.seeds for one in settings for outcome in one.outcomes),
-        smoothing=SMOOTHING_STEPS,
-        matters=f"{100 * USUAL.matters:g} %",
+        overview=_overview(settings, names) if len(settings) > 1 else None,
+        across=across,
+        colours={hook: look.colour for hook, look in drawn.items()},
         target_rule=target_rule,
-        facts=_facts(settings, results),
-        command=command,
+        facts=_facts(results, command, written),
         folders=folders,
     )
 
@@ -178,15 +162,31 @@ def data_uri(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
 
 
-def _facts_of(setting: Setting) -> str:
-    run, settings = setting.any_result, setting.settings
-    description = run.description[0].upper() + run.description[1:]
-    seeds = f"seeds {', '.join(map(str, setting.seeds))}" if len(setting.seeds) > 1 else f"seed {setting.seeds[0]}"
-    optimizer = "" if settings.optimizer is None else f" Optimizer: {settings.optimizer.label}."
-    return (
-        f"{description}. {run.parameters:,} parameters, {settings.steps:,} steps, {settings.ranks} ranks over "
-        f"{link_in_words(settings.link)}; {seeds}.{optimizer} {dilation([setting])}"
-    )
+def _rows(lines: Sequence[Line]) -> list[tuple[Line, _Bar | None, str]]:
+    """Return each line with the bar of its speed-up, all on one scale, and the class of its verdict."""
+    found = {line.hook: line.judged.speed_up for line in lines if line.judged is not None}
+    # An interval that is much wider than every bar must not squeeze the bars.
+    top = max([1.0, *(min(one.high, 1.5 * max(one.mean, 1.0)) for one in found.values())])
+    bars = {
+        hook: _Bar(*(100 * min(max(value, 0.0) / top, 1.0) for value in (one.mean, one.low, one.high, 1.0)))
+        for hook, one in found.items()
+    }
+    return [
+        (line, bars.get(line.hook), _MARKS[line.judged.verdict] if line.judged is not None else "") for line in lines
+    ]
+
+
+def _overview(settings: Sequence[Setting], names: Sequence[str]) -> tuple[list[str], list[list[tuple[str, str]]]]:
+    """Return for every setting and hook how many times as fast its steps are, and the verdict."""
+    hooks = list(dict.fromkeys(hook for setting in settings for hook in setting.judged))
+    rows = []
+    for name, setting in zip(names, settings, strict=True):
+        judged = [setting.judged.get(hook) for hook in hooks]
+        cells = [
+            ("", "") if one is None else (f"{three_digits(one.speed_up.mean)}×", one.verdict.value) for one in judged
+        ]
+        rows.append([(name, ""), *cells])
+    return ["setting", *hooks], rows
 
 
 def _failed(failures: Mapping[RunSettings, str]) -> list[tuple[str, str]]:
@@ -201,74 +201,42 @@ def _failed(failures: Mapping[RunSettings, str]) -> list[tuple[str, str]]:
     ]
 
 
-def _about(results: Sequence[RunResult], command: str, written: datetime) -> list[tuple[str, str]]:
-    """Return when, with which code and by which command this was made, and where it is explained."""
-    code = _each(code_of(run) for run in results) or f"commhooks {commhooks.__version__}"
-    ended = [step.ended for run in results for step in run.steps]
-    measured = [("measured", period_in_words(min(ended), max(ended)))] if ended else []
-    return [
-        *measured,
-        ("written", f"{written.astimezone(UTC):%Y-%m-%d, %H:%M} UTC"),
-        ("code", code),
-        ("command", command),
-        ("explained in", _DOCUMENTATION),
-    ]
-
-
-def code_of(run: RunResult) -> str:
+def code_of_run(run: RunResult) -> str:
     """Return the version of commhooks that made a run, and the commit if it was a checkout."""
     version = f"commhooks {run.versions.get('commhooks', 'of an unknown version')}"
     return version if run.commit is None else f"{version}, commit {run.commit}"
 
 
-def period_in_words(begin: float, end: float) -> str:
-    """Return two Unix times as '2026-11-26, 09:51 to 09:55 UTC'."""
-    first, last = (datetime.fromtimestamp(seconds, UTC) for seconds in (begin, end))
-    if f"{first:%Y-%m-%d %H:%M}" == f"{last:%Y-%m-%d %H:%M}":
-        return f"{first:%Y-%m-%d, %H:%M} UTC"
-    same_day = first.date() == last.date()
-    return f"{first:%Y-%m-%d, %H:%M} to {last:{'%H:%M' if same_day else '%Y-%m-%d, %H:%M'}} UTC"
-
-
 def _mixed(results: Sequence[RunResult]) -> list[str]:
     """Return warnings about runs that are not of one kind."""
-    said = []
-    if len({tuple(sorted(run.versions.items())) for run in results}) > 1:
-        said.append("These runs were made with different versions of the packages (see the end of the page).")
-    if len({run.commit for run in results}) > 1:
-        said.append("These runs were made with different commits of commhooks.")
-    kinds = {(run.machine.get("processor"), run.machine.get("cores"), run.machine.get("system")) for run in results}
-    if len(kinds) > 1:
-        said.append("These runs were made on different machines: times of different settings cannot be compared.")
-    return said
-
-
-def _facts(settings: Sequence[Setting], results: Sequence[RunResult]) -> list[tuple[str, str]]:
-    if not results:
-        return []
-    ddp = {
-        "core": "ddp_core.DistributedDataParallel",
-        "torch": "torch.nn.parallel.DistributedDataParallel",
-        SHARDED: "none: FSDP2 shards the model over the ranks",
+    kinds: Mapping[str, set[Any]] = {
+        "with different versions of the packages": {tuple(sorted(run.versions.items())) for run in results},
+        "with different commits of commhooks": {run.commit for run in results},
+        "on different machines: times of different settings cannot be compared": {
+            (run.machine.get("processor"), run.machine.get("cores"), run.machine.get("system")) for run in results
+        },
     }
+    return [f"These runs were made {what}." for what, found in kinds.items() if len(found) > 1]
+
+
+def _facts(results: Sequence[RunResult], command: str, written: datetime) -> list[tuple[str, str]]:
+    """Return when, where, with what and by which command the runs were made."""
+    found = [("written", f"{written:%Y-%m-%d, %H:%M} UTC"), ("command", command)]
+    if not results:
+        return found
+    first, last = (datetime.fromtimestamp(pick(run.steps[-1].ended for run in results), UTC) for pick in (min, max))
     loads = [float(run.machine["load"]) for run in results]
-    buckets = [
-        f"{mib:g} MiB"
-        if (mib := one.settings.bucket_cap_mb)
-        else "FSDP2's modules"
-        if one.settings.is_sharded
-        else "of the DDP's own size"
-        for one in settings
-    ]
+    machines = [run.machine for run in results]
     return [
-        ("processor", _each(f"{m['processor']}, {m['cores']} cores" for m in (run.machine for run in results))),
-        ("threads", _each(f"{run.machine['threads_per_rank']} of each rank" for run in results)),
-        ("load", f"{min(loads):.1f} to {max(loads):.1f} processes wanted to run, in the minute before a run's end"),
-        ("system", _each(str(run.machine["system"]) for run in results)),
+        ("measured", f"{first:%Y-%m-%d, %H:%M} to {last:%Y-%m-%d, %H:%M} UTC"),
+        *found,
+        ("code", _each(code_of_run(run) for run in results)),
         ("versions", _each(", ".join(f"{name} {text}" for name, text in run.versions.items()) for run in results)),
-        ("DDP", _each(ddp[one.settings.ddp] for one in settings)),
-        ("buckets", _each(buckets)),
-        ("seeds", ", ".join(map(str, sorted({seed for one in settings for seed in one.seeds})))),
+        ("processor", _each(f"{m['processor']}, {m['cores']} cores" for m in machines)),
+        ("threads", _each(f"{m['threads_per_rank']} of each rank" for m in machines)),
+        ("load", f"{min(loads):.1f} to {max(loads):.1f} processes wanted to run, in the minute before a run's end"),
+        ("system", _each(str(m["system"]) for m in machines)),
+        ("DDP", _each("FSDP2" if one.settings.is_sharded else f"{one.settings.ddp} DDP" for one in results)),
     ]
 
 

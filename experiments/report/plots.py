@@ -131,11 +131,23 @@ def style(theme: Theme) -> dict[Any, Any]:
         "ytick.major.size": 0,
         "xtick.minor.size": 0,
         "ytick.minor.size": 0,
+        "svg.hashsalt": "commhooks",
     }
 
 
 def png(figure: Figure) -> bytes:
     """Return the figure as a PNG that does not depend on the clock."""
+    return _saved(figure, "png", {"Software": None})
+
+
+def files_of(figure: Figure) -> dict[str, bytes]:
+    """Return the figure as PNG, SVG and PDF, by suffix, none of which depends on the clock."""
+    made = {"png": png(figure)}
+    figure.set_layout_engine("none")  # once laid out, it stays as it is
+    return made | {kind: _saved(figure, kind, {key: None}) for kind, key in (("svg", "Date"), ("pdf", "CreationDate"))}
+
+
+def _saved(figure: Figure, kind: str, metadata: dict[str, Any]) -> bytes:
     buffer = BytesIO()
-    figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
+    figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
     return buffer.getvalue()

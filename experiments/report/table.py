@@ -1,24 +1,40 @@
-"""The report's tables in the terminal."""
+"""The report in the terminal: one table a setting."""
 
 from __future__ import annotations
 
-import dataclasses
-import textwrap
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..results.outcomes import settings_of
-from ..runs import RunResult, RunSettings
-from .findings import finding, names_of
-from .rows import Cell, Grid, cost_grid, outcome_grid, overview_grid, time_grid
-from .words import folded
+from commhooks.units import counted
 
-_NAME_WIDTHS = (20, 13)  # longer names are folded, if there is no room
-_SMALL_WIDTH = 16  # of what stands below a number
+from ..results.outcomes import Setting, settings_of
+from ..results.summary import curve_of, total_seconds
+from ..results.verdicts import Range, Verdict
+from ..runs import RunResult, RunSettings
+from .findings import facts_of, finding, names_of
+from .lines import Line, lines_of
+from .words import NEVER, folded, signed
+
+_MOST = 16  # lines of a table; a page has all
+_SPARKS = "▁▂▃▄▅▆▇█"
+_BAR, _SPARK = 8, 12  # the widths of a bar and of a curve, in characters
+_COLOURS = {Verdict.PAYS: "green", Verdict.COSTS: "red", Verdict.OPEN: "yellow", Verdict.DIVERGED: "red"}
+_NUMBERS = ("loss at\nequal steps", "loss after\nequal time", "bytes\na step", "times\nfewer")
+_COLUMNS = ("hook", "loss\nover time", "step\nspeed-up", *_NUMBERS, "verdict")
+# Columns that are left out, and the width of names, from one attempt to the next until a table fits the terminal.
+_FITS: tuple[tuple[tuple[str, ...], int], ...] = (
+    ((), 60),
+    ((), 20),
+    (_NUMBERS[3:], 20),
+    (_NUMBERS[1::2], 20),
+    ((_COLUMNS[1], *_NUMBERS[1::2]), 20),
+)
 
 
 def print_tables(
@@ -29,7 +45,7 @@ def print_tables(
     target_loss: float | None = None,
     failures: Sequence[RunSettings] = (),
 ) -> None:
-    """Print what came out of every setting, after the same time and at equal steps, what it cost, and what follows.
+    """Print each setting in at most 25 lines: a line a hook, what follows, and what to type.
 
     Args:
         results: Finished runs, of any number of settings, hooks and seeds.
@@ -43,15 +59,18 @@ def print_tables(
 
     """
     settings = settings_of(results, baseline=baseline, target=target_loss, failures=failures)
-    names = names_of(settings)
-    for name, setting in zip(names, settings, strict=True):
-        console.print()
-        for grid in (time_grid(setting), outcome_grid(setting), cost_grid(setting)):
-            _print(console, grid, f"{name}: {grid.title[0].lower()}{grid.title[1:]}")
+    for name, setting in zip(names_of(settings), settings, strict=True):
+        lines = lines_of(setting)
+        console.print(f"\n[bold]{escape(name)}[/bold]: [dim]{escape(facts_of(setting))}[/dim]", highlight=False)
+        console.print(_fitting(console, setting, lines))
+        if len(lines) > _MOST:
+            console.print(f"and {counted(len(lines) - _MOST, 'hook')} more, on the page", style="dim", highlight=False)
         console.print(finding(setting), highlight=False, markup=False)
-    if len(settings) > 1:
-        console.print()
-        _print(console, overview_grid(settings, names))
+        if lacks := [f"{line.hook}: {line.lacks}" for line in lines if line.lacks]:
+            console.print(f"Not settled: {'; '.join(lacks)}.", style="yellow", highlight=False, markup=False)
+        for line in lines:
+            if line.hook == setting.best:
+                console.print(f"    {line.code}", style="bold", highlight=False, markup=False, soft_wrap=True)
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -70,59 +89,69 @@ def plain_table(title: str, headings: tuple[str, ...], first: str = "hook") -> T
     return table
 
 
-def _print(console: Console, grid: Grid, title: str = "") -> None:
-    console.print(title or grid.title, style="bold", highlight=False, markup=False)
-    for table in _fitting(console, grid):
-        console.print(table)
-    console.print(f"{grid.caption}\n" if grid.caption else "", style="dim", highlight=False, markup=False)
-
-
-def _fitting(console: Console, grid: Grid) -> list[Table]:
-    """Return the grid without the columns that only a page has room for, as tables that fit the console.
-
-    There is one table if it fits, if need be with folded names. Otherwise each has the names and some of the columns.
-    """
-    parts = [place for place, heading in enumerate(grid.headings) if heading.part]
-    columns = [place for place, heading in enumerate(grid.headings) if not heading.wide and place not in parts[1:]]
-    for name_width in (console.width, *_NAME_WIDTHS):
-        table = _table(console, grid, columns, name_width)
-        if _width(console, table) <= console.width:
-            return [table]
-    shares: list[list[int]] = [[]]
-    for place in columns[1:]:
-        wider = _table(console, grid, [0, *shares[-1], place], _NAME_WIDTHS[0])
-        if shares[-1] and _width(console, wider) > console.width:
-            shares.append([])
-        shares[-1].append(place)
-    return [_table(console, grid, [0, *share], _NAME_WIDTHS[0]) for share in shares]
-
-
-def _width(console: Console, table: Table) -> int:
-    return console.measure(table, options=console.options.update(width=1000)).minimum
-
-
-def _table(console: Console, grid: Grid, columns: Sequence[int], name_width: int) -> Table:
-    """Return these columns of the grid; the parts of a step share a column."""
-    parts = [place for place, heading in enumerate(grid.headings) if heading.part]
-    headings = []
-    for place in columns:
-        heading = grid.headings[place]
-        text = " / ".join(grid.headings[part].text for part in parts) if place in parts else heading.text
-        headings.append(f"{folded(text, 12 if place not in parts else 23)}\n{heading.small}".rstrip())
-    table = plain_table("", tuple(headings[1:]), headings[0])
-    table.pad_edge, table.collapse_padding = False, True
-    for row in grid.rows:
-        first = dataclasses.replace(row[0], main=folded(row[0].main, name_width))
-        cells = [" / ".join(row[n].main for n in parts) if n in parts else _text(row[n]) for n in columns[1:]]
-        table.add_row(_text(first), *cells)
-    for column in table.columns:  # a column that is too narrow would lose digits
-        column.min_width = max(console.measure(text).maximum for text in (column.header, *column.cells))
+def _fitting(console: Console, setting: Setting, lines: Sequence[Line]) -> Table:
+    """Return the table with as many columns as fit the console, if need be with folded names."""
+    curves = _sparks(setting)
+    for without, name_width in _FITS:
+        table = _table(lines[:_MOST], curves, without, name_width)
+        if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+            break
     return table
 
 
-def _text(cell: Cell) -> str:
-    lines = [line for text in cell.small for line in textwrap.wrap(text, _SMALL_WIDTH)]
-    small = "".join(f"\n[dim]{escape(line)}[/dim]" for line in lines)
-    warning = f"\n[red]{escape(cell.warning)}[/red]" if cell.warning else ""
-    main = f"[bold]{escape(cell.main)}[/bold]" if cell.best else escape(cell.main)
-    return f"{main}{warning}{small}"
+def _table(lines: Sequence[Line], curves: Mapping[str, str], without: Sequence[str], name_width: int) -> Table:
+    top = max([1.0, *(line.judged.speed_up.mean for line in lines if line.judged is not None)])
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    for name in _COLUMNS:
+        if name not in without:
+            table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
+    for line in lines:
+        cells = [
+            escape(folded(line.hook, name_width)),
+            curves[line.hook],
+            "",
+            "",
+            "",
+            *line.bytes,
+            "[dim]baseline[/dim]",
+        ]
+        if line.judged is not None:
+            cells[2] = f"{_bar(line.judged.speed_up.mean / top)} {' '.join(line.speed_up).replace(' to ', '–')}".strip()
+            cells[3:5] = map(_give_or_take, (line.judged.equal_steps, line.judged.equal_time))
+            cells[-1] = f"[{_COLOURS[line.judged.verdict]}]{line.verdict}[/]"
+        if line.warning:
+            cells[0] += f"\n[red]{escape(line.warning)}[/red]"
+        table.add_row(*(text for name, text in zip(_COLUMNS, cells, strict=True) if name not in without))
+    return table
+
+
+def _bar(share: float) -> str:
+    return ("█" * round(share * _BAR)).ljust(_BAR, "░") if math.isfinite(share) else ""
+
+
+def _give_or_take(found: Range) -> str:
+    half = (found.high - found.low) / 2
+    return f"{signed(found.mean)} ±{half:.3f}" if math.isfinite(half) else NEVER
+
+
+def _sparks(setting: Setting) -> dict[str, str]:
+    """Return the logarithm of each hook's loss over the same time, mean over seeds, as a row of blocks."""
+    runs = {one.hook: list(one.results.values()) for one in setting.outcomes}
+    end = max(total_seconds(run.steps) for own in runs.values() for run in own)
+    places = (np.arange(_SPARK) + 0.5) / _SPARK * end
+    curves = {}
+    for hook, own in runs.items():
+        clocks = [np.cumsum([step.seconds for step in run.steps]) for run in own]
+        losses = [np.log(np.maximum(curve_of([step.loss for step in run.steps]), 1e-9)) for run in own]
+        each = [np.interp(places, x, y, right=math.nan) for x, y in zip(clocks, losses, strict=True)]
+        curves[hook] = np.mean(each, axis=0)
+    known = np.concatenate(list(curves.values()))
+    known = known[np.isfinite(known)]
+    low, high = (float(known.min()), float(np.percentile(known, 95))) if known.size else (0.0, 1.0)
+    width = max(high - low, 1e-12)
+    return {hook: "".join(_block((value - low) / width) for value in own) for hook, own in curves.items()}
+
+
+def _block(share: float) -> str:
+    """Return a block of this height, from 0 to 1; a space where there is no loss."""
+    return _SPARKS[min(max(int(share * len(_SPARKS)), 0), len(_SPARKS) - 1)] if math.isfinite(share) else " "

@@ -27,19 +27,6 @@ def spread_in_words(spread: Spread) -> str:
     return f"{seconds_in_words(spread.median)} ({range_of_seconds(spread.median, spread.low, spread.high)})"
 
 
-def interval_of_seconds(interval: Interval) -> str:
-    """Return the interval in the unit used for the mean: '95.0 to 104'."""
-    return range_of_seconds(interval.mean, max(0.0, interval.low), interval.high)
-
-
-def spread_of_seconds(found: Estimate) -> str:
-    """Return the interval in the unit used for the mean, '95.0 to 104', or both values of two seeds."""
-    if found.interval is not None:
-        return interval_of_seconds(found.interval)
-    scale = 1.0 if found.mean >= 1 else 1e3
-    return spread_of(found, lambda value: three_digits(value * scale))
-
-
 def times(factor: float) -> str:
     """Return '7.12×', or 'nothing moved' for a hook that does not communicate."""
     return "nothing moved" if factor == float("inf") else f"{three_digits(factor)}×"

@@ -1,4 +1,4 @@
-"""The report of any number of runs: one HTML page and its pictures as files."""
+"""The report of any number of runs: one HTML page, and its pictures and tables as files."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 
+import matplotlib
+from matplotlib.figure import Figure
+
 from commhooks.saving.files import named
 
-from ..results.outcomes import Setting, settings_of
+from ..results.outcomes import ACCURACY, Setting, settings_of
 from ..results.summary import TARGET_RULE
 from ..runs import RunResult, RunSettings
 from .across import series_of, speed_ups
 from .bars import step_time
-from .curves import against_bytes, against_steps, against_time, fidelity
+from .curves import fidelity, progress
 from .findings import names_of
 from .layers import layer_picture
+from .lines import frame, paper_frame
 from .page import Picture, page
-from .plots import Look, looks
+from .plots import LIGHT, Look, files_of, looks, style
 
 PAGE = "report.html"
 PLOTS = "plots"
+TABLES = "tables"
 _NONE: Mapping[RunSettings, str] = MappingProxyType({})
 
 
@@ -37,7 +42,7 @@ def write(
     failures: Mapping[RunSettings, str] = _NONE,
     folders: Sequence[str] = (),
 ) -> Path:
-    """Write report.html and plots/*.png into the folder `out`, and return the path of the page.
+    """Write a page, its plots (PNG, SVG, PDF) and tables (CSV, LaTeX) into the folder `out`; return the page's path.
 
     Args:
         results: Finished runs, of any number of settings, hooks and seeds.
@@ -45,7 +50,7 @@ def write(
         baseline: The hook that the others are compared with; None: all-reduce if it is there, otherwise the first.
         target_loss: The training loss to reach; None: by `experiments.results.summary.TARGET_RULE`, for each setting.
         command: How to get the report again.
-        notes: Warnings, for the top of the page.
+        notes: Warnings.
         failures: The traceback of each run that failed.
         folders: Where the results are, as named in the command; none: in `out`.
 
@@ -60,21 +65,27 @@ def write(
     chosen = next((setting.baseline.hook for setting in settings if setting.baseline is not None), None)
     drawn = looks(hooks, chosen)
     names = [re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")[:80] for name in names_of(settings)]
-    pictures = [list(_pictures(name, setting, drawn)) for name, setting in zip(names, settings, strict=True)]
-    across = [
-        Picture(f"series-{number}", series.along, speed_ups(series, drawn))
-        for number, series in enumerate(series_of(settings), start=1)
-    ]
-    (out / PLOTS).mkdir(parents=True, exist_ok=True)
-    for picture in (*across, *(one for own in pictures for one in own)):
-        drawing = out / PLOTS / f"{picture.name}.{picture.kind}.png"
-        with named(drawing):
-            drawing.write_bytes(picture.png)
+    for folder in (PLOTS, TABLES):
+        (out / folder).mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(style(LIGHT)):
+        pictures = [
+            [_written(out, name, kind, figure) for kind, figure in _figures(setting, drawn)]
+            for name, setting in zip(names, settings, strict=True)
+        ]
+        across = [
+            _written(out, f"series-{number}", series.along, speed_ups(series, drawn))
+            for number, series in enumerate(series_of(settings), start=1)
+        ]
+    for name, setting in zip(names, settings, strict=True):
+        _write(out / TABLES / f"{name}.csv", frame(setting).to_csv(index=False))
+        latex = paper_frame(setting).to_latex(index=False, escape=True, column_format="lrrrrl")
+        _write(out / TABLES / f"{name}.tex", latex.replace("×", "$\\times$"))
     rule = TARGET_RULE if target_loss is None else f"a mean training loss of {target_loss:g}, as asked for"
     text = page(
         settings,
         pictures,
         across,
+        drawn,
         target_rule=rule,
         command=command,
         written=datetime.now(UTC),
@@ -82,20 +93,30 @@ def write(
         failures=failures,
         folders=folders,
     )
-    path = out / PAGE
+    _write(out / PAGE, text)
+    return out / PAGE
+
+
+def _figures(setting: Setting, drawn: Mapping[str, Look]) -> Iterator[tuple[str, Figure]]:
+    """Draw all pictures of a setting, each with its kind; the first is the one that is not folded."""
+    for against in ("time", "steps", "bytes"):
+        yield against, progress(setting, drawn, against)
+    if ACCURACY in setting.metrics:
+        yield "metric", progress(setting, drawn, "time", metric=ACCURACY)
+    yield "step-time", step_time(setting)
+    for kind, figure in (("gradients", fidelity(setting, drawn)), ("layers", layer_picture(setting, drawn))):
+        if figure is not None:
+            yield kind, figure
+
+
+def _written(out: Path, name: str, kind: str, figure: Figure) -> Picture:
+    """Write a picture in every format, and return it for the page."""
+    made = files_of(figure)
+    for suffix, content in made.items():
+        _write(out / PLOTS / f"{name}.{kind}.{suffix}", content)
+    return Picture(name, kind, made["png"])
+
+
+def _write(path: Path, content: str | bytes) -> None:
     with named(path):
-        path.write_text(text, encoding="utf-8")
-    return path
-
-
-def _pictures(name: str, setting: Setting, drawn: Mapping[str, Look]) -> Iterator[Picture]:
-    """Draw all pictures of a setting."""
-    yield Picture(name, "time", against_time(setting, drawn))
-    yield Picture(name, "steps", against_steps(setting, drawn))
-    yield Picture(name, "bytes", against_bytes(setting, drawn))
-    yield Picture(name, "step-time", step_time(setting))
-    gradients, layers = fidelity(setting, drawn), layer_picture(setting, drawn)
-    if gradients is not None:
-        yield Picture(name, "gradients", gradients)
-    if layers is not None:
-        yield Picture(name, "layers", layers)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))

@@ -12,12 +12,9 @@ from functools import cached_property
 from ..runs import RunResult, RunSettings, StepRecord
 from ..specs import Spec, steps_of_a_round, steps_under_way
 from .intervals import Estimate, differences, ratios
-from .moments import Moment
 from .summary import (
     Spread,
     Typical,
-    curve_of,
-    fall_of,
     smoothed_losses,
     steps_to,
     target_loss,
@@ -25,12 +22,11 @@ from .summary import (
     total_seconds,
     typical_steps,
 )
-from .verdicts import SMALLEST_MARGIN, USUAL, Judged, Margins, Run, best, judge
+from .verdicts import USUAL, Judged, Margins, Run, best, judge
 
 USUAL_BASELINE = "all-reduce"
 ACCURACY = "accuracy"
 PARTS = ("compute", "compression", "waiting")
-SHOWN = SMALLEST_MARGIN
 
 
 class Outcome:
@@ -77,11 +73,6 @@ class Outcome:
     def train_loss(self) -> Estimate:
         """Training loss, mean over the last steps."""
         return self._each(lambda steps: smoothed_losses(steps)[-1])
-
-    @cached_property
-    def last_loss(self) -> Estimate:
-        """Training loss where the report's curve ends."""
-        return self._each(lambda steps: float(curve_of([step.loss for step in steps])[-1]))
 
     @cached_property
     def typical(self) -> Mapping[int, Typical]:
@@ -192,9 +183,6 @@ class Outcome:
 class Versus:
     """A hook against the baseline, over the seeds that both have."""
 
-    moments: Mapping[int, Moment]  # after the same time, for the seeds with which the baseline did not diverge
-    same_time: Estimate  # training loss after the same time, ours - the baseline's
-    held_out_then: Estimate  # the same for the held-out loss, over the seeds in which ours had all of that time
     loss: Estimate  # held-out loss after the steps asked for, ours - the baseline's
     accuracy: Estimate  # the same for the accuracy; without seeds if the task reports none
     step: Estimate  # the baseline's typical step over ours: above 1 is faster
@@ -206,15 +194,7 @@ class Versus:
     @classmethod
     def of(cls, ours: Outcome, baseline: Outcome) -> Versus:
         """Compare a hook with the baseline."""
-        moments = {
-            seed: Moment.of(result, baseline.results[seed])
-            for seed, result in ours.results.items()
-            if seed in baseline.results and seed not in baseline.diverged
-        }
         return cls(
-            moments=moments,
-            same_time=Estimate.of({seed: one.ours - one.baselines for seed, one in moments.items()}),
-            held_out_then=Estimate.of({seed: one.held_out for seed, one in moments.items()}),
             loss=Estimate.of(differences(ours.held_out_loss.by_seed, baseline.held_out_loss.by_seed)),
             accuracy=Estimate.of(differences(ours.metric(ACCURACY).by_seed, baseline.metric(ACCURACY).by_seed)),
             step=_speed_up(ours.step, baseline.step),
@@ -265,23 +245,6 @@ class Setting:
     def best(self) -> str | None:
         """The hook that pays and has the lowest loss after equal time; None: none pays."""
         return best(self.judged)
-
-    @cached_property
-    def target(self) -> float:
-        """The target, mean over the seeds that have one; NaN if none has."""
-        return Estimate.of(self.targets).mean
-
-    @cached_property
-    def margin(self) -> float:
-        """The difference of losses above which it matters: `margins.matters` times the fall of the baseline's loss.
-
-        It is at least half of the last digit that is shown of a loss, and exactly that if the baseline's loss did not
-        fall.
-        """
-        runs = self.baseline.results if self.baseline is not None else {}
-        fall = Estimate.of({seed: fall_of(one.asked_steps) for seed, one in runs.items()}).mean
-        found = self.margins.matters * fall
-        return found if found > SHOWN else SHOWN  # NaN, of runs that diverged, is not above it
 
     @property
     def is_silent(self) -> bool:

@@ -113,25 +113,10 @@ def curve_of(losses: Sequence[float]) -> npt.NDArray[np.float64]:
 
     At the ends the mean is over fewer steps, but not over one: a curve must not end with the noise of a batch.
     """
-    values = np.array(losses)
-    found: npt.NDArray[np.float64] = np.convolve(values, _window(len(values)), "same")
-    return found / averaged_in_curve(len(values))
-
-
-def averaged_in_curve(steps: int) -> npt.NDArray[np.float64]:
-    """Return, for each of `steps` steps, the number of losses that `curve_of` averages."""
-    found: npt.NDArray[np.float64] = np.convolve(np.ones(steps), _window(steps), "same")
-    return found
-
-
-def _window(steps: int) -> npt.NDArray[np.float64]:
-    return np.ones(2 * min(CURVE_STEPS // 2, (steps - 1) // 2) + 1)
-
-
-def fall_of(steps: Sequence[StepRecord]) -> float:
-    """Return by how much the loss fell, from that of the first step to the mean of the last SMOOTHING_STEPS."""
-    losses = smoothed_losses(steps)
-    return losses[0] - losses[-1]
+    window = np.ones(2 * min(CURVE_STEPS // 2, (len(losses) - 1) // 2) + 1)
+    found: npt.NDArray[np.float64] = np.convolve(losses, window, "same")
+    averaged: npt.NDArray[np.float64] = np.convolve(np.ones(len(losses)), window, "same")
+    return found / averaged
 
 
 def target_loss(runs: Sequence[Sequence[StepRecord]]) -> float:

@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from commhooks.saving.files import read_json
-
 from ..report.page import HEAD as TITLE
 from ..report.page import PICTURES
 from ..runs import HEAD, PARTIAL, RunResult
-from ..specs import Spec
 from ..training.progress import PROGRESS, STOP
 from .lock import LOCK, OWNER
 from .store import FAILURES, RESULTS
 from .store import HEAD as FAILURE
 
-REPORT, PLOTS, LOGS = "report.html", "plots", "tensorboard"
+REPORT, PLOTS, TABLES, LOGS = "report.html", "plots", "tables", "tensorboard"
+_DRAWN, _TABLES = (".png", ".svg", ".pdf"), (".csv", ".tex")  # suffixes of pictures, and of tables
 _CHECKPOINTS = {".pt", ".json"}  # suffixes of their files
 _EVENTS = "events.out.tfevents."  # the beginning of the names of TensorBoard's files
 _RUN = re.compile(r".+\.seed-\d+\.[0-9a-f]{8}")  # the name of a run's files, without a suffix
@@ -40,8 +38,8 @@ class Contents:
 
 COMPARISON = Contents(
     files={REPORT: TITLE, LOCK: OWNER},
-    folders=(RESULTS, FAILURES, PROGRESS, LOGS, PLOTS),
-    pictures=PICTURES,
+    folders=(RESULTS, FAILURES, PROGRESS, LOGS, PLOTS, TABLES),
+    pictures=tuple(PICTURES),
     grows=True,
 )
 
@@ -87,7 +85,7 @@ def _refuse_to_replace(out: Path, contents: Contents) -> None:
         path for path in files if path not in taken and path.exists() and not begins(path, contents.files[path.name])
     ]
     has_results = any(_is_result(path) for path in (out / RESULTS).glob("*.json"))
-    if not taken and not has_results and any((out / PLOTS).glob("*.png")):
+    if not taken and not has_results and any(any((out / folder).glob("*.*")) for folder in (PLOTS, TABLES)):
         taken = _strangers(out, contents)
     if taken:
         raise ValueError(
@@ -149,18 +147,14 @@ def _is_own(path: Path, parts: tuple[str, ...], contents: Contents, runs: set[st
             return _is_result(path) or (name.endswith(PARTIAL) and begins(path, HEAD))
         case ("failures", name):
             return name.endswith(".txt") and begins(path, FAILURE)
-        case ("plots", name):
-            if contents.grows:
-                is_reported = _is_own(path.parents[1] / REPORT, (REPORT,), contents, runs)
-                return bool(runs or is_reported) and any(name.endswith(f".{one}.png") for one in contents.pictures)
-            return name in {f"{task}.{picture}.png" for task in contents.tasks for picture in contents.pictures}
-        case (
-            "tensorboard",
-            *folders,
-            name,
-        ):  # those of commhooks 0.1 have a run's name; an interrupted one has no result
-            is_log = _LOG.fullmatch("/".join(folders)) or (len(folders) == 1 and _is_run(folders[0], runs))
-            return bool(is_log) and name.startswith(_EVENTS)
+        case ("plots" | "tables", name):
+            if not contents.grows:
+                return name in {f"{task}.{picture}.png" for task in contents.tasks for picture in contents.pictures}
+            ours = any(name.endswith(f".{one}{suffix}") for one in contents.pictures for suffix in _DRAWN)
+            ours |= parts[0] == TABLES and path.suffix in _TABLES
+            return ours and bool(runs or _is_own(path.parents[1] / REPORT, (REPORT,), contents, runs))
+        case ("tensorboard", *folders, name):
+            return bool(_LOG.fullmatch("/".join(folders))) and name.startswith(_EVENTS)
         case ("progress", run, *_):
             return run == STOP or (_is_run(run, runs) and path.suffix in _CHECKPOINTS)
     return False
@@ -181,18 +175,9 @@ def _is_result(path: Path) -> bool:
     if path.parent.name != RESULTS or path.suffix != ".json" or path.is_symlink() or not path.is_file():
         return False
     try:
-        return _is_first_format(path) or RunResult.read(path).file_name == path.name
+        return RunResult.read(path).file_name == path.name
     except (ValueError, KeyError, TypeError, AttributeError, OSError):  # whatever somebody else's JSON causes
         return False
-
-
-def _is_first_format(path: Path) -> bool:
-    """Return whether this is a result of commhooks 0.1, whose name is made of the task and the hook."""
-    raw = read_json(path)
-    if raw.get("format") != 1:
-        return False
-    hook = Spec(raw["settings"]["hook"]["name"], tuple(map(tuple, raw["settings"]["hook"]["settings"])))
-    return path.name == f"{raw['settings']['task']}.{hook.file_name}.json"
 
 
 def _some(paths: list[Path], out: Path) -> str:

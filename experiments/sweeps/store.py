@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from commhooks.language.text import Spelling
+from commhooks.making import kind_of
 from commhooks.saving.files import json_in, named
 
 from ..results.summary import Typical, smoothed_losses, total_bytes, total_seconds, typical_steps
@@ -137,7 +139,9 @@ def load_table(*folders: str | Path, steps: bool = False) -> pandas.DataFrame:
         A table whose first columns are the run's settings, as text and numbers like on the command line: `task`,
         `hook`, `optimizer`, `ranks`, `seed`, `link`, `compute`, `ddp`, `bucket_cap_mb` (MiB), `evaluate_every` and
         `steps` (with `steps=True`: `run_steps`). `optimizer`, `compute` and `bucket_cap_mb` are missing (NaN) if the
-        task's, this machine's or the DDP's own were used.
+        task's, this machine's or the DDP's own were used. `hook_name` is the hook without its settings. Each setting
+        that any of the hooks names (`rank`, `error_feedback`) is a column too; hooks that take it and do not name it
+        have its default. A setting whose name is taken has `hook_` before it.
 
         Then, for each run, about the steps asked for: `held_out_loss` and other metrics after the last of them
         (`held_out_accuracy`, 0 to 1); `train_loss`, the mean of the last ten; `seconds` of training; `step_seconds`,
@@ -169,8 +173,13 @@ def table_of(results: Iterable[RunResult], *, steps: bool = False) -> pandas.Dat
     import pandas
 
     rows: list[dict[str, object]] = []
+    results = list(results)
+    named = list(dict.fromkeys(key for result in results for key, _ in result.settings.hook.settings))
     for result in results:
         settings = {name: _plain(value) for name, value in vars(result.settings).items()}
+        own = _defaults(result.settings.hook.name) | dict(result.settings.hook.settings)
+        settings["hook_name"] = result.settings.hook.name
+        settings |= {f"hook_{key}" if key in settings else key: _plain(own.get(key)) for key in named}
         settings["run_steps" if steps else "steps"] = settings.pop("steps")
         if steps:
             rows += [
@@ -185,8 +194,16 @@ def table_of(results: Iterable[RunResult], *, steps: bool = False) -> pandas.Dat
     return table.astype({name: kind for name, kind in types.items() if name in table})
 
 
+def _defaults(hook: str) -> dict[str, object]:
+    """Return the defaults of a hook's settings; nothing for one that is not known here."""
+    try:
+        return kind_of(hook, imports=False).defaults()
+    except ValueError:
+        return {}
+
+
 def _plain(value: object) -> object:
-    return getattr(value, "label", value)
+    return str(value) if isinstance(value, Spelling) else getattr(value, "label", value)
 
 
 def _outcome(result: RunResult) -> dict[str, object]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +19,6 @@ from torch._C._distributed_c10d import HashStore
 
 from experiments import machine
 from experiments.machine import OtherPrograms
-from experiments.report.findings import lead
 from experiments.report.writing import write
 from experiments.results.goals import GoingOn, Pursuit
 from experiments.results.outcomes import settings_of, took_turns
@@ -224,8 +223,7 @@ def test_runs_that_went_on_differently_far_are_reported(tmp_path: Path) -> None:
             for one in results(tasks=("gpt",), seeds=(0, 1))]  # fmt: skip
     assert all(took_turns(runs[0], one) for one in runs)
     path = write(runs, tmp_path, baseline=None, target_loss=None, command="")
-    assert "for at most 10 times the steps" in path.read_text()
-    assert not any("at most" in said for said in lead(settings_of(results())))
+    assert "may go on after the steps asked for" in path.read_text()
     table = table_of(runs)
     assert list(table["steps"]) == [40] * 6
     assert list(table["all_steps"]) == [40, 40, 45, 40, 40, 75]
@@ -236,23 +234,10 @@ def test_the_terminal_shows_the_steps_beyond_those_asked_for_and_no_time_left() 
     live = Live([run.settings], {}, Console(width=120), clock=lambda: 0.0)
     for step in run.steps:
         live(run.settings, StepDone(0, step))
-    console = Console(width=120, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(live.drawn())
-    said = console.export_text()
-    assert "40/40+7" in said and "time left not known yet" in said
-
-
-def test_steps_that_scatter_under_every_hook_are_said_and_those_of_one_hook_are_not() -> None:
-    def scattered(hook: str, link: str = "100Mbit/s") -> RunResult:
-        one = result(hook, link=link)
-        slow = (dataclasses.replace(step, seconds=step.seconds * (1 + step.step % 2)) for step in one.steps)
-        return dataclasses.replace(one, steps=tuple(slow))
-
-    assert notes_about([result(), scattered("fp16")]) == []
-    (note,) = notes_about([scattered("all-reduce"), scattered("fp16")])
-    assert re.search(r"even of gpt · (all-reduce|fp16) · seed 0, .* the middle half took \d+ to \d+ ms\.", note)
-    varying = "100Mbit/s+10Mbit/s@3000s"
-    assert notes_about([scattered("all-reduce", varying), scattered("fp16", varying)]) == []
+    console = Console(width=120, file=io.StringIO())
+    with console.capture() as said:
+        console.print(live.drawn)
+    assert "40/40+7" in said.get() and "time left not known yet" in said.get()
 
 
 @pytest.mark.usefixtures("pictures_are_not_rendered")
@@ -268,11 +253,9 @@ def test_a_busy_machine_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixt
     loads = (3.1, 3.9, 9.0)  # of which the ranks and the process that started them are three
     loaded = [dataclasses.replace(uncounted, machine={**uncounted.machine, "load": load}) for load in loads]
     assert [len(notes_about([run])) for run in loaded] == [0, 1, 1]
-    assert "other programs used up to 2.0 of 2 cores." in notes_about(loaded)[0]
+    assert "other programs used up to 2.0 of 2 cores)" in notes_about(loaded)[0]
     (note,) = notes_about([on(2, 0.3), on(2, 1.4), on(16, 14.5)])
-    assert note.startswith(
-        "The machine was busy: while ranks trained, other programs used up to 1.4 of 2 cores and 14.5 of 16 cores."
-    )
+    assert note.startswith("The machine was busy (other programs used up to 1.4 of 2 cores and 14.5 of 16 cores): ")
     (tmp_path / "results").mkdir()
     on(2, 1.4).write(tmp_path / "results")
     report_again([tmp_path], tmp_path / "report", Console(width=200))

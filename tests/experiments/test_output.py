@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import json
 import os
 import re
 import shlex
@@ -22,7 +21,7 @@ from typer.testing import CliRunner, Result
 from experiments import stored
 from experiments.commands.cli import app
 from experiments.report import writing
-from experiments.report.page import HEAD, PICTURES, Picture
+from experiments.report.page import HEAD, PICTURES
 from experiments.runs import PARTIAL, RunSettings
 from experiments.sweeps import sweep
 from experiments.sweeps.execute import Listener, Made
@@ -33,6 +32,7 @@ from tests.commhooks.test_full_disk import largest_file
 from tests.experiments.synthetic import result, results
 
 ROOT = Path(__file__).parents[2]
+KIND = next(iter(PICTURES))
 OURS = result("bf16", task="digits").settings.name
 
 
@@ -46,7 +46,8 @@ def out(tmp_path: Path) -> Path:
         log = folder / "tensorboard" / one.settings.log_folder / "events.out.tfevents.1.host"
         log.parent.mkdir(parents=True)
         log.write_bytes(b"a log")
-        (folder / "plots" / f"{one.settings.task.name}.{PICTURES[0]}.png").write_bytes(b"a picture")
+        for name in (f"plots/{one.settings.task.name}.{KIND}.svg", f"tables/{one.settings.task.name}.tex"):
+            (folder / name).write_bytes(b"a picture or a table")
     write_failure(folder, result("fp16", seed=5).settings, "it failed")
     (folder / "report.html").write_text(HEAD + "old</title>")
     return folder
@@ -88,25 +89,13 @@ def test_results_are_added_to_those_that_are_there(out: Path, monkeypatch: pytes
 
 def test_overwrite_replaces_them(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (out / "results" / "gpt.fp16.json.part").write_text('{\n "for')  # a process that was killed while it wrote
-    for interrupted in ("gpt.fp16.seed-9.0123abcd", "gpt/fp16/seed-9, ranks=4"):  # in commhooks 0.1, and now
-        log = out / "tensorboard" / interrupted / "events.out.tfevents.1.host"
-        log.parent.mkdir(parents=True)
-        log.write_text("a log")
+    log = out / "tensorboard" / "gpt/fp16/seed-9, ranks=4" / "events.out.tfevents.1.host"  # of an interrupted run
+    log.parent.mkdir(parents=True)
+    log.write_text("a log")
     ended, trained = run(monkeypatch, "--out", str(out), "--overwrite")
     assert (ended.exit_code, trained) == (0, True), ended.output
     assert set(files(out)) == {f"results/{OURS}.json", "report.html"}
     assert (out / "report.html").read_text() == HEAD + "new"
-
-
-def test_overwrite_replaces_results_of_the_first_format(tmp_path: Path) -> None:
-    path = tmp_path / "results" / "gpt.powersgd-rank-4.json"
-    path.parent.mkdir()
-    hook = {"name": "powersgd", "settings": [["rank", 4]]}
-    path.write_text('{\n "format": 1,\n "settings": ' + json.dumps({"task": "gpt", "hook": hook}) + "}")
-    prepare_folder(tmp_path)
-    assert path.exists()
-    prepare_folder(tmp_path, overwrite=True)
-    assert not path.exists()
 
 
 def test_the_demo_runs_a_second_time(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +112,7 @@ def test_the_demo_runs_a_second_time(out: Path, monkeypatch: pytest.MonkeyPatch)
 
 def holding_a_report(folder: Path) -> Path:
     (folder / "plots").mkdir()
-    (folder / "plots" / f"digits.{PICTURES[0]}.png").write_bytes(b"a picture")
+    (folder / "plots" / f"digits.{KIND}.png").write_bytes(b"a picture")
     (folder / "report.html").write_text(HEAD + "old</title>")
     return folder
 
@@ -131,16 +120,16 @@ def holding_a_report(folder: Path) -> Path:
 FOREIGN = {
     "results": (
         "thesis.tex", "report.html", "results/digits.mine.json.part", "results/notes.txt", "results/digits.json",
-        "results/digits.fp16-put-by.json", "failures/mine.txt", "plots/digits.mine.png",
+        "results/digits.fp16-put-by.json", "failures/mine.txt", "plots/digits.mine.png", "tables/mine.xls",
         "tensorboard/mine/events.out.tfevents.1.host", "tensorboard/digits/fp16/mine/events.out.tfevents.1.host",
         "tensorboard/digits/fp16/seed-0/notes.txt",
     ),
     "a report": (
-        "thesis.tex", "report.html", "plots/mine.png", f"plots/more/digits.{PICTURES[0]}.png", "results/digits.json",
+        "thesis.tex", "report.html", "plots/mine.png", f"plots/more/digits.{KIND}.png", "results/digits.json",
         "tensorboard/mine/events.out.tfevents.1.host",
     ),
     # No result is there, so nothing says whose what has a comparison's names is.
-    "nothing": (f"plots/digits.{PICTURES[0]}.png", "tensorboard/digits.fp16/events.out.tfevents.1.host"),
+    "nothing": (f"plots/digits.{KIND}.png", "tensorboard/digits.fp16/events.out.tfevents.1.host"),
 }  # fmt: skip
 
 
@@ -264,13 +253,13 @@ def test_what_a_link_leads_to_is_left_alone(link: str, out: Path, tmp_path: Path
     assert files(out) == before
 
 
-@pytest.mark.parametrize("written", ["results", "failures", "report.html", "plots/a.step-time.png"])
+@pytest.mark.parametrize("written", ["results", "failures", "report.html", "plots/a.step-time.pdf", "tables/a.csv"])
 def test_a_file_for_which_the_disk_has_no_room_is_named(
     written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = result("fp16", seed=5)
     monkeypatch.setattr(writing, "series_of", lambda settings: [])
-    monkeypatch.setattr(writing, "_pictures", lambda *_: iter([Picture("a", "step-time", b"png")]))
+    monkeypatch.setattr(writing, "names_of", lambda settings: ["a"] * len(settings))
     report = functools.partial(writing.write, [run], tmp_path, baseline=None, target_loss=None, command="commhooks")
     writes: dict[str, tuple[str, Callable[[], object]]] = {
         "results": (f"results/{run.file_name}", lambda: run.write(tmp_path / "results")),

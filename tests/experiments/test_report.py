@@ -1,187 +1,128 @@
-"""What a person gets to see: tables, pictures, page."""
+"""What a person gets to see: the page, its pictures and tables, and the terminal."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import re
-from datetime import UTC, datetime
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from commhooks.units import bytes_in_words
 from experiments.links.link import LinkSettings
-from experiments.report import bars
 from experiments.report.across import series_of
-from experiments.report.layers import layer_grid, layers_of
-from experiments.report.page import ABOVE_ONE, page, period_in_words
+from experiments.report.bars import step_time
+from experiments.report.findings import dilation, distinguished, finding, names_of
+from experiments.report.layers import layers_of
+from experiments.report.lines import code_of, figures, lines_of
 from experiments.report.plots import LIGHT, looks
-from experiments.report.rows import cost_grid, time_grid
 from experiments.report.table import print_tables
-from experiments.report.words import (
-    interval_of_seconds,
-    link_in_words,
-    listed,
-    percent,
-    seconds_in_words,
-    shortened,
-    signed,
-    times,
-)
+from experiments.report.words import link_in_words, listed, percent, seconds_in_words, shortened, signed, times
 from experiments.report.writing import write
-from experiments.results.intervals import Interval
-from experiments.results.outcomes import settings_of
+from experiments.results.outcomes import Setting, settings_of
+from experiments.results.verdicts import Judged, Range, Verdict
 from experiments.runs import RunResult, RunSettings
 from experiments.specs import Spec
 from tests.experiments.synthetic import diverged, result, results, stepwise
 
-pytestmark = pytest.mark.a_row  # a page with all its pictures takes seconds
-
-ROOT = Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
 FAILED = RunSettings(task=Spec("gpt"), hook=Spec("torch.powersgd"), steps=40)
-HOOK_OF_A_PERSON = "top-k:ratio=0.01,note=<b>"
+OF_A_PERSON = "top-k:ratio=0.01,note=<b>"
+POWER = "powersgd:rank=4"
+
+
+def setting(runs: list[RunResult], **options: Any) -> Setting:
+    (found,) = settings_of(runs, **options)
+    return found
+
+
+def judged(found: Setting, **verdicts: Judged) -> Setting:
+    """Return the setting with these verdicts in place of its own."""
+    vars(found)["judged"] = {hook.replace("_", "-"): one for hook, one in verdicts.items()}
+    return found
+
+
+def open_verdict(lacks: str, longer: float) -> Judged:
+    some = Range(0.1, -0.1, 0.3)
+    return Judged(Verdict.OPEN, "nobody knows", some, some, some, 0.01, lacks=lacks, longer=longer)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the report of two links, three seeds, a hook that diverges, one without a seed, and runs that failed."""
-    out = tmp_path_factory.mktemp("report")
+    out = tmp_path_factory.mktemp("report") / "new"
     found = results(tasks=("gpt",), seeds=SEEDS, links=("100Mbit/s", "1Gbit/s"))
-    found += [diverged(result(HOOK_OF_A_PERSON, ratio=50, seed=seed)) for seed in (0, 1)]
-    failures = {
-        dataclasses.replace(FAILED, seed=seed): "Traceback\n  File\nRuntimeError: <gloo> closed" for seed in SEEDS
-    }
-    write(
-        found,
-        out / "new",
-        baseline=None,
-        target_loss=None,
-        command="commhooks compare <x>",
-        notes=["4 ranks share 2 cores"],
-        failures=failures,
-    )
-    return out / "new"
+    found += [diverged(result(OF_A_PERSON, ratio=50, seed=seed)) for seed in (0, 1)]
+    failures = {dataclasses.replace(FAILED, seed=n): "Traceback\n  File\nRuntimeError: <gloo> closed" for n in SEEDS}
+    more: dict[str, Any] = {"command": "commhooks compare <x>", "notes": ["4 ranks share 2 cores"]}
+    write(found, out, baseline=None, target_loss=None, failures=failures, **more)
+    return out
 
 
 class Links(HTMLParser):
-    """Collects what a page would fetch, and its text in order."""
+    """Collects what a page would fetch, and its text in order, with what is folded apart."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fetched: list[str] = []
-        self.words = ""
+        self.words, self.open_words, self._folded = "", "", 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._folded += tag == "details" and ("open", None) not in attrs
         self.fetched += [value or "" for name, value in attrs if name in {"src", "href", "srcset"}]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._folded -= tag == "details" and self._folded > 0
 
     def handle_data(self, data: str) -> None:
         self.words += f" {data.strip()}"
+        self.open_words += "" if self._folded else f" {data.strip()}"
 
 
-@pytest.fixture
-def shown(folder: Path) -> Links:
-    found = Links()
-    found.feed((folder / "report.html").read_text())
-    return found
-
-
-def test_the_page_needs_nothing_but_itself(folder: Path, shown: Links) -> None:
-    assert len(shown.fetched) == 2 * 6 + 1  # pictures of each setting, and one across them
-    assert all(link.startswith("data:image/png;base64,") for link in shown.fetched)
-    assert not re.search(r"url\(|@import|<script", (folder / "report.html").read_text())
-
-
-def test_warnings_come_first_then_failures_then_findings(shown: Links) -> None:
-    words = shown.words
-    first_to_last = ("4 ranks share 2 cores", "RuntimeError: <gloo> closed", "times as fast", "Across settings")
-    places = [words.index(text) for text in first_to_last]
-    assert places == sorted(places)
-    assert "torch.powersgd · 2 ranks · unlimited · seeds 0, 1 and 2: " in words
-    assert words.count("RuntimeError") == 1  # the same error of all seeds is one line
-
-
-def test_the_page_defines_its_terms_and_says_how_to_get_it_again(folder: Path) -> None:
+@pytest.mark.a_row  # a page with all its pictures takes seconds
+def test_the_page_shows_a_picture_a_table_and_a_sentence_for_each_setting_and_folds_the_rest(folder: Path) -> None:
     text = (folder / "report.html").read_text()
-    for words in (
-        "powersgd:rank=4",
-        "100 Mbit/s",
-        "compute + compression + waiting = the step",
-        "Student&#39;s t",
-        "2 of 2 diverged",
-        "2 of 3 seeds",
-        "not settled",
-        "A difference of losses matters above 0.026",
-        "commhooks compare &lt;x&gt;",
-        "note=&#39;&lt;b&gt;&#39;",
-    ):
-        assert words in text
+    shown = Links()
+    shown.feed(text)
+    assert len(shown.fetched) == 2 * 7 + 1  # the pictures of each setting, and one across them
+    assert all(link.startswith("data:image/png;base64,") for link in shown.fetched)
+    assert not re.search(r"url\(|@import|<script", text)
+    first, second = (text[text.index(f"<h2>{name}") :] for name in ("100 Mbit/s", "1 Gbit/s"))
+    for section in (first, second):
+        places = [section.index(what) for what in ("loss over time", "<table", "card finding", "<details")]
+        assert places == sorted(places)
+    words = " ".join(shown.open_words.split())
+    assert words.count("RuntimeError") == 1 and "torch.powersgd · 2 ranks · unlimited · seeds 0, 1 and 2" in words
+    assert words.count(f"Use {POWER}: after equal time its loss is lower by") == 2
+    assert 'commhooks.attach(model, "fp16") copy' in words
+    assert "2 of 2 diverged, 2 of 3 seeds" in words
+    assert "Student's t" not in words and "Student's t" in shown.words
+    assert "commhooks compare &lt;x&gt;" in text and "note=&#39;&lt;b&gt;&#39;" in text
+    assert "4 ranks share 2 cores" in shown.words
 
 
-def top_of(runs: list[RunResult]) -> str:
-    """Return the words of a page without pictures, up to its first table."""
-    text = page(
-        settings_of(runs),
-        [[]],
-        [],
-        target_rule="",
-        command="commhooks compare --x y",
-        written=datetime(2027, 1, 16, 9, 5, tzinfo=UTC),
-        notes=[],
-        failures={},
-    )
-    found = Links()
-    found.feed(text)
-    words = " ".join(found.words.split())
-    return words[: words.index("After the same time")]
-
-
-def test_the_top_says_when_with_what_and_how_it_was_made_and_where_it_is_explained() -> None:
-    made = {"commit": "0123456789ab", "versions": {"commhooks": "9.8.7"}}
-    runs = [dataclasses.replace(one, **made) for one in results(tasks=("gpt",))]  # type: ignore[arg-type]  # "object"
-    said = top_of(runs)
-    for words in (
-        "A communication hook is the function",
-        "measured 2027-01-15, 08:00 UTC written 2027-01-16, 09:05 UTC",
-        "code commhooks 9.8.7, commit 0123456789ab command commhooks compare --x y",
-        "docs/guide/comparison.md",
-    ):
-        assert words in said
-    assert "different commits" not in said
-    installed = dataclasses.replace(runs[0], commit=None)
-    mixed = top_of([installed, *runs[1:]])
-    assert "code commhooks 9.8.7; commhooks 9.8.7, commit 0123456789ab" in mixed and "different commits" in mixed
-    assert (ROOT / "docs" / "guide" / "comparison.md").read_text().startswith("# Reading a comparison")
-
-
-def test_a_period_names_the_second_day_only_if_there_is_one() -> None:
-    noon = 1_800_014_400.0  # Unix time
-    said = [period_in_words(noon, noon + seconds) for seconds in (0, 3600, 86_400)]
-    assert said == [
-        "2027-01-15, 12:00 UTC", "2027-01-15, 12:00 to 13:00 UTC", "2027-01-15, 12:00 to 2027-01-16, 12:00 UTC",
-    ]  # fmt: skip
-
-
-def test_wherever_errors_are_shown_the_page_says_what_one_above_1_means(shown: Links) -> None:
-    assert shown.words.count(ABOVE_ONE) == 2 * (1 + 1 + 1) + 1  # of each setting three, and the terms
-
-
-def test_curves_over_time_come_first_then_over_steps(folder: Path) -> None:
-    text, kinds = (folder / "report.html").read_text(), ("against time", "against steps", "against bytes")
-    places = [text.index(f'alt="100-Mbit-s: loss {kind}') for kind in kinds]
-    assert places == sorted(places)
-
-
-def test_the_pictures_are_files_too(folder: Path) -> None:
-    kinds = {"step-time", "bytes", "time", "steps", "gradients", "layers"}
-    names = {path.name for path in (folder / "plots").iterdir()}
-    assert names == {f"{link}.{kind}.png" for link in ("100-Mbit-s", "1-Gbit-s") for kind in kinds} | {
-        "series-1.rate.png"
+@pytest.mark.a_row
+def test_pictures_are_png_svg_and_pdf_and_tables_csv_and_latex(folder: Path) -> None:
+    kinds = {"time", "steps", "bytes", "metric", "step-time", "gradients", "layers"}
+    names = {f"{link}.{kind}" for link in ("100-Mbit-s", "1-Gbit-s") for kind in kinds} | {"series-1.rate"}
+    assert {path.name for path in (folder / "plots").iterdir()} == {
+        f"{name}.{suffix}" for name in names for suffix in ("png", "svg", "pdf")
     }
+    begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+    for path in (folder / "plots").iterdir():
+        assert path.read_bytes().startswith(begins[path.suffix[1:]])
+    with (folder / "tables" / "1-Gbit-s.csv").open() as file:
+        rows = {row["hook"]: row for row in csv.DictReader(file)}
+    found = settings_of(results(tasks=("gpt",), seeds=SEEDS, links=("1Gbit/s",)))[0]
+    assert float(rows[POWER]["speed_up_low"]) == pytest.approx(found.judged[POWER].speed_up.low)
+    assert float(rows["fp16"]["moved_bytes"]) == 8e7 and rows["all-reduce"]["verdict"] == ""
+    latex = (folder / "tables" / "1-Gbit-s.tex").read_text()
+    assert r"\toprule" in latex and r"$\times$" in latex and latex.count(r"\\") == 1 + len(rows)
 
 
 def test_a_report_of_nothing_is_refused_and_one_of_failures_is_written(tmp_path: Path) -> None:
@@ -191,95 +132,108 @@ def test_a_report_of_nothing_is_refused_and_one_of_failures_is_written(tmp_path:
     assert "no reason given" in path.read_text()
 
 
-@pytest.mark.parametrize(("width", "tables"), [(100, 3), (80, 5)])
-def test_the_terminal_has_the_same_numbers_and_a_finding_and_they_fit(width: int, tables: int) -> None:
+@pytest.mark.parametrize("width", [160, 110, 80])
+def test_the_terminal_has_at_most_25_lines_a_setting_and_they_fit(width: int) -> None:
     out = StringIO()
-    print_tables(results(tasks=("gpt",), seeds=SEEDS), Console(file=out, width=width))
-    text = out.getvalue()
-    assert "…" not in text
-    assert max(map(len, text.splitlines())) <= width
-    assert text.count("speed-up") == 3  # a column of two tables, and a caption
-    rows = [line for line in text.splitlines() if line.startswith(" all-reduce ")]
-    assert len(rows) == tables  # where one table has no room, each of several has the names
-    for cell in ("3 of 3", "8.00 MB", "20.0×", "52.0 ms / 10.0 ms / ", "does not matter", "95 % interval"):
-        assert cell in text
+    many = [result(f"top-k:ratio=0.0{n}", ratio=n, seed=seed, slower=1.5) for n in range(10, 30) for seed in SEEDS]
+    print_tables([*results(tasks=("gpt",), seeds=SEEDS), *many], Console(file=out, width=width))
+    lines = out.getvalue().strip().splitlines()
+    assert len(lines) <= 25 and max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines)
+    (row,) = (line for line in lines if line.startswith(POWER))
+    assert row.split()[-1] == "pays" and "200 kB" in row and "×" in row
+    assert "and 7 hooks more, on the page" in lines
+    assert lines[-1].strip() == f'commhooks.attach(model, "{POWER}")'
 
 
-def test_several_settings_end_with_a_table_of_all() -> None:
+def test_a_slower_curve_stands_higher_in_the_terminal() -> None:
     out = StringIO()
-    print_tables(results(), Console(file=out, width=120))
-    assert "Step speed-up in every setting" in out.getvalue()
+    print_tables(results(tasks=("gpt",)), Console(file=out, width=160))
+    curves = {line.split()[0]: line.split()[1] for line in out.getvalue().splitlines() if re.search("[▁-█] ", line)}
+    assert curves["all-reduce"][1] > curves[POWER][1] and len(curves["all-reduce"]) > len(curves[POWER])
 
 
-def test_with_one_seed_the_table_shows_the_quartiles_of_the_steps_and_says_why() -> None:
-    (one,) = settings_of(results(tasks=("gpt",)))
-    grid = cost_grid(one)
-    (step,) = (n for n, heading in enumerate(grid.headings) if heading.text == "step")
-    assert grid.headings[step].small == "IQM, quartiles"
-    assert grid.rows[0][step].small == ("380 to 384",)
-    assert grid.caption.startswith("IQM: interquartile mean") and grid.caption.endswith("One seed: no intervals.")
+def test_the_sentence_names_what_pays_or_the_baseline_or_what_is_lacking() -> None:
+    runs = [result(seed=seed) for seed in (0, 1)] + [result("fp16", ratio=2, seed=seed) for seed in (0, 1)]
+    assert finding(setting(runs)).startswith("Use fp16: its steps are 1.73 times as fast")
+    worse = setting([result(link="100Gbit/s"), result("sign", ratio=30, slower=1.5, link="100Gbit/s")])
+    assert finding(worse).startswith("Stay with all-reduce: no hook pays here. The nearest is sign: ")
+    unsure = judged(setting(runs), fp16=open_verdict("steps", 2.6))
+    assert finding(unsure) == "Whether a hook pays is not settled. The nearest is fp16: nobody knows."
+    (_, line) = lines_of(unsure)
+    assert line.lacks.startswith("--steps 104 may settle it: about ") and line.lacks.endswith(" s more")
+    taken = sum(step.seconds for run in runs for step in run.steps)
+    assert f"{1.6 * taken:.0f}" in line.lacks
+    (_, line) = lines_of(judged(setting(runs), fp16=open_verdict("seeds", 2.0)))
+    assert line.lacks.startswith("--seeds 4 ")
+    (_, line) = lines_of(judged(setting(runs), fp16=open_verdict("steps", 1e6)))
+    assert line.lacks == "more than 50 times the steps would be needed"
+    assert finding(setting([result()])).endswith("there is nothing to compare.")
+    silent = [stepwise(one, lambda _: {"moved_bytes": 0}) for one in runs]
+    assert finding(setting(silent)) == "No bytes were moved with 2 ranks: there is nothing to compress."
 
 
-@pytest.mark.parametrize("seeds", [(0,), SEEDS])
-def test_bars_and_table_show_the_same_times_and_speed_ups(
-    seeds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr(bars, "png", drawn.append)
-    (one,) = settings_of(results(tasks=("gpt",), seeds=seeds))
-    bars.step_time(one)
-    (axes,) = drawn[0].axes
-    grid = cost_grid(one)
-    step, speed_up = (
-        next(n for n, heading in enumerate(grid.headings) if (heading.text, heading.small) == found)
-        for found in (("step", "IQM" if len(seeds) > 1 else "IQM, quartiles"), ("speed-up", "step"))
-    )
-    shown = [f"{row[step].main}   {row[speed_up].main} as fast" for row in grid.rows]
-    shown[0] = grid.rows[0][step].main
-    assert [text.get_text().strip() for text in axes.texts] == shown
+def test_lines_are_in_the_order_of_verdicts_and_name_what_went_wrong() -> None:
+    runs = [*results(tasks=("gpt",)), result("sign", slower=9), diverged(result("top-k", ratio=50))]
+    found = lines_of(setting(runs, failures=[dataclasses.replace(runs[1].settings, seed=7)]))
+    assert [line.verdict for line in found] == ["", "pays", "pays", "does not pay", "diverged"]
+    assert found[0].hook == "all-reduce" and found[-1].warning == "1 of 1 diverged, 1 of 2 seeds"
+    (fp16,) = (line for line in found if line.hook == "fp16")
+    assert fp16.warning == "1 run failed, 1 of 2 seeds"
+    alone = lines_of(setting([result(), result("fp16", seed=1)]))
+    assert "no seed in common" in alone[1].warning and not alone[1].verdict
+    later = [result(), stepwise(result("fp16"), lambda step: {"ended": step.ended + 1e6})]
+    assert lines_of(setting(later))[1].warning == "made at another time"
+
+
+@pytest.mark.parametrize(
+    ("hook", "code"),
+    [
+        (POWER, f'commhooks.attach(model, "{POWER}")'),
+        ("powersgd:rank=4,policy=fused", f'commhooks.attach(model, "{POWER}", policy="fused")'),
+        ("diloco:every=30,compressor=int4", 'commhooks.DiLoCo(model, optimizer, compressor="int4", every=30)'),
+        (
+            "diloco:every=30,compressor=(powersgd:rank=4)",
+            'commhooks.DiLoCo(model, optimizer, compressor="powersgd:rank=4", every=30)',
+        ),
+    ],
+)
+def test_the_line_to_type_is_python(hook: str, code: str) -> None:
+    assert code_of(Spec.parse(hook)) == code
+    compile(code, "<line>", "eval")
+
+
+def test_all_figures_are_means_with_both_values_or_intervals() -> None:
+    counted = [stepwise(one, lambda step: {"interface_bytes": step.moved_bytes}) for one in results(tasks=("gpt",))]
+    headings, rows = figures(setting(counted))
+    found = {row[0][0]: dict(zip(headings, row, strict=True)) for row in rows}
+    assert found["all-reduce"]["interface bytes / counted"] == ("1.00×", "")
+    assert found["fp16"]["compression"] == ("10.0 ms", "")
+    _, rows = figures(setting(results(tasks=("gpt",), seeds=SEEDS)))
+    step = rows[0][headings.index("step")]
+    assert step[0] == "384 ms" and re.fullmatch(r"\d+ ms to \d+ ms", step[1])
+
+
+def test_the_bars_end_where_the_steps_do() -> None:
+    found = setting(results(tasks=("gpt",), seeds=SEEDS))
+    (axes,) = step_time(found).axes
     boxes = [bar.get_path().get_extents(bar.get_patch_transform()) for bar in axes.patches]
     ends = [max(box.x1 for box in boxes if box.y0 < row < box.y1) for row in range(3)]
-    assert ends == pytest.approx([1e3 * outcome.step.mean for outcome in one.outcomes])
-
-
-def test_the_best_time_is_never_that_of_a_hook_that_missed_the_target_once() -> None:
-    runs = results(tasks=("gpt",), seeds=SEEDS)
-    runs = [diverged(one) if (one.settings.hook.name, one.settings.seed) == ("powersgd", 1) else one for one in runs]
-    (one,) = settings_of(runs)
-    best = [row[0].main for row in time_grid(one).rows if any(cell.best for cell in row)]
-    assert best == ["fp16"]
-
-
-def test_the_link_use_stands_in_the_table_if_the_interface_was_counted() -> None:
-    runs = [stepwise(one, lambda step: {"interface_bytes": step.moved_bytes}) for one in results(tasks=("gpt",))]
-    (one,) = settings_of(runs)
-    assert [heading.text for heading in cost_grid(one).headings[-2:]] == ["interface bytes", "link use"]
-    assert cost_grid(one).rows[0][-2].main == "1.00×"
+    assert ends == pytest.approx([1e3 * outcome.step.mean for outcome in found.outcomes])
 
 
 def test_many_layers_are_the_largest_by_name_and_the_median_of_the_others() -> None:
-    (one,) = settings_of([result(), result("fp16", ratio=2, layers=200)])
-    layers = layers_of(one.outcomes[1])
+    layers = layers_of(setting([result(), result("fp16", ratio=2, layers=200)]).outcomes[1])
     assert len(layers) == 15
     assert layers[-1].name == "186 smaller ones (median)"
     assert layers[0].smaller == pytest.approx(2, rel=0.05)
 
 
-def test_the_table_of_layers_has_a_column_for_each_hook() -> None:
-    (one,) = settings_of(results(tasks=("gpt",)))
-    grid = layer_grid(one)
-    assert grid is not None
-    assert [heading.text for heading in grid.headings] == ["layer", "all-reduce", "fp16", "powersgd:rank=4"]
-    assert [row[0].main for row in grid.rows] == ["layer0", "layer1", "layer2"]
-
-
 def test_settings_that_differ_in_one_number_are_a_series() -> None:
-    runs = [
-        result(hook, link=link, ranks=ranks)
-        for hook in ("all-reduce", "fp16")
-        for link in ("1Gbit/s", "10Mbit/s")
-        for ranks in (2, 4)
+    grid = [
+        (hook, link, ranks) for hook in ("all-reduce", "fp16") for link in ("1Gbit/s", "10Mbit/s") for ranks in (2, 4)
     ]
+    runs = [result(hook, link=link, ranks=ranks) for hook, link, ranks in grid]
     found = [(one.along, one.name, one.places) for one in series_of(settings_of(runs))]
     assert found == [
         ("rate", "2 ranks", (1e7, 1e9)),
@@ -289,23 +243,31 @@ def test_settings_that_differ_in_one_number_are_a_series() -> None:
     ]
 
 
+def test_settings_are_named_by_what_distinguishes_them_and_stated_compute_is_explained() -> None:
+    found = settings_of([result(link=link, ranks=ranks) for link in ("10Mbit/s", "1Gbit/s") for ranks in (2, 4)])
+    assert names_of(found) == ["10 Mbit/s · 2 ranks", "10 Mbit/s · 4 ranks", "1 Gbit/s · 2 ranks", "1 Gbit/s · 4 ranks"]
+    assert names_of(settings_of([result()])) == ["gpt · 100 Mbit/s · 2 ranks"]
+    links = [LinkSettings.parse(text) for text in ("unlimited,latency=5ms", "100Mbit/s", "unlimited,framing=off")]
+    assert distinguished([dataclasses.replace(result().settings, link=link) for link in links]) == [
+        "unlimited · latency 5 ms", "100 Mbit/s · no latency", "unlimited · framing off",
+    ]  # fmt: skip
+    run = dataclasses.replace(result(compute="200ms"), dilation=2.06, compute_here=0.412)
+    assert "stated as 200ms; it took 412 ms here: time is dilated 2.06 ×" in dilation(setting([run]))
+
+
 def test_twenty_hooks_are_all_drawn_differently() -> None:
     found = looks([f"powersgd:rank={n}" for n in range(20)], "powersgd:rank=0")
     assert len({(look.colour, str(look.dashes)) for look in found.values()}) == 20
     assert found["powersgd:rank=0"].colour == LIGHT.first
 
 
-def test_numbers_read_well() -> None:
+def test_numbers_and_links_read_well() -> None:
     assert [bytes_in_words(n) for n in (12, 4_200, 72_600_000, 1.5e9)] == ["12 B", "4.20 kB", "72.6 MB", "1.50 GB"]
     assert [seconds_in_words(s) for s in (0.0981, 65.2, None)] == ["98.1 ms", "65.2 s", "—"]
     assert (times(7.123), times(float("inf")), percent(0.975)) == ("7.12×", "nothing moved", "97.5 %")
     assert [signed(value) for value in (0.0123, -0.0004, -1.5)] == ["+0.012", "0.000", "-1.500"]
-    assert interval_of_seconds(Interval(0.1, -0.01, 0.21)) == "0.00 to 210"
     assert [listed(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
     assert shortened("blocks.15.attention.weight", 11) == "block…eight"
-
-
-def test_links_read_well() -> None:
     said = {
         "100Mbit/s": "an emulated link of 100 Mbit/s",
         "emulated:rate=1Gbit/s,latency=0.2ms": "an emulated link of 1 Gbit/s, latency 0.2 ms",
