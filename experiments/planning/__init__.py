@@ -1,6 +1,6 @@
 """The prediction of a step's time: from a profile, measured or made of tables, and a network, probed or given.
 
-`profile` and `probe` measure in the ranks of a training script, `profile_from_tables` and `Link` need numbers alone,
+`profile` and `probe` measure in the ranks of a training script, `profile_from_tables` and `gloo_link` need numbers,
 `predict` computes a step from the two, and `plan` compares all hooks. An installation has this package as
 `commhooks.experiments.planning`.
 """
@@ -8,6 +8,7 @@
 from ..timing.link import Link
 from ..timing.rounds import Rounds
 from .candidates import Candidate
+from .costs import gloo_link
 from .errors import ProbeError, ProfileError
 from .plans import Choice, Plan, plan
 from .predicting import Prediction, predict
@@ -28,6 +29,7 @@ __all__ = [
     "Profile",
     "ProfileError",
     "Rounds",
+    "gloo_link",
     "plan",
     "predict",
     "probe",

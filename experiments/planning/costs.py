@@ -155,6 +155,11 @@ class Costs:
             ) from error
 
 
+def gloo_link(rate: float, latency: float) -> Link:
+    """Return a link of a rate (bits per second) and a latency (seconds), with what Gloo adds to it on this machine."""
+    return Costs.read().on_gloo(Link(rate=rate, latency=latency), copy_seconds())
+
+
 def copy_seconds() -> float:
     """Return the seconds in which one thread here copies an element of fp32; it takes 0.1 s.
 

@@ -1,8 +1,7 @@
-"""The places of ranks: which of them share a host and its processors."""
+"""The places of ranks: which of them share processors."""
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,34 +18,23 @@ from ..machine import usable_processors
 class Place:
     """One rank's knowledge of its machine."""
 
-    host: str
-    """A network name. Hosts in network namespaces, and containers, may share a machine."""
     machine: str
-    """An identifier of the machine: the number that Linux draws when it boots, if available."""
+    """An identifier of the machine, which hosts in network namespaces and containers may share: the number that Linux
+    draws when it boots, if available."""
     processors: frozenset[int]
     """The processors that this rank may use."""
     threads: int
     """The threads that one computation of this rank uses."""
-    local_ranks: int
-    """The number of ranks on its host, according to the launcher; 0: unknown."""
 
     @classmethod
     def here(cls) -> Place:
         """Return this rank's."""
         number = Path("/proc/sys/kernel/random/boot_id")
-        host = socket.gethostname()
         return cls(
-            host,
-            number.read_text(encoding="ascii").strip() if number.exists() else host,
+            number.read_text(encoding="ascii").strip() if number.exists() else socket.gethostname(),
             usable_processors(),
             torch.get_num_threads(),
-            int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
         )
-
-
-def ranks_per_host(places: Sequence[Place]) -> int:
-    """Return how many ranks the fullest host has."""
-    return max(place.local_ranks or sum(one.host == place.host for one in places) for place in places)
 
 
 def free_cores(places: Sequence[Place]) -> int:

@@ -27,7 +27,7 @@ from .profiles import BucketProfile, HookProfile, Profile, StepParts
 from .sharded import sharded_step_of
 
 TABLES_SPREAD = 0.07
-"""The error of steps computed from tables: the root of the mean square over docs/guide/plan/checked.md."""
+"""The error of steps computed from tables: the root of the mean square over 28 real steps (docs/guide/plan.md)."""
 CHECKED_RATES = 10e6, 3e9
 """Bits per second between which predictions were compared with real steps."""
 _KNOWN = 0.93  # a median of n values is known to about this times their quartile range over √n: 1.25 · 0.74

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from scipy.optimize import nnls
 
 from commhooks.communicators.collective import KINDS, ring_bytes
 from commhooks.errors import SettingsError
@@ -29,7 +30,6 @@ from .. import stored
 from ..timing.link import HALF_SUM, Transfer, plain_kind
 from .errors import ProbeError
 from .profiles import Seconds
-from .solvers import optimize
 
 FORMAT = 1
 MEASURED = (*KINDS, HALF_SUM)
@@ -268,5 +268,5 @@ def _fit(payloads: Sequence[float], seconds: Sequence[float]) -> Line:
     weights = 1 / np.maximum(seconds, 1e-9)
     scale = max(payloads)
     columns = np.stack([np.ones(len(payloads)), np.asarray(payloads) / scale], axis=1)
-    (at_zero, per_scale), _ = optimize().nnls(columns * weights[:, None], np.asarray(seconds) * weights)
+    (at_zero, per_scale), _ = nnls(columns * weights[:, None], np.asarray(seconds) * weights)
     return Line(float(at_zero), float(per_scale / scale))

@@ -113,11 +113,8 @@ class Profile:
 
     model: str
     """The class of the model, or the name of the task."""
-    fingerprint: str
-    """A hash of the names, shapes and dtypes of the parameters: a profile of another model has another one."""
     ranks: int
     """The number of ranks, real or pretended, with which hooks were measured."""
-    ranks_per_host: int
     ddp: str
     """"core" or "torch"."""
     cores: int
@@ -132,12 +129,8 @@ class Profile:
     """The profile of each hook, by its label; "noop" and "allreduce" are always there."""
     own_share: float
     """The profiler's own time as a part of the step under the noop hook, summed over its callbacks."""
-    bucket_cap_mb: float | None = None
-    """The DDP's bucket size, in MiB; None: its default."""
     link: str = ""
     """The name of the link under the plain all-reduce, as the user gave it."""
-    hosts: tuple[str, ...] = ()
-    """The network name of each rank's host; empty: written by a version that did not record them."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     machine: str = ""
     load: float | None = None

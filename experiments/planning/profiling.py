@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +24,8 @@ from ..machine import load_average, machine_in_words
 from .candidates import NOOP, Candidate, default_candidates, with_the_two
 from .keeping import Kept
 from .measuring import Brief, buckets_of, longest, parts_of, ready_of
-from .place import ranks_per_host
 from .profiles import GradientProfile, HookProfile, Profile
 from .turns import LEAST_STEPS, PLAIN, Turns
-
-_MIB = 2**20
-_DEFAULT_CAP = 25.0  # MiB, of both DDPs
 
 
 def profile(
@@ -139,9 +133,7 @@ def _profile_of(
     noop = steps[NOOP]
     return Profile(
         model=name,
-        fingerprint=fingerprint_of(named),
         ranks=turns.world_size,
-        ranks_per_host=ranks_per_host(turns.places),
         ddp="torch" if isinstance(ddp, torch.nn.parallel.DistributedDataParallel) else "core",
         cores=turns.cores,
         plain=parts_of(steps[PLAIN]),
@@ -149,9 +141,7 @@ def _profile_of(
         gradients=_gradients(named, noop),
         hooks=hooks,
         own_share=sum(step.own_seconds for step in noop) / sum(step.seconds for step in noop),
-        bucket_cap_mb=_bucket_cap(ddp),
         link=link,
-        hosts=tuple(place.host for place in turns.places),
         versions={
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -162,12 +152,6 @@ def _profile_of(
     )
 
 
-def fingerprint_of(named: Sequence[tuple[str, Tensor]]) -> str:
-    """Return a hash of the names, shapes and dtypes of parameters."""
-    text = "\n".join(f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def _gradients(named: Sequence[tuple[str, Tensor]], noop: Sequence[Brief]) -> tuple[GradientProfile, ...]:
     """Return the gradients in the order in which they become ready, without those that never do."""
     ready = ready_of(noop)
@@ -176,10 +160,3 @@ def _gradients(named: Sequence[tuple[str, Tensor]], noop: Sequence[Brief]) -> tu
         GradientProfile(name, tuple(p.shape), p.numel() * p.element_size(), float(ready[number]))
         for number, (name, p) in ((number, named[number]) for number in order)
     )
-
-
-def _bucket_cap(ddp: Any) -> float | None:
-    """Return the size of buckets in MiB; None: the default."""
-    cap: float = ddp.bucket_bytes_cap / _MIB
-    is_default = getattr(ddp, "bucket_bytes_cap_default", cap == _DEFAULT_CAP)
-    return None if is_default else cap

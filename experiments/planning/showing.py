@@ -28,6 +28,8 @@ _MEASURE = (
     "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commhooks plan --task "
     "my_task.py:task --validate"
 )
+CHECKED_RANKS = 8
+"""The most ranks on which predictions were compared with real steps: docs/reproductions/simulation-clusters.md."""
 _MEBI = 2**20
 _IDLE = 0.5  # utilisation below which DiLoCo is pointed at
 
@@ -70,12 +72,15 @@ def plan_sentences(found: Planned) -> list[str]:
             f"Without any communication steps would be {times(plan.bound)} as fast as with {plan.compared} on "
             f"{counted(plan.ranks, 'rank')}: no hook can save more."
         )
-    if max(one.utilisation for one in plan.choices) < _IDLE and not any(
-        is_seldom(Spec.parse(one.label)) for one in plan.choices
-    ):
+    seldom = [one for one in plan.choices if is_seldom(Spec.parse(one.label))]
+    if not (found.sharded or seldom) and max(one.utilisation for one in plan.choices) < _IDLE:
         said.append(
             "Even the fastest leaves ranks idle for most of a step. To communicate in fewer steps, add --hook "
             "diloco:every=30; it trains differently, so compare the loss."
+        )
+    if found.plans[-1].ranks > CHECKED_RANKS:
+        said.append(
+            f"Predictions were compared with real steps on up to {CHECKED_RANKS} ranks; those on more are extrapolated."
         )
     said += _on_the_network(found)
     if found.profile is None:

@@ -139,9 +139,7 @@ def profile_from_tables(
     step = StepParts(Seconds(compute, compute, compute), forward, compute - forward, 0.0, 0.0, steps=0)
     profile = Profile(
         model=f"{sum(map(math.prod, shapes)):,} parameters",
-        fingerprint="",
         ranks=ranks,
-        ranks_per_host=1,
         ddp="core",
         cores=cores,
         plain=step,

@@ -7,9 +7,8 @@ all, a rank of W sends (W-1)/W · N in each of
     a gather in the backward pass    of blocks; the rest of the model stays gathered in between
     a reduce-scatter                 what a compressor sends in its place
 
-Over Gloo, FSDP2 waits for each of these before it computes on. On a GPU (`overlaps`) it gathers one module ahead, and
-waits for the reduce-scatters at the end of the backward pass. The step-time model follows both: what is exchanged is a
-`Bucket`, whose answer is due when the training thread waits for it.
+Over Gloo, FSDP2 waits for each of these before it computes on. In the step-time model what is exchanged is a `Bucket`,
+whose answer is due at once.
 """
 
 from __future__ import annotations
@@ -143,7 +142,6 @@ def sharded_step(
     costs: ShardCosts | None = None,
     copy: float = 0.0,
     cores: int = 1,
-    overlaps: bool = False,
     gather: Codec | torch.dtype | None = None,
 ) -> Step:
     """Return a rank's step, with the exchanges of each module.
@@ -158,7 +156,6 @@ def sharded_step(
         costs: The compressor's costs, None: it takes no time.
         copy: Seconds to copy one fp32 element: FSDP2 copies what it gathers and reduces.
         cores: The cores of each rank.
-        overlaps: True if FSDP2 computes while it communicates.
         gather: The code or dtype in which parameters are gathered, whose own time is not counted; None: FSDP2 gathers
             them.
 
@@ -171,31 +168,27 @@ def sharded_step(
     lanes = sum(bool(module.trained) for module in order) + (len(order) if gather is not None else 0)
     is_agreed = compressor is not None and lanes > 1
     rounds = {module: _rounds(module, compressor, ranks) for module in dict.fromkeys(order)}  # blocks are often alike
-    buckets, now, earlier = list[Bucket](), 0.0, 0.0
+    buckets, now = list[Bucket](), 0.0
     for module, own in zip(order, seconds, strict=True):  # the forward pass
-        buckets.append(_gather(module, ranks, copy, gather, earlier if overlaps else now, now))
-        earlier, now = now, now + FORWARD_SHARE * own
+        buckets.append(_gather(module, ranks, copy, gather, now))
+        now += FORWARD_SHARE * own
     for module, own in reversed([*zip(order, seconds, strict=True)]):
         if not module.stays:
-            buckets.append(_gather(module, ranks, copy, gather, min(earlier, now) if overlaps else now, now))
-        earlier, now = now, min(compute, now + (1 - FORWARD_SHARE) * own)
+            buckets.append(_gather(module, ranks, copy, gather, now))
+        now = min(compute, now + (1 - FORWARD_SHARE) * own)
         if module.trained:
             buckets.append(_reduction(module, rounds[module], ranks, costs, copy, now, is_agreed=is_agreed))
-            if not overlaps:
-                buckets[-1] = dataclasses.replace(buckets[-1], due=now)
     buckets.sort(key=lambda bucket: bucket.ready)
     return Step(compute=compute, optimizer=optimizer, buckets=tuple(buckets), cores=cores)
 
 
-def _gather(
-    module: ShardedModule, ranks: int, copy: float, code: Codec | torch.dtype | None, ready: float, due: float
-) -> Bucket:
+def _gather(module: ShardedModule, ranks: int, copy: float, code: Codec | torch.dtype | None, now: float) -> Bucket:
     shard = module.shard_bytes(ranks)
     copies, sends = copy * shard / 4, (f"all-gather{OF_PYTORCH}", shard)
     stages = [Stage(copies, (sends,))]
     if code is not None:  # ranks agree on whose turn it is, and gather in private groups
         stages = [Stage(0.0, _AGREED), Stage(copies, (("all-gather", module.shard_bytes(ranks, code)),))]
-    return Bucket(ready, tuple(stages), ranks * copies, due)
+    return Bucket(now, tuple(stages), ranks * copies, due=now)
 
 
 def _reduction(
@@ -204,7 +197,7 @@ def _reduction(
     ranks: int,
     costs: ShardCosts | None,
     copy: float,
-    ready: float,
+    now: float,
     *,
     is_agreed: bool,
 ) -> Bucket:
@@ -217,7 +210,7 @@ def _reduction(
     agreed = (_AGREED,) if is_agreed else ()
     stages = [Stage(0.0, sends) for sends in (*agreed, *rounds)]
     stages[-1] = Stage(before, stages[-1].collectives)
-    return Bucket(ready, tuple(stages), after)
+    return Bucket(now, tuple(stages), after, due=now)
 
 
 def _rounds(module: ShardedModule, compressor: Compressor | None, ranks: int) -> Sequence[Sends]:

@@ -57,9 +57,7 @@ def a_profile(*hooks: HookProfile, **changes: Any) -> Profile:
     own = {one.hook: one for one in hooks}
     settings: dict[str, Any] = {
         "model": "Model",
-        "fingerprint": "f00",
         "ranks": 2,
-        "ranks_per_host": 1,
         "ddp": "core",
         "cores": 1,
         "plain": parts(0.140),

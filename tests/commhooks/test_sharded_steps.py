@@ -26,8 +26,8 @@ REST = ShardedModule(((128, 16),), stays=True)
 LINK = Link(rate=1e8, latency=1e-4)
 
 
-def plain(ranks: int, *, compute: float = 0.1, overlaps: bool = False) -> Step:
-    return sharded_step([*BLOCKS, REST], None, ranks, compute=compute, optimizer=0.01, overlaps=overlaps)
+def plain(ranks: int) -> Step:
+    return sharded_step([*BLOCKS, REST], None, ranks, compute=0.1, optimizer=0.01)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -44,21 +44,6 @@ def test_a_step_that_waits_for_each_exchange_adds_them_all_up() -> None:
     found = step_time(step, LINK, 4)
     assert found.seconds == pytest.approx(0.11 + sum(LINK.transfer(*send, 4).seconds for send in sends))
     assert found.communication == pytest.approx(found.waiting)
-
-
-def test_overlap_hides_exchanges_but_for_the_first_gather_and_the_last_reduction() -> None:
-    """With little to send, in a long step."""
-    step = plain(4, compute=10.0, overlaps=True)
-    first, last = step.buckets[0].stages[0].collectives[0], step.buckets[-1].stages[0].collectives[0]
-    assert (first[0], last[0]) == (f"all-gather{OF_PYTORCH}", f"reduce-scatter{OF_PYTORCH}")
-    shown = LINK.transfer(*first, 4).seconds + LINK.transfer(*last, 4).seconds
-    assert step_time(step, LINK, 4).seconds == pytest.approx(10.01 + shown)
-
-
-def test_overlap_never_takes_longer() -> None:
-    for compute in (1e-4, 0.01, 1.0):
-        hidden, shown = (step_time(plain(4, compute=compute, overlaps=one), LINK, 4).seconds for one in (True, False))
-        assert hidden <= shown + 1e-12
 
 
 @pytest.mark.parametrize("name", ["all-reduce", "bf16", "int8", "int4"])

@@ -67,7 +67,8 @@ def test_at_a_rate_at_which_nothing_was_checked_nothing_is_recommended(rate: str
 def test_ranks_are_columns_and_the_advice_says_from_how_many_on() -> None:
     text = said(*SIZES, *LINK, "--ranks", "2..8", "--hook", "fp16", "--hook", "int8")
     assert "steps by number of ranks hook 2 4 8" in text
-    assert "From 2 ranks on: " in text
+    assert "From 2 ranks on: " in text and "extrapolated" not in text
+    assert "those on more are extrapolated" in said(*SIZES, *LINK, "--ranks", "16", "--hook", "fp16")
     assert (numbers_in("2..1024")[-2:], numbers_in("2..6"), numbers_in("4")) == ((512, 1024), (2, 4, 6), (4,))
 
 

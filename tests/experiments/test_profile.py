@@ -23,7 +23,7 @@ from experiments.planning import Profile
 from experiments.planning.errors import ProfileError
 from experiments.planning.keeping import Kept
 from experiments.planning.phases import PhaseWatch
-from experiments.planning.place import Place, free_cores, ranks_per_host
+from experiments.planning.place import Place, free_cores
 from experiments.planning.showing import profile_sentences, profile_table
 from experiments.timing.pretending import PretendingCommunicator
 from tests.experiments import profiling_in_ranks
@@ -281,17 +281,15 @@ def test_a_collective_among_some_of_the_ranks_is_not_pretended() -> None:
 
 
 def test_a_core_is_free_if_processors_are_left_beside_those_that_compute() -> None:
-    def place(host: str, machine: str, processors: set[int], threads: int = 1, local: int = 0) -> Place:
-        return Place(host, machine, frozenset(processors), threads, local)
+    def place(machine: str, processors: set[int], threads: int = 1) -> Place:
+        return Place(machine, frozenset(processors), threads)
 
-    alone = place("a", "one", {0, 1})
+    alone = place("one", {0, 1})
     assert free_cores([alone]) == 2
-    assert free_cores([alone, place("b", "one", {0, 1})]) == 1  # namespaces of one machine
-    assert free_cores([alone, place("b", "two", {0, 1})]) == 2
-    assert free_cores([place("a", "one", {0}), place("a", "one", {1})]) == 1  # pinned: one each
-    assert free_cores([place("a", "one", {0, 1}, threads=2)]) == 1
-    assert ranks_per_host([alone, alone, place("b", "one", {0})]) == 2
-    assert ranks_per_host([place("a", "one", {0}, local=1), place("a", "one", {1}, local=1)]) == 1
+    assert free_cores([alone, alone]) == 1  # namespaces of one machine
+    assert free_cores([alone, place("two", {0, 1})]) == 2
+    assert free_cores([place("one", {0}), place("one", {1})]) == 1  # pinned: one each
+    assert free_cores([place("one", {0, 1}, threads=2)]) == 1
 
 
 @pytest.mark.bench

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from experiments.studies.app import app
 
-PREDICTIONS = "predictions --kind emulated --file cases.json --page page.md"
+PREDICTIONS = "predictions --kind emulated --load 999 --file cases.json --page page.md"
 MISTAKES = {
     "benhc": "No such command 'benhc'",
     "bench policices": "did you mean 'policies'",

@@ -491,6 +491,14 @@ _DDP_CORE = [
 
 _PLANNING = [
     Fault(
+        name="faster than without communication",
+        room="planning",
+        says="A step is predicted to be shorter than one without communication.",
+        at="experiments.planning.predicting:step_over",
+        old="seconds = max(least, seconds)",
+        new="least = max(least, seconds)",
+    ),
+    Fault(
         name="a transfer takes what it leaves",
         room="planning",
         says="While a transfer needs a share of the core, that share, and not the rest, is left for compute.",

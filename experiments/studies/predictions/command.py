@@ -9,6 +9,7 @@ from tables, given the time of a step without communication. Nothing is fitted t
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ FILE = Path("docs/guide/plan/cases.json")
 PAGE = Path("docs/guide/plan/checked.md")
 MEDIAN, WITHIN, OF_ALL = 0.05, 0.15, 0.95
 _RANKS = 2
+_PATIENCE = 20.0  # seconds between two looks at the load
 _FORMAT = 1
 _WAYS = ("profile, probe", "profile, link", "tables, link")
 
@@ -82,7 +84,8 @@ def predictions(
     page: Annotated[Path, typer.Option(help="Receives the tables.")] = PAGE,
     kind: Annotated[str, typer.Option(help="Of the links: hosts (as root), or emulated.")] = "hosts",
     at_most: Annotated[int, typer.Option(help="Settings to measure now; 0: only write the page.")] = 20,
-    seconds: Annotated[float, typer.Option(help="Of each profile, of each probe and of real steps.")] = 12.0,
+    seconds: Annotated[float, typer.Option(help="Of each profile, of each probe and of real steps.")] = 14.0,
+    load: Annotated[float, typer.Option(help="A setting waits until the machine's load is below this.")] = 1.0,
 ) -> None:
     """Compare what `commhooks plan` predicts with real steps; settings that the file has are not measured again."""
     with errors_in_words():
@@ -96,6 +99,7 @@ def predictions(
             if (task, (settings := LinkSettings.parse(f"{kind}:{rate}")).label) not in known
         ]
         for task, settings in left[:at_most]:
+            _wait_for_quiet(load)
             print(f"{task} over {settings.label} ...", flush=True)
             try:
                 found = Cases((*found.cases, measured(task, settings, seconds)))
@@ -107,6 +111,13 @@ def predictions(
             text = written(found.cases)
             page.write_text(text, encoding="utf-8")
             print(text)
+
+
+def _wait_for_quiet(most: float) -> None:
+    """Return when few other programs run: beside others, steps take as long as these let them."""
+    while (now := load_average()) is not None and now > most:
+        print(f"waiting: the load is {now:.1f}, and is to be below {most:g}", flush=True)
+        time.sleep(_PATIENCE)
 
 
 def measured(task: str, settings: LinkSettings, seconds: float) -> Case:
