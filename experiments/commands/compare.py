@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..links.text import DEFAULT_LATENCY, DEFAULT_RATE
-from .links import links_in
 from .options import (
     REPEAT,
     Baseline,
@@ -76,12 +75,13 @@ def compare(
             ddp, baseline = SHARDED, baseline or NO_HOOK
             hook = list(dict.fromkeys([NO_HOOK, *(hook or SHARDED_HOOKS)]))
 
+        rates = rate or ([] if link else [DEFAULT_RATE])
         runs = plan(
             task or DEFAULT_TASKS,
             hook or DEFAULT_HOOKS,
             optimizers=optimizer or [None],
             ranks=ranks or [None],
-            links=links_in(link, rate, None, ([DEFAULT_RATE], DEFAULT_LATENCY)),
+            links=[*(link or []), *(f"{one},latency={DEFAULT_LATENCY}" for one in rates)],
             compute=compute,
             steps=steps,
             seeds=seeds_of(seeds),

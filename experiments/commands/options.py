@@ -27,13 +27,6 @@ def rate_option(default: str, more: str = "") -> Any:
     return typer.Option("--rate", help=f"A link's rate: 1.5Gbps, 12.5MB/s, unlimited; default: {default}.{more}")
 
 
-def latency_option(default: str) -> Any:
-    """Return the option --latency of a command with this default."""
-    return typer.Option(
-        "--latency", help=f"The latency of each --rate, per step around the ring: 50us, 0; default: {default}."
-    )
-
-
 def json_option(what: str) -> Any:
     """Return the option --json of a command whose output is called `what`."""
     return typer.Option(
