@@ -21,7 +21,7 @@ from .findings import advice_on, facts_of, finding, names_of
 from .lines import Line, lines_of
 from .words import NEVER, folded, signed
 
-_MOST = 15  # lines of a table; a page has all
+_MOST = 14  # lines of a table; a page has all
 _SPARKS = "▁▂▃▄▅▆▇█"
 _BAR, _SPARK = 8, 12  # the widths of a bar and of a curve, in characters
 _COLOURS = {Verdict.PAYS: "green", Verdict.COSTS: "red", Verdict.OPEN: "yellow", Verdict.DIVERGED: "red"}

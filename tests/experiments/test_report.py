@@ -144,7 +144,7 @@ def test_the_terminal_has_at_most_25_lines_a_setting_and_they_fit(width: int) ->
     assert not any("…" in line for line in lines)
     (row,) = (line for line in lines if line.startswith(POWER))
     assert row.split()[-1] == "pays" and "200 kB" in row and "×" in row
-    assert "and 8 hooks more, on the page" in lines
+    assert "and 9 hooks more, on the page" in lines
     assert lines[-1].strip() == 'commhooks.attach(model, "fp16")'
 
 

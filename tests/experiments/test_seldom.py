@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 import statistics
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -107,7 +109,8 @@ def test_a_report_has_the_mean_step_and_the_peak_of_a_round(results: dict[str, R
     assert found[SELDOM].peak_bytes.mean == results[SELDOM].steps[5].moved_bytes and not found[DENSE].peak_bytes.seeds
     write(list(results.values()), tmp_path, baseline=None, target_loss=None, command="")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert all(hook in page for hook in HOOKS) and page.count("peak ") == 2
+    shown = unescape(re.sub("<[^>]+>", "", page))
+    assert all(hook in shown for hook in HOOKS) and "peak bytes" in shown
 
 
 @pytest.mark.parametrize("hook", [EXACT, SELDOM, STREAMED])

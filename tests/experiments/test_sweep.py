@@ -30,7 +30,7 @@ from experiments.sweeps.notes import notes_about
 from experiments.sweeps.store import finished, load_table, read_failures, table_of, write_failure
 from experiments.sweeps.sweep import Sweep, make
 from experiments.sweeps.yaml_file import EXAMPLE, read_sweep
-from tests.experiments.synthetic import result, results, stepwise, with_slow_probes
+from tests.experiments.synthetic import result, results, with_slow_probes
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("pictures_are_not_rendered")
@@ -191,13 +191,6 @@ def test_what_is_no_result_is_left_out_of_the_report_and_named(asked: list[list[
     assert ended.exit_code == 0, ended.output
     assert "gpt.fp16.json: expected a result file of format 2" in ended.output
     assert "it is of format 1" in (tmp_path / "report.html").read_text()
-
-
-def test_runs_that_did_not_take_turns_are_noted() -> None:
-    first, second = result(), result("fp16")
-    assert notes_about([first, second]) == []
-    (note,) = notes_about([first, stepwise(second, lambda step: {"ended": step.ended + 1e4})])
-    assert "fp16" in note and "ran at another time than all-reduce" in note
 
 
 def test_ranks_that_shared_cores_are_noted_by_the_machine_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -416,7 +416,7 @@ _DILOCO = [
         name="a loaded state is trained on",
         room="DiLoCo",
         says="The outer optimizer goes on in the tensors of the state that it was loaded from.",
-        at="commhooks.diloco.diloco:DiLoCo.restore",
+        at="commhooks.diloco.diloco:DiLoCo._load_outer_optimizer",
         old='cloned(shared["outer_optimizer"])',
         new='shared["outer_optimizer"]',
     ),
