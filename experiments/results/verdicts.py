@@ -23,6 +23,7 @@ _CONFIDENCE = 0.95
 _FEW_TURNS = 6  # a sign test of fewer never reaches that confidence
 _BATCHES = 6  # of neighbouring steps, whose means are nearly independent
 _MOST_ALIKE = 0.9
+_SPARE = 1.2  # times what would settle a verdict if the estimate stayed where it is
 
 Floats = npt.NDArray[np.float64]
 
@@ -170,7 +171,7 @@ def _decided(pairs: Pairs, speed: Range, steps: int, every: int, margin: float, 
         return replace(found, verdict=Verdict.COSTS, why=why)
     if loss.high <= margin and loss.low >= -margin:
         why = f"whether its steps are faster is not sure ({speed.low:.2f} to {speed.high:.2f} times), {at_equal_steps}"
-        return replace(found, why=why, lacks="steps", longer=max(speed.longer(least), 1.0))
+        return replace(found, why=why, lacks="steps", longer=max(_SPARE * speed.longer(least), _SPARE))
     costs = "costs" if loss.mean > 0 else "gains"
     why = f"after equal time its loss {_differs(then.mean)}; it {costs} {abs(loss.mean):.3f} at equal steps"
     if then.high < -border:
@@ -180,7 +181,7 @@ def _decided(pairs: Pairs, speed: Range, steps: int, every: int, margin: float, 
     by_steps = then.longer(border if then.mean > 0 else -border)
     if len(pairs) < LEAST_SEEDS and by_steps > LEAST_SEEDS / len(pairs):
         return replace(found, why=why, lacks="seeds", longer=LEAST_SEEDS / len(pairs))
-    return replace(found, why=why, lacks="steps", longer=max(by_steps, 1.0))
+    return replace(found, why=why, lacks="steps", longer=max(_SPARE * by_steps, _SPARE))
 
 
 def _held_out(found: Judged, pairs: Pairs, steps: int, why: str) -> Judged:
