@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from .launch import WorldError, torchrun_world
 from .links.text import DEFAULT_LINK
+from .results.verdicts import Margins
 from .screen import Screen
 from .sweeps.output import dated_folder
 from .sweeps.plan import plan
@@ -42,6 +43,8 @@ def compare(
     overwrite: bool = False,
     baseline: str | None = None,
     target_loss: float | None = None,
+    matters: float = 0.01,
+    saves: float = 0.05,
     quiet: bool = False,
 ) -> pandas.DataFrame:
     """Train every task under every hook, over every link, with every seed, and return a table with a row for each run.
@@ -69,6 +72,8 @@ def compare(
         overwrite: Replace the results of an earlier comparison in that folder.
         baseline: The hook with which the others are compared; None: all-reduce if present, otherwise the first.
         target_loss: Training loss to reach; None: 95 % of the baseline's progress with the same seed.
+        matters: A difference of losses matters above this fraction of what the baseline's loss falls.
+        saves: A saving matters above this fraction of a step's time.
         quiet: Print nothing during the runs.
 
     Returns:
@@ -103,6 +108,7 @@ def compare(
         overwrite=overwrite,
         baseline=baseline,
         target_loss=target_loss,
+        margins=Margins(matters=matters, saves=saves),
         go_on=go_on,
         command=shlex.join(["python", *sys.argv]),
         quiet=quiet,

@@ -16,11 +16,13 @@ from .options import (
     GoOn,
     Hooks,
     Links,
+    Matters,
     Optimizers,
     Out,
     Overwrite,
     Quiet,
     Ranks,
+    Saves,
     Seeds,
     Sharded,
     Steps,
@@ -63,6 +65,8 @@ def compare(
     sharded: Sharded = False,
     baseline: Baseline = None,
     target_loss: Target = None,
+    matters: Matters = 0.01,
+    saves: Saves = 0.05,
     go_on: GoOn = 10,
     out: Out = None,
     overwrite: Overwrite = False,
@@ -70,6 +74,7 @@ def compare(
 ) -> None:
     """Train one model under several hooks."""
     with errors_in_words() as console:
+        from ..results.verdicts import Margins
         from ..runs import SHARDED
         from ..sweeps.output import dated_folder
         from ..sweeps.plan import plan
@@ -102,6 +107,7 @@ def compare(
             overwrite=overwrite,
             baseline=baseline,
             target_loss=target_loss,
+            margins=Margins(matters=matters, saves=saves),
             go_on=go_on,
             command=command_given(),
             quiet=quiet,

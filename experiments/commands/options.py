@@ -76,6 +76,10 @@ Sharded = Annotated[
 ]
 BucketCap = Annotated[float | None, typer.Option(help="Bucket size in MiB; default: the DDP's own.")]
 Target = Annotated[float | None, typer.Option(help="Training loss to reach; default: 95 % of the baseline's progress.")]
+Matters = Annotated[
+    float, typer.Option(help="A difference of losses matters above this fraction of what the baseline's loss falls.")
+]
+Saves = Annotated[float, typer.Option(help="A saving matters above this fraction of a step's time.")]
 Baseline = Annotated[
     str | None, typer.Option(help="The hook with which others are compared; default: all-reduce, or else the first.")
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .compare import make_runs
-from .options import Baseline, Device, Overwrite, Quiet, Target, json_option
+from .options import Baseline, Device, Matters, Overwrite, Quiet, Saves, Target, json_option
 from .terminal import check_unused, command_given, errors_in_words, write_json
 
 if TYPE_CHECKING:
@@ -57,15 +57,24 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Folder for the report; default: the first of the folders.")] = None,
     baseline: Baseline = None,
     target_loss: Target = None,
+    matters: Matters = 0.01,
+    saves: Saves = 0.05,
     json: Annotated[Path | None, json_option("a summary with units, spread and seeds")] = None,
 ) -> None:
     """Write tables and the report again."""
     with errors_in_words(json) as console:
         from ..report.as_json import write_text
+        from ..results.verdicts import Margins
         from ..sweeps.sweep import report_again
 
         found = report_again(
-            folders, out or folders[0], console, baseline=baseline, target_loss=target_loss, command=command_given()
+            folders,
+            out or folders[0],
+            console,
+            baseline=baseline,
+            target_loss=target_loss,
+            margins=Margins(matters=matters, saves=saves),
+            command=command_given(),
         )
         if json is not None:
             write_json(lambda path: write_text(found, path), "summary     ", json, console)

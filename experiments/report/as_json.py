@@ -17,7 +17,7 @@ from .. import stored
 from ..launch import reason_of
 from ..results.intervals import Estimate
 from ..results.outcomes import Outcome, Setting, Versus, settings_of
-from ..results.verdicts import Judged, Range
+from ..results.verdicts import USUAL, Judged, Margins, Range
 from ..runs import RunResult, RunSettings, strict
 from .findings import finding, names_of
 
@@ -31,6 +31,7 @@ def summary(
     *,
     baseline: str | None,
     target_loss: float | None,
+    margins: Margins = USUAL,
     command: str,
     notes: Sequence[str],
     failures: Mapping[RunSettings, str],
@@ -44,6 +45,7 @@ def summary(
         results: Finished runs, of any number of settings, hooks and seeds.
         baseline: The hook that the others are compared with; None: all-reduce if it is there, otherwise the first.
         target_loss: The training loss to reach; None: by `experiments.results.summary.TARGET_RULE`, for each setting.
+        margins: What matters in a verdict.
         command: The command that writes it.
         notes: Warnings about the circumstances.
         failures: The traceback of each run that failed.
@@ -52,7 +54,7 @@ def summary(
         ValueError: No run used the baseline.
 
     """
-    settings = settings_of(results, baseline=baseline, target=target_loss, failures=list(failures))
+    settings = settings_of(results, baseline=baseline, target=target_loss, failures=list(failures), margins=margins)
     whole = {
         "format": FORMAT,
         "written": _time(datetime.now(UTC).timestamp()),

@@ -15,7 +15,7 @@ from commhooks.units import counted
 
 from ..results.outcomes import Setting, settings_of
 from ..results.summary import curve_of, total_seconds
-from ..results.verdicts import Range, Verdict
+from ..results.verdicts import USUAL, Margins, Range, Verdict
 from ..runs import RunResult, RunSettings
 from .findings import advice_on, facts_of, finding, names_of
 from .lines import Line, lines_of
@@ -43,6 +43,7 @@ def print_tables(
     *,
     baseline: str | None = None,
     target_loss: float | None = None,
+    margins: Margins = USUAL,
     failures: Sequence[RunSettings] = (),
 ) -> None:
     """Print each setting in at most 25 lines: a line a hook, what follows, and what to type.
@@ -52,13 +53,14 @@ def print_tables(
         console: Where to.
         baseline: The hook that the others are compared with; None: all-reduce if it is there, otherwise the first.
         target_loss: The training loss to reach; None: by `experiments.results.summary.TARGET_RULE`, for each setting.
+        margins: What matters in a verdict.
         failures: Runs that have no result.
 
     Raises:
         ValueError: No run used the baseline.
 
     """
-    settings = settings_of(results, baseline=baseline, target=target_loss, failures=failures)
+    settings = settings_of(results, baseline=baseline, target=target_loss, failures=failures, margins=margins)
     for name, setting in zip(names_of(settings), settings, strict=True):
         lines = lines_of(setting)
         console.print(f"\n[bold]{escape(name)}[/bold]: [dim]{escape(facts_of(setting))}[/dim]", highlight=False)

@@ -15,6 +15,7 @@ from commhooks.saving.files import named
 
 from ..results.outcomes import ACCURACY, Setting, settings_of
 from ..results.summary import TARGET_RULE
+from ..results.verdicts import USUAL, Margins
 from ..runs import RunResult, RunSettings
 from .across import series_of, speed_ups
 from .bars import step_time
@@ -37,6 +38,7 @@ def write(
     *,
     baseline: str | None,
     target_loss: float | None,
+    margins: Margins = USUAL,
     command: str,
     notes: Sequence[str] = (),
     failures: Mapping[RunSettings, str] = _NONE,
@@ -49,6 +51,7 @@ def write(
         out: The folder; it is created if it does not exist, and files of these names are replaced.
         baseline: The hook that the others are compared with; None: all-reduce if it is there, otherwise the first.
         target_loss: The training loss to reach; None: by `experiments.results.summary.TARGET_RULE`, for each setting.
+        margins: What matters in a verdict.
         command: How to get the report again.
         notes: Warnings.
         failures: The traceback of each run that failed.
@@ -60,7 +63,7 @@ def write(
     """
     if not results and not failures:
         raise ValueError("there is nothing to report: expected at least one finished or failed run")
-    settings = settings_of(results, baseline=baseline, target=target_loss, failures=list(failures))
+    settings = settings_of(results, baseline=baseline, target=target_loss, failures=list(failures), margins=margins)
     hooks = list(dict.fromkeys(one.hook for setting in settings for one in setting.outcomes))
     chosen = next((setting.baseline.hook for setting in settings if setting.baseline is not None), None)
     drawn = looks(hooks, chosen)

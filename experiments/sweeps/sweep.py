@@ -21,6 +21,7 @@ from ..report.table import print_tables
 from ..report.writing import write
 from ..results.goals import GoingOn
 from ..results.outcomes import chosen_baseline
+from ..results.verdicts import USUAL, Margins
 from ..runs import RunSettings
 from ..specs import Spec
 from .execute import Made, execute, goes_on_from
@@ -53,6 +54,7 @@ class Sweep:
     overwrite: bool = False  # results of an earlier command in that folder
     baseline: str | None = None  # the hook with which others are compared; None: all-reduce, or else the first
     target_loss: float | None = None  # training loss to reach; None: derived from the baseline's runs
+    margins: Margins = USUAL  # what matters in a verdict
     command: str = "commhooks sweep"  # the command that reproduces the report
     report: bool = True  # True: the page and its pictures are written
     quiet: bool = False  # True: nothing is shown during the runs
@@ -147,7 +149,14 @@ def _report(sweep: Sweep, made: Made, console: Console) -> None:
     console.print()
     for note in notes_about(asked):
         _say(console, f"warning: {note}")
-    print_tables(asked, console, baseline=sweep.baseline, target_loss=sweep.target_loss, failures=list(failures))
+    print_tables(
+        asked,
+        console,
+        baseline=sweep.baseline,
+        target_loss=sweep.target_loss,
+        margins=sweep.margins,
+        failures=list(failures),
+    )
     if not sweep.report:
         return
     found, left_out = read_readable(sweep.out)
@@ -158,6 +167,7 @@ def _report(sweep: Sweep, made: Made, console: Console) -> None:
         sweep.out,
         baseline=sweep.baseline,
         target_loss=sweep.target_loss,
+        margins=sweep.margins,
         command=sweep.command,
         notes=[*notes_about(results), *left_out],
         failures=failures,
@@ -173,6 +183,7 @@ def report_again(
     *,
     baseline: str | None = None,
     target_loss: float | None = None,
+    margins: Margins = USUAL,
     command: str = "commhooks report",
 ) -> dict[str, Any]:
     """Print the tables, write the report of all results in these folders, and return what `report --json` writes.
@@ -186,25 +197,25 @@ def report_again(
     failures = {settings: text for settings, text in read_failures(folders).items() if settings not in finished}
     hooks = [settings.hook for settings in (*(result.settings for result in results), *failures)]
     check_presentation(baseline, target_loss, hooks)
+    shown: dict[str, Any] = {"baseline": baseline, "target_loss": target_loss, "margins": margins}
     notes = notes_about(results)
     beside = {folder.resolve() for folder in folders} == {out.resolve()} and (out / RESULTS).is_dir()
     with claimed(out):
         prepare_folder(out, dataclasses.replace(COMPARISON, folders=(PLOTS, TABLES)))
         for note in notes:
             _say(console, f"warning: {note}")
-        print_tables(results, console, baseline=baseline, target_loss=target_loss, failures=list(failures))
+        print_tables(results, console, **shown, failures=list(failures))
         path = write(
             results,
             out,
-            baseline=baseline,
-            target_loss=target_loss,
+            **shown,
             command=command,
             notes=notes,
             failures=failures,
             folders=[] if beside else [str(folder) for folder in folders],
         )
     _say(console, f"\nreport       {path}")
-    return summary(results, baseline=baseline, target_loss=target_loss, command=command, notes=notes, failures=failures)
+    return summary(results, **shown, command=command, notes=notes, failures=failures)
 
 
 def _print_ending(sweep: Sweep, made: Made, console: Console) -> None:

@@ -13,6 +13,7 @@ import yaml
 
 from commhooks.units import unknown
 
+from ..results.verdicts import USUAL, Margins
 from ..runs import RunSettings, read_setting
 from .plan import check_number, check_runs, combinations, in_turn
 
@@ -48,11 +49,13 @@ steps: 30                    # without it: each task's own number
 # For the report:
 # baseline: all-reduce
 # target_loss: 0.5
+# matters: 0.01             # of what the baseline's loss falls: a smaller difference does not matter
+# saves: 0.05               # of a step's time: a smaller saving does not matter
 """
 """A file that works, with every key explained."""
 
 _SETTINGS = [each.name for each in dataclasses.fields(RunSettings)]
-_REPORT: dict[str, Any] = {"out": str, "baseline": str, "target_loss": (int, float)}
+_REPORT: dict[str, Any] = {"out": str, "baseline": str, "target_loss": (int, float), "matters": float, "saves": float}
 _ELSEWHERE = {
     "rate": "the rate belongs to the link: 'link: 100Mbit/s'",
     "latency": "the latency belongs to the link: 'link: \"100Mbit/s,latency=1ms\"'",
@@ -72,6 +75,7 @@ class SweepFile:
     out: Path
     baseline: str | None = None
     target_loss: float | None = None
+    margins: Margins = USUAL
 
 
 @dataclass(frozen=True)
@@ -116,13 +120,16 @@ def _sweep_of(top: dict[str, _Entry], path: Path, device: str | None) -> SweepFi
     report = {name: top.pop(name) for name in _REPORT if name in top}
     for name, entry in report.items():
         if not isinstance(entry.value, _REPORT[name]) or isinstance(entry.value, bool):
-            wanted = "a number" if name == "target_loss" else "text"
+            wanted = "text" if _REPORT[name] is str else "a number"
             raise ValueError(f", line {entry.line}: {name} must be {wanted} (got {entry.value!r})")
     forced = {} if device is None else {"device": _Entry(device, 0)}
     runs = in_turn([settings for entries in _entries(top) for settings in _runs_of({**entries, **forced})])
     check_runs(runs)
     values: dict[str, Any] = {name: entry.value for name, entry in report.items()}
-    return SweepFile(**{**values, "runs": runs, "out": Path(values.get("out", Path("runs") / path.stem))})
+    margins = Margins(**{name: values.pop(name) for name in ("matters", "saves") if name in values})
+    return SweepFile(
+        **{**values, "margins": margins, "runs": runs, "out": Path(values.get("out", Path("runs") / path.stem))}
+    )
 
 
 def _entries(top: dict[str, _Entry]) -> Iterator[Mapping[str, _Entry]]:

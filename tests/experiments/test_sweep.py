@@ -23,6 +23,7 @@ from experiments.commands.cli import app
 from experiments.launch import WorldError
 from experiments.links.link import LinkSettings
 from experiments.report.page import HEAD
+from experiments.results.verdicts import Margins
 from experiments.runs import RunResult, RunSettings
 from experiments.sweeps import plan, sweep
 from experiments.sweeps.execute import Listener, Made
@@ -323,3 +324,12 @@ def test_a_sweep_checks_its_baseline(tmp_path: Path) -> None:
     settings = result().settings
     with pytest.raises(ValueError, match="baseline 'fp16' is not known: expected one of all-reduce"):
         make(Sweep(runs=(settings,), out=tmp_path, baseline="fp16"), Console())
+
+
+def test_the_margins_of_a_verdict_are_taken_from_a_file_and_checked(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text("task: digits\nhook: [all-reduce, fp16]\nmatters: 0.02\nsaves: 0.5\n")
+    assert read_sweep(file).margins == Margins(matters=0.02, saves=0.5)
+    file.write_text("task: digits\nhook: [all-reduce, fp16]\nsaves: 5.0\n")
+    with pytest.raises(ValueError, match="saves must be a fraction between 0 and 1"):
+        read_sweep(file)

@@ -49,8 +49,8 @@ def _blocks(folder: Path) -> Iterable[Block]:
     yield (
         f"`commhooks compare` at {number} seeds: the demo (digits and gpt at 100 Mbit/s) and two tasks written as a "
         "user writes them, a GPT of 1.3 million parameters under AdamW at 200 Mbit/s and a perceptron of 670,000 "
-        "under SGD with momentum at 100 Mbit/s. One seed decides, as in the demo. Other programs used the machine meanwhile: up to eleven processes "
-        "wanted to run on its two cores."
+        "under SGD with momentum at 100 Mbit/s. One seed decides, as in the demo. Other programs used the machine "
+        "meanwhile: up to eleven processes wanted to run on its two cores."
     )
     single = of_repetitions(found)
     yield _table(single)
