@@ -6,6 +6,7 @@ import typer
 
 from experiments.commands.terminal import EachOptionOnce
 
+from .advice import advice
 from .bench.command import bench
 from .gpu_cost.command import gpu_cost
 from .leaderboard.command import leaderboard
@@ -18,7 +19,7 @@ app = typer.Typer(
     help=__doc__, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
 app.command(help=HELP, cls=EachOptionOnce)(reproduce)
-for study in (bench, costs, gpu_cost, leaderboard, predictions, verdicts):
+for study in (advice, bench, costs, gpu_cost, leaderboard, predictions, verdicts):
     app.command(cls=EachOptionOnce)(study)
 
 

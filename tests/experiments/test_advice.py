@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from experiments.accuracy import Accuracy
 from experiments.advice import (
     DILOCO_COSTS,
     DILOCO_MARGIN,
@@ -21,11 +24,12 @@ from experiments.advice import (
     predicted,
     with_usual_feedback,
 )
-from experiments.planning.accuracy import Accuracy
 from experiments.results.intervals import Interval
 from experiments.results.verdicts import Judged, Range, Verdict
+from experiments.studies import advice as study
 
-REPRODUCTIONS = Path(__file__).parents[2] / "docs/reproductions"
+ROOT = Path(__file__).parents[2]
+REPRODUCTIONS = ROOT / "docs/reproductions"
 NONE = (Cost(0.0, 0.001, 0.025, "nats on gpt"),)
 SOME = (Cost(0.024, 0.029, 0.025, "nats on gpt"),)
 MUCH = (Cost(0.98, 1.04, 0.025, "nats on gpt"),)
@@ -52,6 +56,10 @@ def test_the_safest_gain_comes_first_and_the_cheapest_faster_hook_second_with_it
 
 def test_of_hooks_that_cost_nothing_the_fastest_is_advised() -> None:
     assert advise([CAST, option("int8", 3.0, NONE)]).hook == "int8"
+
+
+def test_a_hook_whose_cost_was_not_measured_is_not_named_beside_a_safe_one() -> None:
+    assert advise([CAST, option("mine:Codec", 20.0)]).faster is None
 
 
 def test_a_gain_within_its_uncertainty_or_too_small_to_matter_does_not_pay() -> None:
@@ -88,6 +96,14 @@ def test_measured_runs_are_advised_of_in_the_same_order_and_by_their_verdicts() 
     assert advise([sparse, low_rank]).hook == low_rank.hook, "what was measured to pay may be used"
     assert advise([sparse, unsure]).sentence.startswith("Whether a hook pays is not settled. The nearest is bf16")
     assert advise([sparse]).sentence.startswith("None pays")
+
+
+def test_runs_whose_loss_is_noisy_clear_a_hook_only_if_tables_know_it_to_be_safe() -> None:
+    noisy = dataclasses.replace(judged(Verdict.PAYS, 1.5, 0.0), equal_steps=Range(-0.4, -1.0, 0.2))
+    surely = dataclasses.replace(noisy, equal_steps=Range(0.4, 0.3, 0.5))
+    assert Option.measured("fp16", noisy, NONE).is_safe and not Option.measured("mine:Codec", noisy).is_safe
+    assert not Option.measured("fp16", surely, NONE).is_safe, "what these runs show counts"
+    assert Option.measured("mine:Codec", judged(Verdict.PAYS, 1.5, 0.0)).is_safe
 
 
 def test_diloco_is_named_only_with_its_cost_and_never_with_rounds_of_one_step() -> None:
@@ -173,6 +189,8 @@ def test_a_hook_gets_the_feedback_that_suits_the_optimizer() -> None:
     assert with_usual_feedback("int4", "sgd") == "int4" == with_usual_feedback("int4", "lion")
     assert with_usual_feedback("int4:error_feedback=true", "adamw") == "int4:error_feedback=true"
     assert with_usual_feedback("top-k", "adamw") == "top-k"
+    found = advise([option("int4", 5.0, NONE)], optimizer="adamw").sentence
+    assert found.endswith("Under adamw int4:error_feedback=False lost less than int4: compare both.")
 
 
 def test_the_cost_of_diloco_is_what_its_study_measured() -> None:
@@ -187,3 +205,30 @@ def test_the_cost_of_diloco_is_what_its_study_measured() -> None:
 def test_the_margin_is_a_hundredth_of_the_fall() -> None:
     assert math.isclose(Accuracy.read().costs_of("fp16")[1].margin, 0.02494)
     assert pytest.approx((math.log(256) - 2.025) / 2.025, abs=0.05) == DILOCO_MARGIN, "in percent of 2.025 nats"
+
+
+PAGES = ("docs/index.md", "docs/guide/choosing.md", "docs/guide/does-it-pay.md")
+
+
+def test_the_tables_and_lines_of_the_pages_are_what_the_function_advises() -> None:
+    cases = study.read(ROOT / study.FOLDER)
+    assert (ROOT / study.FOLDER / "by-link.md").read_text() == study.by_link(cases)
+    assert (ROOT / study.FOLDER / "by-optimizer.md").read_text() == study.by_optimizer()
+    assert (ROOT / study.FOLDER / "agreement.md").read_text() == study.agreement(cases)
+    assert all('--8<-- "docs/guide/choosing/by-link.md"' in (ROOT / page).read_text() for page in PAGES)
+    lines = {found.line for case in cases if (found := study.advised(case, "parameters"))}
+    for page in ("README.md", "docs/index.md", "docs/guide/own-model.md"):
+        assert set(re.findall(r"^\+(commhooks\.attach\(.*)$", (ROOT / page).read_text(), re.MULTILINE)) <= lines, page
+
+
+def test_those_that_answered_agree_but_where_two_safe_hooks_are_about_as_fast() -> None:
+    cases = study.read(ROOT / study.FOLDER)
+    assert len(cases) == 10 and {(case["task"], case["link"]) for case in cases} == {
+        (model.task, link) for model, link in study.STEPS
+    }
+    for case in cases:
+        found = [one for way in study.WAYS if (one := study.advised(case, way)) is not None]
+        if len({(one.hook, one.rank, one.policy, one.line) for one in found}) > 1:
+            assert (case["task"], case["link"]) == (study.RESNET.task, "1Gbit/s")
+            verdicts = {one["hook"]: one["verdict"] for one in case["compare"]}
+            assert {verdicts[str(one.hook)] for one in found} == {"pays"}, "each advised hook pays where it was trained"
