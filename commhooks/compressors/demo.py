@@ -83,7 +83,7 @@ class DeMo(Compressor):
     def exempt(self) -> Mapping[str, str]:
         """Name the laws of error feedback, if the mean is not that of what was sent."""
         if self.one_bit or self.sign:
-            return dict.fromkeys((*FEEDBACK_LAWS, "wire"), "what is subtracted from the momentum is sent as signs")
+            return dict.fromkeys((*FEEDBACK_LAWS, "wire", "mean"), "signs are sent, or are the mean: no magnitudes")
         over_senders = dict.fromkeys(FEEDBACK_LAWS, "the mean is over those ranks that sent a coefficient")
         return over_senders if self.mean_over == "senders" else {}
 

@@ -14,16 +14,16 @@ import torch
 
 from commhooks.compressors import TwoHop
 from commhooks.compressors.codecs import Codec
-from commhooks.errors import SettingsError
+from commhooks.errors import CollectiveError, SettingsError
 from commhooks.language import lending
 from commhooks.language.compressor import Compressor, check_compressor, loss_of_a_matrix, takes_feedback
-from commhooks.testing.claims import Claims, every_one_in
+from commhooks.testing.claims import SHAPES, Claims, every_one_in
 from commhooks.testing.conservation import LAWS as OF_FEEDBACK
 from commhooks.testing.exchange import LAWS as OF_EXCHANGE
 from commhooks.testing.law import Law, law
 from commhooks.testing.losses import LAWS as OF_LOSSES
 from commhooks.testing.state import LAWS as OF_STATE
-from commhooks.testing.workers import BrokenLawError
+from commhooks.testing.workers import BrokenLawError, Workers, normal, zeros
 from commhooks.wrappers import ErrorFeedback, Hierarchical, WithoutFeedback
 from commhooks.wrappers.error_feedback import with_feedback
 
@@ -64,10 +64,16 @@ class Finding:
         return f"{self.verdict}: {self.rule}; {self.why}; {end}"
 
 
-@law("steps", causes="")
+@law(
+    "steps",
+    causes="a request that depends on `context.rank`, or a shape that depends on the rank or on the gradients, such as "
+    "the number of elements above a threshold",
+)
 def steps(compressor: Compressor, claims: Claims) -> None:
-    """A step can be made."""
-    Claims.of(compressor)
+    """A step can be made, with two ranks and one, and with each parameter alone."""
+    for world_size, shapes in ((2, SHAPES[0]), (1, SHAPES[0]), *((2, shape) for shape in SHAPES)):
+        workers = Workers(compressor, world_size, zeros(shapes))
+        workers.step(normal(workers.parameters, world_size, seed=0))
 
 
 def as_used(given: Compressor | Codec) -> Compressor:
@@ -152,6 +158,8 @@ def _tried(each: Law, compressor: Compressor, claims: Claims) -> Finding:
         notes = [note for one in (error, cause) for note in getattr(one, "__notes__", ())]
         verdict, at = "crashed", _place_of(cause)
         why = f"{type(cause).__name__}: {cause} {notes[0] if notes else ''}".strip()
+        if isinstance(cause, CollectiveError):  # ranks that do not ask for the same
+            verdict, causes = "broken", steps.causes
     seconds = time.perf_counter() - began
     return Finding(law=each.key, rule=each.rule, verdict=verdict, why=why, causes=causes, place=at, seconds=seconds)
 

@@ -7,19 +7,25 @@ import math
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from commhooks.language.compressor import Compressor
 from commhooks.language.loss import Sends
-from commhooks.testing.bounds import IN_FLOAT64
-from commhooks.testing.claims import SHAPES, Claims
+from commhooks.testing.bounds import IN_FLOAT64, of_mean, unit_roundoff
+from commhooks.testing.claims import SHAPES, Claims, every_one_in
+from commhooks.testing.differences import difference
 from commhooks.testing.law import idle, keeping_nothing, law, sharing
+from commhooks.testing.waiting import Waits
 from commhooks.testing.workers import BrokenLawError, Workers, largest, normal, shape_of, zeros
+from commhooks.wrappers import WireDtype
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 ODD = (((1,),), ((0,), (3, 0), (4, 4)), ((),), ((1, 200), (200, 1)), ((17, 31), (13,)))
 """Shapes of parameters that no real model combines, and that must work nevertheless."""
+SUMS = {"all-reduce", "reduce-scatter"}
+"""The kinds of collectives that add up."""
 
 
 def where(workers: Workers, index: int, step: int | None = None, rank: int | None = None) -> str:
@@ -63,12 +69,95 @@ def replicas(compressor: Compressor, claims: Claims) -> None:
                 require_equal(workers, step, means[rank], means[0], f"ranks 0 and {rank} have different means")
 
 
+def losing(compressor: Compressor, claims: Claims) -> str:
+    """Excuse a compressor that may lose something of every parameter, or that exchanges nothing."""
+    if reason := idle(compressor, claims):
+        return reason
+    parameters = zeros(*claims.shapes(*SHAPES))
+    is_lost = [compressor.loss(f"layer{i}", one) for i, one in enumerate(parameters) if one.numel()]
+    return "" if None in is_lost else "it declares a `loss` for every parameter"
+
+
+@law(
+    "mean",
+    causes="a sum that is not divided by the number of ranks (`average=True` divides), or is divided twice; elements, "
+    "slots or buckets that are left out; clipping; a narrower dtype on the way. If something is to be lost, `loss` "
+    "declares how much",
+    excuse=losing,
+)
+def exact_mean(compressor: Compressor, claims: Claims) -> None:
+    """Of parameters for which no `loss` is declared, the mean comes back, up to rounding."""
+    wires = [one.dtype for one in every_one_in(compressor) if isinstance(one, WireDtype)]
+    runs = [(world_size, 1.0, torch.float32) for world_size in (1, 2, 3, 8)] + [(3, 1.0, torch.bfloat16)]
+    if not (wires or claims.range):
+        runs += [(size, scale, torch.float32) for size in (1, 2) for scale in (1e-30, 1e30)]
+    for world_size, scale, dtype in runs:
+        workers = Workers(compressor, world_size, zeros(*claims.shapes(*SHAPES), dtype=dtype), buckets=3)
+        named = zip(workers.names, workers.parameters, strict=True)
+        whole = [index for index, (name, p) in enumerate(named) if compressor.loss(name, p) is None]
+        rounded = 16 * sum(of_mean(world_size, one) for one in (torch.float32, *wires)) + 2 * unit_roundoff(dtype)
+        for step, alike in ((0, ""), (1, "equal "), (1000, "")):
+            workers.step_number = step
+            gradients = normal(workers.parameters, world_size, seed=step, scale=scale)
+            if alike:
+                gradients = [gradients[0]] * world_size
+            means = workers.step(gradients)
+            for rank, index in itertools.product(range(world_size), whole):
+                own = [of_rank[index].double() for of_rank in gradients]
+                if off := difference(means[rank][index].double(), own, rounded * largest(*own)):
+                    raise BrokenLawError(
+                        f"of {alike}gradients of {scale:g}, {off}: {where(workers, index, step, rank)}"
+                    )
+
+
+@law(
+    "equal",
+    causes="a sum that is not divided by the number of ranks, or is divided twice; a sum in fp16 that is divided "
+    "afterwards, or in another dtype that cannot hold it (`average=True` divides first)",
+    excuse=idle,
+)
+def equal_gradients(compressor: Compressor, claims: Claims) -> None:
+    """Equal gradients on 8 ranks have about the mean that they have on one, and it is finite if that is."""
+    for dtype in (torch.float32, torch.float16):
+        alone, together = (Workers(compressor, size, zeros(*claims.shapes(*SHAPES), dtype=dtype)) for size in (1, 8))
+        (gradients,) = normal(alone.parameters, 1, seed=0)
+        for gradient in gradients:
+            gradient.view(-1)[:1] = 20_000
+        ours, theirs = alone.step([gradients])[0], together.step([gradients] * 8)[0]
+        for index, (gradient, one, of_8) in enumerate(zip(gradients, ours, theirs, strict=True)):
+            if not one.isfinite().all():  # ranks may draw other numbers, so nothing is known of the others
+                continue
+            if not of_8.isfinite().all():
+                raise BrokenLawError(f"the mean of up to 20,000 is not finite: {where(together, index)}")
+            along, along_of_8 = (float(gradient.double().flatten() @ mean.double().flatten()) for mean in (one, of_8))
+            times = along_of_8 / along if along else math.nan
+            # What is clipped by the number of ranks may differ by its root; a few random numbers, by more.
+            if one.numel() >= 100 and along and not 8**-0.75 < times < 8**0.75:
+                raise BrokenLawError(f"it is {times:.3g} times as large: {where(together, index)}")
+
+
+@law(
+    "waits",
+    causes="`.item()`, `.tolist()`, `.numpy()`, `if tensor:`, an index that is a mask: compute with tensors instead, "
+    "as by `torch.where`. If it is for CPUs alone, declare that as `exempt`",
+)
+def waits(compressor: Compressor, claims: Claims) -> None:
+    """No step asks for a value, for which the host waits on a GPU."""
+    workers = Workers(compressor, 2, zeros(*claims.shapes(*SHAPES)))
+    with Waits() as found:
+        for step in range(2):
+            workers.step(normal(workers.parameters, 2, seed=step))
+    if found.places:
+        raise BrokenLawError(f"the host waits at {found.places[0]}")
+
+
 @law(
     "repeats",
-    causes="a global random generator (seed with `stable_seed` instead), a clock, or a plain attribute as memory",
+    causes="a global random generator (draw by `seeded_places` or a `torch.Generator`, seeded by `stable_seed`), a "
+    "clock, or a plain attribute as memory",
 )
 def repeats(compressor: Compressor, claims: Claims) -> None:
-    """The same gradients give the same bits when the run is repeated."""
+    """The same gradients give the same bits when the run is repeated, and no global random generator is used."""
     runs = []
     state = random.getstate()
     try:
@@ -76,12 +165,21 @@ def repeats(compressor: Compressor, claims: Claims) -> None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 random.seed(seed)
+                before = _generators()
                 workers = Workers(compressor, 2, zeros(*claims.shapes(*SHAPES)))
                 runs.append([workers.step(normal(workers.parameters, 2, seed=step))[0] for step in range(3)])
+                if used := [name for name, state in _generators().items() if state != before[name]]:
+                    raise BrokenLawError(f"the global random generator of {used[0]} was used or seeded by a step")
     finally:
         random.setstate(state)
     for step, (ours, theirs) in enumerate(zip(*runs, strict=True)):
         require_equal(workers, step, ours, theirs, "two runs have different means")
+
+
+def _generators() -> dict[str, object]:
+    """Return the states of the process's random generators, by the library that they belong to."""
+    numpys = str(np.random.get_state())  # noqa: NPY002 - read, to see whether somebody else has used it
+    return {"PyTorch": torch.get_rng_state().tolist(), "NumPy": numpys, "Python": random.getstate()}
 
 
 @law(
@@ -109,14 +207,15 @@ def buckets(compressor: Compressor, claims: Claims) -> None:
 
 @law(
     "bytes",
-    causes="a part whose layout does not list its elements: make parts with `slot.part`",
+    causes="a part whose layout does not list its elements, or names another parameter: make parts with `slot.part`; "
+    "`sends` not overridden by a compressor that gathers (`sends = Sends.ANYTHING`)",
 )
 def bytes_by_parameter(compressor: Compressor, claims: Claims) -> None:
-    """The bytes counted for parameters add up to the bytes sent."""
+    """The bytes counted for parameters add up to the bytes sent, each parameter's to its own."""
     for policy in ("fifo", "fused"):
         workers = Workers(compressor, 3, zeros(*claims.shapes(*SHAPES)), buckets=3, policy=policy)
         for step in range(2):
-            workers.step(normal(workers.parameters, 3, seed=step))
+            means = workers.step(normal(workers.parameters, 3, seed=step))
         by_parameter = workers.ledger.by_parameter()
         # Messages of bytes are padded to the width of their widest elements; padding belongs to no parameter.
         padding = 0 if compressor.sends < Sends.ANYTHING else 3 * workers.traffic.collectives
@@ -131,6 +230,11 @@ def bytes_by_parameter(compressor: Compressor, claims: Claims) -> None:
             one = by_parameter[name]
             if (one.steps, one.gradient_bytes) != (2, 2 * 4 * parameter.numel()):
                 raise BrokenLawError(f"of {where(workers, index)}, {one.steps} of 2 steps are counted")
+            if claims.exchanges and not one.payload_bytes and means[0][index].any():
+                raise BrokenLawError(f"a mean has come, and no byte is counted as sent: {where(workers, index)}")
+        if workers.asked_for - SUMS and compressor.sends < Sends.ANYTHING:
+            kinds = ", ".join(sorted(workers.asked_for - SUMS))
+            raise BrokenLawError(f"an {kinds} was asked for, and `sends` declares sums only")
 
 
 @law(
@@ -309,6 +413,9 @@ def scales(compressor: Compressor, claims: Claims) -> None:
 
 LAWS = (
     replicas,
+    exact_mean,
+    equal_gradients,
+    waits,
     repeats,
     buckets,
     bytes_by_parameter,

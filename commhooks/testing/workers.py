@@ -68,14 +68,15 @@ class BucketApart(GivenBucket):
 
 
 class _Watched:
-    """A worker's end of its group, which notes in which dtypes sums are sent."""
+    """A worker's end of its group, which notes the kinds of collectives, and in which dtypes sums are sent."""
 
-    def __init__(self, inner: LockstepCommunicator, summed: set[torch.dtype]) -> None:
+    def __init__(self, inner: LockstepCommunicator, kinds: set[str], summed: set[torch.dtype]) -> None:
         self.rank, self.world_size = inner.rank, inner.world_size
-        self._inner, self._summed = inner, summed
+        self._inner, self._kinds, self._summed = inner, kinds, summed
 
     def start(self, collective: Collective) -> Pending:
         """Submit this worker's collective."""
+        self._kinds.add(collective.kind)
         if collective.kind in ("all-reduce", "reduce-scatter"):
             self._summed.add(collective.tensor.dtype)
         return self._inner.start(collective)
@@ -105,8 +106,10 @@ class Workers:
         self.parameters = list(parameters)
         self.summed_in: set[torch.dtype] = set()
         """The dtypes in which sums were sent."""
+        self.asked_for: set[str] = set()
+        """The kinds of collectives that were asked for."""
         ends = LockstepGroup(world_size).communicators()
-        self.connections = [LockstepConnection(_Watched(end, self.summed_in), policy) for end in ends]
+        self.connections = [LockstepConnection(_Watched(end, self.asked_for, self.summed_in), policy) for end in ends]
         self.engines = [
             Engine(compressor, connection, residuals=storage, **settings) for connection in self.connections
         ]
@@ -178,7 +181,8 @@ class Workers:
                 futures.append((mean, engine.run(bucket)))
         run_in_turns(self.connections)
         for mean, future in futures:
-            assert future.done(), "some bucket was left without its mean"
+            if not future.done():
+                raise BrokenLawError("a rank asked for a collective that the others did not ask for")
             assert future.value().data_ptr() == mean.data_ptr()
         return [self._means(own) for own in self._outputs]
 

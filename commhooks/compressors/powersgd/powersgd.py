@@ -165,6 +165,11 @@ class PowerSGD(OfMatrices):
         form = self.paying_form(parameter, name)
         return None if form is None else Loss(error_of_rank(self.rank, form.n * form.m))
 
+    @property
+    def exempt(self) -> Mapping[str, str]:
+        """Name the law of buckets, if all of a bucket is one matrix."""
+        return {"buckets": "all of a bucket is one matrix"} if self.matrices == "whole-bucket" else {}
+
     def sides(self, step: int) -> tuple[Side, ...]:
         """Return the factors that a step computes and sends, in order."""
         if not self.alternating:
