@@ -57,7 +57,6 @@ HOOKS = ("fp16", "int8", "powersgd:policy=fused,rank=4")
 WAYS = {"parameters": "`plan --parameters` and the pages", "profile": "`plan --task`", "compare": "`compare`"}
 FOLDER = Path("docs/guide/choosing")
 _SETTINGS = "settings.json"
-_STEADY = 1.45  # a profile that knows a speed-up less well was taken on a machine that was busy with other things
 _SECONDS = "60"  # of profiling
 
 Case = Mapping[str, Any]  # task, words, link, and by way what is known of each hook
@@ -87,8 +86,8 @@ def read(folder: Path = FOLDER) -> list[Case]:
 
 
 def advised(case: Case, way: str) -> Advice | None:
-    """Return the advice of one way of asking; None: it could not be asked, or its profile is too unsteady to tell."""
-    if way not in case or (way == "profile" and not all(map(_is_steady, case[way]))):
+    """Return the advice of one way of asking; None: it could not be asked."""
+    if way not in case:
         return None
     tables = Accuracy.read()
     return advise([_option(one, tables) for one in case[way]], unchecked=_unchecked(case["link"]))
@@ -119,20 +118,24 @@ def by_optimizer() -> str:
 
 
 def agreement(cases: Sequence[Case]) -> str:
-    """Return a table of what each way of asking advises, setting by setting, and how often all agree."""
-    rows, verdicts = [], []
+    """Return a table of what each way of asking advises, setting by setting, and how often it is what the pages say."""
+    rows = []
+    same: dict[str, list[bool]] = {way: [] for way in WAYS if way != "parameters"}
     for case in cases:
         found = {way: advised(case, way) for way in WAYS}
-        said = [one for one in found.values() if one is not None]
-        same = len({(one.hook, one.rank, one.policy, one.line) for one in said}) == 1
-        verdicts += [same] if len(said) > 1 else []
+        pages = found["parameters"]
+        for way, agreed in same.items():
+            one = found[way]
+            if one is not None and pages is not None:
+                agreed.append(
+                    (one.hook, one.rank, one.policy, one.line) == (pages.hook, pages.rank, pages.policy, pages.line)
+                )
         texts = ["—" if one is None else _in_cell(one) for one in found.values()]
-        agree = ("yes" if same else "no") if len(said) > 1 else "—"
-        rows.append([f"`{case['task']}`", format_rate(_rate(case["link"])), *texts, agree])
-    table = _table(["model", "link", *WAYS.values(), "agree"], rows)
-    whole = f"Where several answered, {sum(verdicts)} of {len(verdicts)} agree in hook, rank, policy and line."
-    missing = "—: a link of that rate cannot be emulated here, or the machine was too busy to tell."
-    return f"{table}\n{whole} {missing}\n"
+        rows.append([f"`{case['task']}`", format_rate(_rate(case["link"])), *texts])
+    table = _table(["model", "link", *WAYS.values()], rows)
+    counts = " and ".join(f"{WAYS[way]} in {sum(agreed)} of {len(agreed)}" for way, agreed in same.items())
+    whole = f"What comes first is the pages' hook, rank, policy and line under {counts} settings."
+    return f"{table}\n{whole} —: a link of that rate cannot be emulated here.\n"
 
 
 _OF_THE_STUDY = ("sign", "int4", "top-k", "powersgd")
@@ -200,11 +203,6 @@ def _ends(found: Range) -> list[float]:
 
 def _commhooks(*words: str) -> None:
     subprocess.run([sys.executable, "-c", "import commhooks_command as c; c.main()", *words], check=True)
-
-
-def _is_steady(stored: Mapping[str, Any]) -> bool:
-    mean, low, _ = stored["speed_up"]
-    return bool(mean < _STEADY * low)
 
 
 def _unchecked(link: str) -> str:

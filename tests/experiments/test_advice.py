@@ -221,13 +221,13 @@ def test_the_tables_and_lines_of_the_pages_are_what_the_function_advises() -> No
         assert set(re.findall(r"^\+(commhooks\.attach\(.*)$", (ROOT / page).read_text(), re.MULTILINE)) <= lines, page
 
 
-def test_those_that_answered_agree_but_where_two_safe_hooks_are_about_as_fast() -> None:
+def test_what_was_trained_is_advised_as_the_pages_do_but_where_two_safe_hooks_are_about_as_fast() -> None:
     cases = study.read(ROOT / study.FOLDER)
     assert len(cases) == 10 and {(case["task"], case["link"]) for case in cases} == {
         (model.task, link) for model, link in study.STEPS
     }
     for case in cases:
-        found = [one for way in study.WAYS if (one := study.advised(case, way)) is not None]
+        found = [one for way in ("parameters", "compare") if (one := study.advised(case, way)) is not None]
         if len({(one.hook, one.rank, one.policy, one.line) for one in found}) > 1:
             assert (case["task"], case["link"]) == (study.RESNET.task, "1Gbit/s")
             verdicts = {one["hook"]: one["verdict"] for one in case["compare"]}
