@@ -178,16 +178,14 @@ def table_of(results: Iterable[RunResult], *, steps: bool = False) -> pandas.Dat
     for result in results:
         settings = {name: _plain(value) for name, value in vars(result.settings).items()}
         own = _defaults(result.settings.hook.name) | dict(result.settings.hook.settings)
-        settings["hook_name"] = result.settings.hook.name
-        settings |= {f"hook_{key}" if key in settings else key: _plain(own.get(key)) for key in named}
         settings["run_steps" if steps else "steps"] = settings.pop("steps")
+        settings["hook_name"] = result.settings.hook.name
+        figures = [_outcome(result)]
         if steps:
-            rows += [
-                settings | {_STEP_COLUMNS.get(key, key): value for key, value in vars(step).items()}
-                for step in result.steps
-            ]
-        else:
-            rows.append(settings | _outcome(result))
+            figures = [{_STEP_COLUMNS.get(key, key): value for key, value in vars(one).items()} for one in result.steps]
+        taken = {*settings, *figures[0]}
+        settings |= {f"hook_{key}" if key in taken else key: _plain(own.get(key)) for key in named}
+        rows += [settings | one for one in figures]
     table = pandas.DataFrame(rows)
     # A column without any value would otherwise have the type `object`.
     types = {"optimizer": "str", "compute": "str", "bucket_cap_mb": "float", "interface_bytes": "float"}
@@ -197,9 +195,10 @@ def table_of(results: Iterable[RunResult], *, steps: bool = False) -> pandas.Dat
 def _defaults(hook: str) -> dict[str, object]:
     """Return the defaults of a hook's settings; nothing for one that is not known here."""
     try:
-        return kind_of(hook, imports=False).defaults()
+        found = kind_of(hook, imports=False)
     except ValueError:
         return {}
+    return {"start_after": 0, "error_feedback": found.feeds_back} | found.defaults()
 
 
 def _plain(value: object) -> object:

@@ -233,6 +233,10 @@ def test_folders_load_into_one_table(tmp_path: Path) -> None:
     assert max(part.max() for part in parts) < 1
     means = table[table["task"] == "gpt"].groupby("hook")["ratio"].mean()
     assert means["powersgd:rank=4"] == pytest.approx(20)
+    ablation = table_of([result(f"powersgd:{text}") for text in ("rank=4", "rank=1,error_feedback=false")] + [result()])
+    assert list(ablation["hook_name"]) == ["powersgd", "powersgd", "all-reduce"]
+    assert list(ablation["rank"][:2]) == [4.0, 1.0] and list(ablation["error_feedback"][:2]) == [True, False]
+    assert ablation["rank"].isna()[2] and "ratio" in ablation and "hook_ratio" in table_of([result("top-k:ratio=0.1")])
     by_step = load_table(tmp_path / "0", tmp_path / "1", steps=True)
     assert len(by_step) == table["steps"].sum()
     assert (by_step["run_steps"] == 40).all()
