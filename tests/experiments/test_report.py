@@ -101,7 +101,7 @@ def test_the_page_shows_a_picture_a_table_and_a_sentence_for_each_setting_and_fo
     assert (
         words.count("Use fp16: ") == words.count(f"faster still is {POWER}: after equal time its loss is lower by") == 2
     )
-    assert 'commhooks.attach(model, "fp16") copy' in words
+    assert 'copy commhooks.attach(model, "fp16")' in words
     assert "2 of 2 diverged, 2 of 3 seeds" in words
     assert "Student's t" not in words and "Student's t" in shown.words
     assert "commhooks compare &lt;x&gt;" in text and "note=&#39;&lt;b&gt;&#39;" in text
