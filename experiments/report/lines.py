@@ -15,6 +15,7 @@ from ..results.intervals import Estimate
 from ..results.outcomes import ACCURACY, PARTS, Outcome, Setting
 from ..results.summary import total_seconds
 from ..results.verdicts import Judged, Range, Verdict
+from .findings import advice_on
 from .words import NEVER, percent, signed, times
 
 if TYPE_CHECKING:
@@ -68,10 +69,14 @@ class Line:
 
 
 def lines_of(setting: Setting) -> list[Line]:
-    """Return the lines of a setting: the baseline, then the hooks by verdict and by their loss after equal time."""
-    lines = [_line(one, setting) for one in setting.outcomes]
-    first = setting.baseline
-    return sorted(lines, key=lambda one: (one.outcome is not first, *_rank(one.judged)))
+    """Return the baseline's line, those of the advised hooks, and the others by verdict and loss after equal time."""
+    lines, first = [_line(one, setting) for one in setting.outcomes], setting.baseline
+    advice = advice_on(setting) if setting.judged else None
+    named = [advice.hook, advice.faster] if advice is not None else []
+    places = {hook: place for place, hook in enumerate(named) if hook is not None}
+    return sorted(
+        lines, key=lambda one: (one.outcome is not first, places.get(one.hook, len(places) + 2), *_rank(one.judged))
+    )
 
 
 def lacking(setting: Setting, hook: str) -> str:

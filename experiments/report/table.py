@@ -21,7 +21,7 @@ from .findings import advice_on, facts_of, finding, names_of
 from .lines import Line, lines_of
 from .words import NEVER, folded, signed
 
-_MOST = 14  # lines of a table; a page has all
+_MOST = 13  # lines of a table; a page has all
 _SPARKS = "▁▂▃▄▅▆▇█"
 _BAR, _SPARK = 8, 12  # the widths of a bar and of a curve, in characters
 _COLOURS = {Verdict.PAYS: "green", Verdict.COSTS: "red", Verdict.OPEN: "yellow", Verdict.DIVERGED: "red"}
@@ -72,7 +72,7 @@ def print_tables(
         if lacks := [f"{line.hook}: {line.lacks}" for line in lines if line.lacks]:
             console.print(f"Not settled: {'; '.join(lacks)}.", style="yellow", highlight=False, markup=False)
         for line in lines:
-            if line.hook == advice.hook:
+            if line.hook in (advice.hook, advice.faster):
                 console.print(f"    {line.code}", style="bold", highlight=False, markup=False, soft_wrap=True)
 
 
