@@ -33,7 +33,7 @@ def task_option(more: str = "") -> Any:
     """Return the option --task of a command; `more` is added to its help."""
     return typer.Option(
         "--task",
-        help=f"The task: digits, gpt, lstm, cifar10, or your own file.py:function.{more}",
+        help=f"The task: digits, gpt, lstm, or your own file.py:function.{more}",
         autocompletion=complete_task,
     )
 

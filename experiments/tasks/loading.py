@@ -18,13 +18,12 @@ from ..devices import CPU
 from ..specs import SettingValue, Spec
 from .batches import place_of
 from .checks import task_of
-from .cifar10 import cifar10
 from .digits import digits
 from .gpt import gpt
 from .lstm import lstm
 from .task import LoadedTask, Task, seeded
 
-TASKS: dict[str, Callable[..., Task]] = {"cifar10": cifar10, "digits": digits, "gpt": gpt, "lstm": lstm}
+TASKS: dict[str, Callable[..., Task]] = {"digits": digits, "gpt": gpt, "lstm": lstm}
 """The built-in tasks: each is a function like a user's own."""
 
 _SEED_OF_IMPORTS = 0

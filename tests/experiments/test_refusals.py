@@ -141,7 +141,6 @@ REFUSED: dict[Callable[..., object], list[tuple[Any, str]]] = {
         ("digits:network=lenet", "network must be one of cnn, mlp, resnet, resnet18, vgg"),
         ("digits:network=resnet18,channels=8", "channels cannot be chosen for resnet18"),
         *((f"digits:skew={skew}", f"skew must be between 0 and 1 .got {skew}") for skew in ("-0.1", "1.5")),
-        ("cifar10", "needs the folder of the unpacked archive.*the task 'digits' needs no files"),
         ("nowhere.py:task", r"there is no file nowhere.py \(the current folder is"),
         ("no_such_module:task", "no module 'no_such_module'.*or a file"),
         ("no.such.module:task", "no module 'no.such.module'"),
