@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from .errors import SettingsError
+
 
 def import_module(where: str, what: str) -> ModuleType:
     """Import a module by name, or from a file; the current folder is searched first, as by `python -m`.
@@ -21,13 +23,13 @@ def import_module(where: str, what: str) -> ModuleType:
         what: What it is imported for, in words for messages.
 
     Raises:
-        ValueError: There is no such module or file, or it fails while it is imported.
+        SettingsError: There is no such module or file, or it fails while it is imported.
 
     """
     if where.endswith(".py"):
         return _from_file(Path(where).expanduser(), what)
     if where == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        raise ValueError(f"{what}: the ranks are new processes, which do not see a notebook; write it into a file")
+        raise SettingsError(f"{what}: the ranks are new processes, which do not see a notebook; write it into a file")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
@@ -35,7 +37,7 @@ def import_module(where: str, what: str) -> ModuleType:
     except ModuleNotFoundError:  # a package in which it would be
         found = None
     if found is None:
-        raise ValueError(
+        raise SettingsError(
             f"{what}: there is no module {where!r} on the search path or in {here}; name a module that Python can "
             "import, or a file: 'folder/file.py:name'"
         )
@@ -45,7 +47,7 @@ def import_module(where: str, what: str) -> ModuleType:
 
 def _from_file(path: Path, what: str) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"{what}: there is no file {path} (the current folder is {Path.cwd()})")
+        raise SettingsError(f"{what}: there is no file {path} (the current folder is {Path.cwd()})")
     path = path.resolve()
     name = f"commhooks_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
@@ -59,7 +61,7 @@ def _from_file(path: Path, what: str) -> ModuleType:
     try:
         with failures_in_words(f"{what}: importing {path}"):
             specification.loader.exec_module(module)
-    except ValueError:
+    except SettingsError:
         del sys.modules[name]
         raise
     return module
@@ -67,11 +69,11 @@ def _from_file(path: Path, what: str) -> ModuleType:
 
 @contextmanager
 def failures_in_words(what: str) -> Iterator[None]:
-    """Raise ValueError with the file and line if somebody else's code fails."""
+    """Raise `SettingsError` with the file and line if somebody else's code fails."""
     try:
         yield
     except SystemExit as error:
-        raise ValueError(
+        raise SettingsError(
             f"{what} ended the program (exit code {error.code}); put what a script runs under "
             "`if __name__ == '__main__':`"
         ) from error
@@ -82,4 +84,4 @@ def failures_in_words(what: str) -> Iterator[None]:
         hint = ""
         if isinstance(error, ImportError) and "relative import" in str(error):
             hint = "; a file has no package: import its neighbours by name, or write 'package.module:name'"
-        raise ValueError(f"{what} failed: {text}{place}{hint}") from error
+        raise SettingsError(f"{what} failed: {text}{place}{hint}") from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ class Waits(TorchFunctionMode):
     ) -> Any:
         """Note the caller, if the host would wait."""
         if function in _WAIT or (function is Tensor.__getitem__ and _has_mask(args[1])):
-            frame = sys._getframe(1)
+            frame = inspect.currentframe()
+            assert frame is not None and frame.f_back is not None, "a function has a caller"
+            frame = frame.f_back
             while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
                 frame = frame.f_back
             file, line = frame.f_code.co_filename, frame.f_lineno

@@ -58,7 +58,7 @@ MISTAKES = {
     "check top-q": "Did you mean 'top-k'",
     "check nowhere.py:Class": "there is no file nowhere.py",
     "check nowhere:Class": "there is no module 'nowhere'",
-    "check fp16 --law replica": "there is no such law; there are replicas, repeats,",
+    "check fp16 --law replica": "there is no such law; there are replicas, mean, equal,",
     "sweep": "name a YAML file",
     "sweep nowhere.yaml": "nowhere.yaml cannot be read",
     "report": "Missing argument 'folders'",
