@@ -172,7 +172,7 @@ def advise(
     safe = [one for one in paying if one.is_safe and not one.is_seldom]
     lossy = [one for one in paying if one not in safe]
     if not paying:
-        return Advice(None, _none_pays(known, baseline))
+        return Advice(None, _none_pays(known, baseline, saves))
     sure = [one for one in lossy if one.judged is not None]
     if not safe and not sure:
         nearest = min(lossy, key=_by_cost)
@@ -263,7 +263,7 @@ def _listed(costs: Sequence[Cost]) -> str:
     return " and ".join(str(one) for one in costs if one.high > one.margin)
 
 
-def _none_pays(known: Sequence[Option], baseline: str) -> str:
+def _none_pays(known: Sequence[Option], baseline: str, saves: float) -> str:
     """Return why nothing is used: the runs do not settle it, or none pays."""
     verdicts = {one.hook: one.judged.verdict for one in known if one.judged is not None}
     compared = [one for one in known if verdicts.get(one.hook) is not Verdict.DIVERGED]
@@ -271,5 +271,8 @@ def _none_pays(known: Sequence[Option], baseline: str) -> str:
     nearest = next((one for one in compared if verdicts.get(one.hook) is Verdict.OPEN), None)
     if nearest is not None:
         return f"Whether a hook pays is not settled. The nearest is {_said(nearest)}."
+    unsure = next((one for one in compared if one.judged is None and one.speed_up.high > 1 / (1 - saves)), None)
+    if unsure is not None:
+        return f"No gain is sure: measure it with commhooks compare. The nearest is {_said(unsure)}."
     said = f"None pays: stay with {baseline}."
     return f"{said} The nearest is {_said(compared[0])}." if compared else said

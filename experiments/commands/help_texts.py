@@ -54,7 +54,8 @@ The others are compared with all-reduce, or with the first hook if all-reduce is
 An unknown name or setting is reported before anything starts, with the names that exist.
 
 [bold]The folder[/bold] given by --out receives report.html (one self-contained file), \
-results/*.json (settings, versions, machine and every step of each run), plots/*.png and tensorboard/. \
+results/*.json (settings, versions, machine and every step of each run), plots/ (PNG, SVG, PDF), \
+tables/ (CSV, LaTeX) and tensorboard/. \
 Runs with a result in the folder are not run again: after Ctrl-C, the same command continues, and more seeds or hooks \
 are added. --overwrite first removes the results, but no file that this program did not write.
 """,

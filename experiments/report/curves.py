@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -82,7 +83,8 @@ def fidelity(setting: Setting, drawn: Mapping[str, Look]) -> Figure | None:
         kept = [[probe.residual for probe in run.probes if probe.residual is not None] for run in runs]
         if all(len(own) == len(run.probes) for own, run in zip(kept, runs, strict=True)):
             _probes(right, kept, runs, drawn[hook])
-    left.set_yscale("log")
+    if any(math.isfinite(probe.error) for runs in probed.values() for run in runs for probe in run.probes):
+        left.set_yscale("log")  # of runs that diverged there is nothing to scale
     left.axhline(1, color=LIGHT.ink, linewidth=0.8, linestyle=(0, (4, 3)))  # as far off as a mean of zero
     left.yaxis.set_major_formatter(FuncFormatter(error_label))
     for axes in (left, right):

@@ -21,6 +21,8 @@ def finding(setting: Setting) -> str:
         return "The baseline has no finished run here, so nothing is compared."
     if setting.is_silent:
         return f"No bytes were moved with {counted(setting.settings.ranks, 'rank')}: there is nothing to compress."
+    if len(first.diverged) == len(first.results):
+        return f"{first.hook} diverged, so nothing can be compared with it."
     if not judged:
         return f"No other hook was run with a seed of {first.hook}: there is nothing to compare."
     return advice_on(setting).sentence

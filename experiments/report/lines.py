@@ -82,14 +82,16 @@ def lines_of(setting: Setting) -> list[Line]:
 def lacking(setting: Setting, hook: str) -> str:
     """Return what would settle a verdict, and how much longer the runs of the hook and the baseline would take."""
     judged, first = setting.judged[hook], setting.baseline
-    if judged.lacks not in {"steps", "seeds"} or first is None:
+    if judged.verdict is not Verdict.OPEN or first is None:
         return ""
+    if judged.lacks not in {"steps", "seeds"}:
+        return judged.why
     if not judged.longer <= _TOO_LONG:
         return f"more than {_TOO_LONG} times the {judged.lacks} would be needed"
     runs = [run for one in setting.outcomes if one.hook in {hook, first.hook} for run in one.results.values()]
     more = seconds_in_words((judged.longer - 1) * sum(run.dilation * total_seconds(run.steps) for run in runs))
     have = len(setting.seeds) if judged.lacks == "seeds" else setting.settings.steps
-    return f"--{judged.lacks} {math.ceil(judged.longer * have)} may settle it: about {more} more"
+    return f"{math.ceil(judged.longer * have)} {judged.lacks} may settle it: about {more} more"
 
 
 def _part(one: Outcome, part: str) -> Estimate:

@@ -32,7 +32,8 @@ _FITS: tuple[tuple[tuple[str, ...], int], ...] = (
     ((), 60),
     ((), 20),
     (_NUMBERS[3:], 20),
-    (_NUMBERS[1::2], 20),
+    ((_COLUMNS[1], _NUMBERS[3]), 20),
+    ((_COLUMNS[1], *_NUMBERS[2:]), 20),  # what verdicts rest on stays as long as it can
     ((_COLUMNS[1], *_NUMBERS[1::2]), 20),
 )
 

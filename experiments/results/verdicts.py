@@ -132,6 +132,9 @@ def judge(
     if not pairs:
         why = "the baseline's loss is not finite, so that it says nothing about others"
         return Judged(Verdict.OPEN, why, UNKNOWN, UNKNOWN, UNKNOWN, math.nan, lacks="neither")
+    if steps < 2:
+        why = "one step compares nothing"
+        return Judged(Verdict.OPEN, why, UNKNOWN, UNKNOWN, UNKNOWN, SMALLEST_MARGIN, lacks="neither")
     fall = float(np.mean([theirs.losses[0] - np.mean(theirs.losses[:steps][-10:]) for _, theirs in pairs]))
     margin = max(margins.matters * fall, SMALLEST_MARGIN)
     speed = _speed_up(pairs, steps, every)  # a property of hook and link: the turns of all seeds count

@@ -187,6 +187,8 @@ def table_of(results: Iterable[RunResult], *, steps: bool = False) -> pandas.Dat
         settings |= {f"hook_{key}" if key in taken else key: _plain(own.get(key)) for key in named}
         rows += [settings | one for one in figures]
     table = pandas.DataFrame(rows)
+    for name in (f"hook_{key}" if key in taken else key for key in named if rows):
+        table[name] = table[name].convert_dtypes()  # a rank stays whole beside hooks without one
     # A column without any value would otherwise have the type `object`.
     types = {"optimizer": "str", "compute": "str", "bucket_cap_mb": "float", "interface_bytes": "float"}
     return table.astype({name: kind for name, kind in types.items() if name in table})

@@ -63,10 +63,14 @@ def test_a_hook_whose_cost_was_not_measured_is_not_named_beside_a_safe_one() -> 
 
 
 def test_a_gain_within_its_uncertainty_or_too_small_to_matter_does_not_pay() -> None:
-    for unsure in (option("fp16", 1.5, NONE, sure=0.4), option("fp16", 1.04, NONE, sure=0.001)):
+    no_gain = (
+        (option("fp16", 1.5, NONE, sure=0.4), "No gain is sure: measure it"),
+        (option("fp16", 1.04, NONE, sure=0.001), "None pays: stay with all-reduce. The nearest is fp16"),
+    )
+    for unsure, said in no_gain:
         found = advise([unsure])
         assert found.hook is None and found.line == ""
-        assert found.sentence.startswith("None pays: stay with all-reduce. The nearest is fp16")
+        assert found.sentence.startswith(said)
 
 
 @pytest.mark.parametrize("costs", [SOME, ()], ids=["costs some", "not measured"])
