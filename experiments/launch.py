@@ -23,17 +23,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, resource_tracker
 from multiprocessing.context import SpawnProcess
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
 from torch.distributed.rendezvous import rendezvous
 
-from .cluster import INTERFACE, Cluster, hosts_on
+from .cluster import INTERFACE, Cluster
 from .links.link import LinkSettings
 
-T = TypeVar("T")
 Send = Callable[[object], None]
 Tell = Callable[[str], None]
 RankFunction = Callable[[int, int, Any, Send], None]  # (rank, ranks, argument, send)
@@ -41,7 +39,6 @@ RankFunction = Callable[[int, int, Any, Send], None]  # (rank, ranks, argument, 
 _GRACE_SECONDS = 1.0  # for the other ranks' tracebacks, after the first failure
 _TERMINATE_SECONDS = 2.0
 _CHAPTER = re.compile(r"rank \d+ (failed|died):")
-_TIMEOUT_SECONDS = 120.0  # without a message
 _WIND_UP_SECONDS = 30.0  # without a message, for ranks that were told to end
 _EXIT_SECONDS = 30.0  # for a rank that has sent its last message, on a very busy machine
 
@@ -188,44 +185,6 @@ def run_world(
         _check_exit_codes(world)
     finally:
         _end(world)
-
-
-def on_ranks(
-    function: Callable[[Tell], T],
-    ranks: int,
-    tell: Tell,
-    *,
-    link: LinkSettings | None = None,
-    variables: Mapping[str, str] | None = None,
-) -> T:
-    """Call `function(tell)` on new ranks, each with one thread, and return rank 0's result.
-
-    If the link is of kind "hosts", the ranks run on hosts with its rate; see `run_world`.
-
-    Args:
-        function: Picklable.
-        ranks: The number of processes.
-        tell: Called here with each text that rank 0 tells, as progress.
-        link: The link between the ranks; None: the loopback.
-        variables: Variables for the ranks' environment.
-
-    Raises:
-        WorldError: A rank raised an error or died, or all fell silent.
-
-    """
-    found: list[tuple[T]] = []
-    hear = lambda message: tell(message) if isinstance(message, str) else found.append(message)
-    with environment(variables or {}), hosts_on(link or LinkSettings(), ranks) as cluster:
-        run_world(_call, ranks, function, hear, timeout=_TIMEOUT_SECONDS, cluster=cluster)
-    ((value,),) = found
-    return value
-
-
-def _call(rank: int, ranks: int, function: Callable[[Tell], object], send: Send) -> None:
-    torch.set_num_threads(1)
-    value = function(send if rank == 0 else silent)
-    if rank == 0:
-        send((value,))
 
 
 def silent(message: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -75,12 +75,6 @@ def print_tables(
         for line in lines:
             if line.hook in (advice.hook, advice.faster):
                 console.print(f"    {line.code}", style="bold", highlight=False, markup=False, soft_wrap=True)
-
-
-def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown, with an empty one at the end: names first, numbers in other columns."""
-    table = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-    return [*("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table), ""]
 
 
 def plain_table(title: str, headings: tuple[str, ...], first: str = "hook") -> Table:

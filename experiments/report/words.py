@@ -10,7 +10,6 @@ from commhooks.units import three_digits
 
 from ..links.link import LinkSettings
 from ..results.intervals import Estimate, Interval
-from ..results.summary import Spread
 
 NEVER = "—"
 UNLIMITED = "unlimited"
@@ -20,11 +19,6 @@ _LINKS = {"emulated": "an emulated link", "hosts": "network namespaces linked", 
 def seconds_in_words(seconds: float | None) -> str:
     """Return '65.2 s' or '98.1 ms'; a dash for never."""
     return NEVER if seconds is None else units.seconds_in_words(seconds)
-
-
-def spread_in_words(spread: Spread) -> str:
-    """Return the median with its quartiles: '98.1 ms (95.0 to 104)'."""
-    return f"{seconds_in_words(spread.median)} ({range_of_seconds(spread.median, spread.low, spread.high)})"
 
 
 def times(factor: float) -> str:
@@ -53,12 +47,6 @@ def spread_of(found: Estimate, form: Callable[[float], str]) -> str:
     if found.seeds == 2:
         return listed([form(value) for _, value in sorted(found.by_seed.items())])
     return bounds(found.interval, form)
-
-
-def with_bounds(found: Interval | Estimate, form: Callable[[float], str]) -> str:
-    """Return the mean with its interval, or with both values of two seeds: '2.12 (2.11 to 2.14)'; else the mean."""
-    within = bounds(found, form) if isinstance(found, Interval) else spread_of(found, form)
-    return f"{form(found.mean)} ({within})" if within else form(found.mean)
 
 
 def listed(names: Collection[str], last: str = "and") -> str:

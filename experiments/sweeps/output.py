@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -25,23 +24,8 @@ _RUN = re.compile(r".+\.seed-\d+\.[0-9a-f]{8}")  # the name of a run's files, wi
 _LOG = re.compile(r"[^/]+/[^/]+/seed-\d+(, [^/]+)?")  # the folder of a run's log
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """The files that a command writes into its folder."""
-
-    files: Mapping[str, str]  # the beginning of each file's text, by name
-    folders: tuple[str, ...]
-    pictures: tuple[str, ...]  # in plots/: <task>.<picture>.png
-    tasks: tuple[str, ...] = ()  # that may have pictures
-    grows: bool = False  # True: results are added to an earlier command's
-
-
-COMPARISON = Contents(
-    files={REPORT: TITLE, LOCK: OWNER},
-    folders=(RESULTS, FAILURES, PROGRESS, LOGS, PLOTS, TABLES),
-    pictures=tuple(PICTURES),
-    grows=True,
-)
+_FILES = {REPORT: TITLE, LOCK: OWNER}  # the beginning of each file's text
+_FOLDERS = (RESULTS, FAILURES, PROGRESS, LOGS, PLOTS, TABLES)
 
 
 def dated_folder() -> Path:
@@ -49,73 +33,63 @@ def dated_folder() -> Path:
     return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def prepare_folder(out: Path, contents: Contents = COMPARISON, *, overwrite: bool = False) -> None:
+def prepare_folder(out: Path, folders: Sequence[str] = _FOLDERS, *, overwrite: bool = False) -> None:
     """Create the folder; with `overwrite`, remove the files that the same command wrote there earlier, and no others.
 
     Raises:
-        ValueError: With `overwrite`, the folder holds anything that this command has not written. Without it, the
-            folder holds results; or, if results may be added, anything that would be replaced and that this command has
-            not written. Or the folder cannot be read or written.
+        ValueError: With `overwrite`, the folder holds anything that this command has not written. Without it, anything
+            that would be replaced and that this command has not written. Or the folder cannot be read or written.
 
     """
     try:
-        _prepare(out, contents, overwrite)
+        _prepare(out, folders, overwrite)
     except OSError as error:
         raise ValueError(f"out: {out} cannot be used as a folder for results ({error}); name another one") from error
 
 
-def _prepare(out: Path, contents: Contents, overwrite: bool) -> None:
+def _prepare(out: Path, folders: Sequence[str], overwrite: bool) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: {out} is a file; name a folder")
-    if contents.grows and not overwrite:
-        _refuse_to_replace(out, contents)
+    if overwrite:
+        _remove_earlier(out)
     else:
-        _remove_earlier(out, contents, overwrite)
-    for name in contents.folders:
+        _refuse_to_replace(out, folders)
+    for name in folders:
         if name not in {FAILURES, PROGRESS}:  # made when they are needed
             (out / name).mkdir(parents=True, exist_ok=True)
 
 
-def _refuse_to_replace(out: Path, contents: Contents) -> None:
+def _refuse_to_replace(out: Path, names: Sequence[str]) -> None:
     """Raise ValueError if a file or folder that is about to be written belongs to another program."""
-    folders, files = [out / name for name in contents.folders], [out / name for name in contents.files]
+    folders, files = [out / name for name in names], [out / name for name in _FILES]
     taken = [path for path in folders if path.is_symlink() or (path.exists() and not path.is_dir())]
     taken += [path for path in files if path.is_symlink() or (path.exists() and not path.is_file())]
-    taken += [
-        path for path in files if path not in taken and path.exists() and not begins(path, contents.files[path.name])
-    ]
+    taken += [path for path in files if path not in taken and path.exists() and not begins(path, _FILES[path.name])]
     has_results = any(_is_result(path) for path in (out / RESULTS).glob("*.json"))
     if not taken and not has_results and any(any((out / folder).glob("*.*")) for folder in (PLOTS, TABLES)):
-        taken = _strangers(out, contents)
+        taken = _strangers(out, names)
     if taken:
         raise ValueError(
             f"out: {out} holds files of another kind ({_some(taken, out)}), which are not replaced; name another folder"
         )
 
 
-def _remove_earlier(out: Path, contents: Contents, overwrite: bool) -> None:
-    written = _written(out, contents) if out.exists() else []
-    if [path for path in written if path.name != LOCK] and not overwrite:
-        raise ValueError(
-            f"out: {out} holds results already ({_some(written, out)}); name another folder, or replace them with "
-            "--overwrite"
-        )
-    for path in written:
+def _remove_earlier(out: Path) -> None:
+    for path in _written(out) if out.exists() else []:
         if path.name != LOCK:  # it is held by this process
             path.unlink()
         for folder in list(path.relative_to(out).parents)[:-2]:  # all but the first and `out` itself
             if folder.parts[0] == LOGS and not any((out / folder).iterdir()):
                 (out / folder).rmdir()
-    if PROGRESS in contents.folders:
-        shutil.rmtree(out / PROGRESS, ignore_errors=True)  # its files are among those removed
+    shutil.rmtree(out / PROGRESS, ignore_errors=True)  # its files are among those removed
 
 
-def _written(out: Path, contents: Contents) -> list[Path]:
+def _written(out: Path) -> list[Path]:
     """Return the files in `out`, all of which the command wrote; raise ValueError if anything else is there.
 
     Results come last: they identify the other files of a comparison, even after an interrupted removal.
     """
-    if strangers := _strangers(out, contents):
+    if strangers := _strangers(out, _FOLDERS):
         raise ValueError(
             f"out: {out} holds files of another kind ({_some(strangers, out)}), so that nothing is removed there; name "
             "a new or empty folder"
@@ -124,37 +98,35 @@ def _written(out: Path, contents: Contents) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def _strangers(out: Path, contents: Contents) -> list[Path]:
+def _strangers(out: Path, folders: Sequence[str]) -> list[Path]:
     """Return what is in `out` and not the command's."""
-    known = (*contents.folders, *contents.files)
+    known = (*folders, *_FILES)
     if strangers := [path for path in out.iterdir() if path.name not in known or path.is_symlink()]:
         return strangers  # another folder, such as somebody's home, is not searched completely
     paths = [*out.rglob("*")]
     runs = {path.stem for path in paths if _is_result(path)}
-    return [path for path in paths if not _is_own(path, path.relative_to(out).parts, contents, runs)]
+    return [path for path in paths if not _is_own(path, path.relative_to(out).parts, folders, runs)]
 
 
-def _is_own(path: Path, parts: tuple[str, ...], contents: Contents, runs: set[str]) -> bool:
+def _is_own(path: Path, parts: tuple[str, ...], folders: Sequence[str], runs: set[str]) -> bool:
     """Return whether the command wrote this file, judged by name and content, or created this folder."""
     if path.is_dir():
-        return parts[0] in contents.folders and len(parts) <= {LOGS: 4, PROGRESS: 3}.get(parts[0], 1)
+        return parts[0] in folders and len(parts) <= {LOGS: 4, PROGRESS: 3}.get(parts[0], 1)
     if path.is_symlink() or not path.is_file():
         return False
     match parts:
         case (name,):
-            return name in contents.files and begins(path, contents.files[name])
+            return name in _FILES and begins(path, _FILES[name])
         case ("results", name):
             return _is_result(path) or (name.endswith(PARTIAL) and begins(path, HEAD))
         case ("failures", name):
             return name.endswith(".txt") and begins(path, FAILURE)
         case ("plots" | "tables", name):
-            if not contents.grows:
-                return name in {f"{task}.{picture}.png" for task in contents.tasks for picture in contents.pictures}
-            ours = any(name.endswith(f".{one}{suffix}") for one in contents.pictures for suffix in _DRAWN)
+            ours = any(name.endswith(f".{one}{suffix}") for one in PICTURES for suffix in _DRAWN)
             ours |= parts[0] == TABLES and path.suffix in _TABLES
-            return ours and bool(runs or _is_own(path.parents[1] / REPORT, (REPORT,), contents, runs))
-        case ("tensorboard", *folders, name):
-            return bool(_LOG.fullmatch("/".join(folders))) and name.startswith(_EVENTS)
+            return ours and bool(runs or _is_own(path.parents[1] / REPORT, (REPORT,), folders, runs))
+        case ("tensorboard", *log, name):
+            return bool(_LOG.fullmatch("/".join(log))) and name.startswith(_EVENTS)
         case ("progress", run, *_):
             return run == STOP or (_is_run(run, runs) and path.suffix in _CHECKPOINTS)
     return False

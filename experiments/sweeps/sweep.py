@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -28,7 +27,7 @@ from .execute import Made, execute, goes_on_from
 from .live import Live, listeners
 from .lock import claimed
 from .notes import notes_about
-from .output import COMPARISON, LOGS, PLOTS, TABLES, prepare_folder
+from .output import LOGS, PLOTS, TABLES, prepare_folder
 from .plan import crowded
 from .store import (
     FAILURES,
@@ -201,7 +200,7 @@ def report_again(
     notes = notes_about(results)
     beside = {folder.resolve() for folder in folders} == {out.resolve()} and (out / RESULTS).is_dir()
     with claimed(out):
-        prepare_folder(out, dataclasses.replace(COMPARISON, folders=(PLOTS, TABLES)))
+        prepare_folder(out, (PLOTS, TABLES))
         for note in notes:
             _say(console, f"warning: {note}")
         print_tables(results, console, **shown, failures=list(failures))

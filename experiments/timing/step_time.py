@@ -98,21 +98,6 @@ class Step:
         if any(bucket.due < bucket.ready for bucket in self.buckets):
             raise ValueError("Step: no bucket's mean can be due before its gradients are ready.")
 
-    def scaled(self, factor: float) -> Step:
-        """Return the same work on a processor on which everything takes `factor` times as long."""
-        buckets = tuple(
-            Bucket(
-                factor * bucket.ready,
-                tuple(Stage(factor * stage.seconds, stage.collectives) for stage in bucket.stages),
-                factor * bucket.after,
-                factor * bucket.due,
-            )
-            for bucket in self.buckets
-        )
-        return dataclasses.replace(
-            self, compute=factor * self.compute, optimizer=factor * self.optimizer, buckets=buckets
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:

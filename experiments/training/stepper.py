@@ -7,9 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ..specs import Spec
-from ..tasks import LoadedTask, load_task
-from .registration import wrap_in_ddp
+from ..tasks import LoadedTask
 
 
 class Stepper:
@@ -55,27 +53,3 @@ class Stepper:
     def close(self) -> None:
         """Remove the DDP, which must go before its process group does."""
         del self.ddp
-
-
-def same_step(
-    task: str, ddp: str = "core", bucket_mib: float | None = None, group: dist.ProcessGroup | None = None
-) -> Stepper:
-    """Return the stepper of a task whose DDP sends only gradients, and whose steps are all on one batch.
-
-    Args:
-        task: A built-in task, as on the command line.
-        ddp: "core": ddp_core's DistributedDataParallel; "torch": PyTorch's.
-        bucket_mib: The bucket size in MiB; None: the DDP's default.
-        group: The process group whose ranks train; None: the default group.
-
-    """
-    loaded = without_broadcasts(task)
-    return Stepper(loaded, wrap_in_ddp(loaded.model, ddp, bucket_mib, group), same_batch=True)
-
-
-def without_broadcasts(task: str) -> LoadedTask:
-    """Return a task whose model's buffers are not broadcast before each forward pass: a DDP sends only gradients."""
-    loaded = load_task(Spec.parse(task, "task"))
-    names = [name for name, _ in loaded.model.named_buffers()]
-    loaded.model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]  # 'expression has type "list[str]"'
-    return loaded

@@ -176,12 +176,6 @@ def test_more_ranks_and_more_latency_are_never_faster(link: Link, kind: str, pay
     assert slower.transfer(kind, payload, ranks).seconds > seconds
 
 
-def test_a_slower_processor_takes_longer_for_everything_but_the_link() -> None:
-    step = a_step(*TWO_ROUNDS)
-    assert step_time(step.scaled(3.0), Link(rate=math.inf), 2).seconds == pytest.approx(3 * 1.4)
-    assert step_time(step.scaled(3.0), PLAIN, 2).communication == pytest.approx(4 * 0.08)
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [

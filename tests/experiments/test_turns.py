@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experiments.launch import Tell, WorldError, on_ranks
+from experiments.launch import Tell, WorldError
+from experiments.studies.ranks import on_ranks, same_step
 from experiments.studies.turns import Order, as_given, drawn, forth_and_back, in_turns, on_slowest, rotated, turns_of
-from experiments.training.stepper import same_step
 
 
 def test_every_contender_has_one_turn_a_round_and_warming_up_does_not_count() -> None:

@@ -13,7 +13,8 @@ from torch import nn
 
 import commhooks
 from commhooks.units import seconds_in_words
-from experiments.launch import Tell, on_ranks
+from experiments.launch import Tell
+from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import in_turns
 from experiments.training.registration import wrap_in_ddp
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import ddp_core
 from commhooks.units import bytes_in_words
-from experiments.launch import Tell, on_ranks
+from experiments.launch import Tell
 from experiments.report.words import seconds_in_words
+from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import in_turns
 from experiments.tasks.images import ResNet18
 

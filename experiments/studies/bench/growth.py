@@ -13,10 +13,11 @@ from torch import Tensor, nn
 import commhooks
 from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from experiments.hooks import make_hook
-from experiments.launch import Tell, on_ranks
+from experiments.launch import Tell
 from experiments.report.words import seconds_in_words
 from experiments.results.summary import Spread
 from experiments.specs import Spec
+from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import as_given, in_turns, turns_of
 from experiments.training.registration import wrap_in_ddp
 

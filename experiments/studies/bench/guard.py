@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 import commhooks
 import ddp_core
-from experiments.launch import Tell, on_ranks
+from experiments.launch import Tell
 from experiments.report.words import seconds_in_words
+from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import forth_and_back, in_turns, turns_of
 
 from .rows import AGAIN, OURS, THEIRS, Row, Seconds, compared, ratios

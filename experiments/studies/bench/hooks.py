@@ -19,11 +19,12 @@ from torch.futures import Future
 
 import commhooks
 from commhooks.units import bytes_in_words
-from experiments.launch import Tell, on_ranks
+from experiments.launch import Tell
 from experiments.links.link import LinkSettings, Wire
 from experiments.links.linked_group import LinkedGroup
 from experiments.report.words import seconds_in_words
 from experiments.results.summary import Spread
+from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import in_turns
 from experiments.training.registration import wrap_in_ddp
 

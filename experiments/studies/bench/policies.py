@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.scheduling.policy import PolicyName
 from experiments.hooks import make_hook
-from experiments.launch import Tell, on_ranks
+from experiments.launch import Tell
 from experiments.report.words import seconds_in_words
 from experiments.specs import Spec
+from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import in_turns
 
 from .given import forward_and_backward

@@ -16,8 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 import commhooks
 from commhooks.native import compiled
 from commhooks.native.library import VARIABLE
-from experiments.launch import Tell, environment, on_ranks
+from experiments.launch import Tell, environment
 from experiments.results.summary import Spread
+from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import turns_of
 
 from .copies import EAGER, TINY, between_copies

@@ -16,12 +16,13 @@ import torch.distributed as dist
 import commhooks
 from experiments.cluster import why_not
 from experiments.hooks import make_hook, policy_of
-from experiments.launch import Tell, on_ranks
+from experiments.launch import Tell
 from experiments.links.link import LinkSettings
 from experiments.results.summary import Spread
 from experiments.specs import Spec
+from experiments.studies.ranks import on_ranks, same_step
 from experiments.studies.turns import on_slowest, turns_of
-from experiments.training.stepper import Stepper, same_step
+from experiments.training.stepper import Stepper
 
 from .memory import KEEPS_FREED
 from .rows import Row, Seconds

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from experiments.cluster import why_not
-from experiments.launch import Tell, on_ranks
+from experiments.launch import Tell
 from experiments.links.link import LinkSettings
+from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import in_turns
 
 from .real_step import training_step

@@ -27,9 +27,9 @@ from experiments.planning import Link, Profile, plan, profile_from_tables
 from experiments.planning.costs import Costs, copy_seconds
 from experiments.planning.measurements import Asked, measure
 from experiments.planning.worlds import check_place
-from experiments.report.table import markdown_table
 from experiments.report.words import percent
 from experiments.specs import Spec
+from experiments.studies.blocks import markdown_table
 from experiments.studies.medians import milliseconds
 from experiments.tasks import load_task
 from experiments.timing.link import Network

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ddp_core
-from experiments.launch import Tell, on_ranks
+from experiments.launch import Tell
 from experiments.machine import dilation
 from experiments.runs import RunSettings
 from experiments.specs import Spec
+from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import as_given, turns_of
 from experiments.tasks import load_task
 from experiments.training.kinds import register

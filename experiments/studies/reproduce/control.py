@@ -18,13 +18,14 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from commhooks.units import seconds_in_words, three_digits
 from experiments.cluster import hosts_on
-from experiments.launch import on_ranks, run_world
+from experiments.launch import run_world
 from experiments.links.link import LinkSettings
 from experiments.report.plots import Theme, canvas, legend, looks
 from experiments.report.words import NEVER, percent
 from experiments.specs import Spec
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio, milliseconds
+from experiments.studies.ranks import on_ranks
 
 from .control_ranks import NewRate, Ran, Settings, run_phases, run_turns
 from .notes import Notes

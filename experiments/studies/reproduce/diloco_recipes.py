@@ -19,10 +19,10 @@ from matplotlib.figure import Figure
 from commhooks.units import bytes_in_words, counted
 from experiments.hooks import make_hook
 from experiments.report.plots import Theme, canvas, legend, looks
-from experiments.report.words import NEVER, percent, signed, with_bounds
+from experiments.report.words import NEVER, percent, signed
 from experiments.results.intervals import Estimate, ratios
 from experiments.specs import Spec
-from experiments.studies.blocks import Block, Picture, Table
+from experiments.studies.blocks import Block, Picture, Table, with_bounds
 from experiments.studies.lockstep import train_in_lockstep
 from experiments.studies.seldom_lockstep import train_seldom_in_lockstep
 from experiments.tasks import load_task

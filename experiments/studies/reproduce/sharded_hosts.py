@@ -16,12 +16,13 @@ from typing import Any
 from commhooks.units import counted, three_digits
 from experiments.cluster import hosts_on
 from experiments.hooks import gather_of, make_hook
-from experiments.launch import on_ranks, run_world
+from experiments.launch import run_world
 from experiments.links.link import LinkSettings, parse_rate
 from experiments.report.words import percent
 from experiments.results.summary import Spread
 from experiments.specs import Spec
 from experiments.studies.blocks import Block, Table
+from experiments.studies.ranks import on_ranks
 from experiments.tasks import load_task
 
 from ...links.gloo import ACKNOWLEDGEMENT, FRAMING

@@ -17,13 +17,14 @@ from scipy.optimize import brentq
 
 from commhooks.units import counted, three_digits
 from experiments.cluster import hosts_on
-from experiments.launch import on_ranks, run_world
+from experiments.launch import run_world
 from experiments.links.link import LinkSettings
 from experiments.report.words import percent
 from experiments.results.summary import Spread
 from experiments.seldom import Seldom, exchanged
 from experiments.specs import Spec, is_seldom
 from experiments.studies.blocks import Block, Table
+from experiments.studies.ranks import on_ranks
 
 from ...links.gloo import ACKNOWLEDGEMENT, FRAMING
 from ...planning.candidates import label_in_profile

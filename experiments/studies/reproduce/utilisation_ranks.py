@@ -19,11 +19,12 @@ from experiments.links.link import LinkSettings
 from experiments.planning.worlds import around
 from experiments.seldom import exchanged
 from experiments.specs import Spec, is_seldom, steps_of_a_round
+from experiments.studies.ranks import same_step
 from experiments.studies.turns import on_slowest, rotated
 from experiments.tasks import load_task
 from experiments.training.registration import wrap_in_ddp
 from experiments.training.seldom import settings_of
-from experiments.training.stepper import Stepper, same_step
+from experiments.training.stepper import Stepper
 
 from ... import planning
 from ...planning import Profile

@@ -19,15 +19,16 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from commhooks.units import three_digits
-from experiments.launch import Tell, on_ranks
+from experiments.launch import Tell
 from experiments.links.link import LinkSettings, parse_rate
 from experiments.machine import dilation
 from experiments.report.plots import Theme, canvases, legend
 from experiments.report.words import NEVER
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio, milliseconds
+from experiments.studies.ranks import on_ranks, same_step
 from experiments.studies.turns import forth_and_back, in_turns
-from experiments.training.stepper import Stepper, same_step
+from experiments.training.stepper import Stepper
 
 from ..notes import Notes
 from ..reproduction import Reproduction

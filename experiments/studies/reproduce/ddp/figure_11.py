@@ -20,10 +20,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments.report.plots import Theme, canvas, legend
-from experiments.report.words import NEVER, signed, spread_of, with_bounds
+from experiments.report.words import NEVER, signed, spread_of
 from experiments.results.intervals import Estimate, differences
 from experiments.specs import Spec
-from experiments.studies.blocks import Block, Picture, Table
+from experiments.studies.blocks import Block, Picture, Table, with_bounds
 from experiments.tasks import LoadedTask, load_task
 
 from ..comparing import by_seed

@@ -22,13 +22,14 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from commhooks.units import three_digits
-from experiments.launch import Tell, on_ranks
+from experiments.launch import Tell
 from experiments.links.link import LinkSettings
 from experiments.report.plots import Theme, canvas, canvases
 from experiments.results.summary import Spread
 from experiments.specs import Spec
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio
+from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import as_given, in_turns
 from experiments.tasks import load_task
 

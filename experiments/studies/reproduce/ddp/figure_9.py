@@ -25,15 +25,16 @@ from torch.futures import Future
 from commhooks.tensors import tensor_bytes
 from commhooks.units import counted, three_digits
 from ddp_core import GradBucket
-from experiments.launch import Tell, on_ranks
+from experiments.launch import Tell
 from experiments.links.link import LinkSettings, parse_latency, parse_rate
 from experiments.machine import dilation
 from experiments.report.plots import Theme, canvases, legend
 from experiments.report.words import listed
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio, milliseconds
+from experiments.studies.ranks import on_ranks, same_step
 from experiments.studies.turns import as_given, turns_of
-from experiments.training.stepper import Stepper, same_step
+from experiments.training.stepper import Stepper
 
 from ....timing.link import Link
 from ....timing.step_time import Bucket, Stage, Step, step_time

@@ -24,15 +24,16 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from experiments.devices import Stopwatch
-from experiments.launch import Tell, on_ranks
+from experiments.launch import Tell
 from experiments.links.link import LinkSettings, Wire, parse_rate
 from experiments.links.linked_group import LinkedGroup
 from experiments.links.waits import WaitClock
 from experiments.results.summary import Spread
+from experiments.studies.ranks import on_ranks, without_broadcasts
 from experiments.studies.turns import as_given, turns_of
 from experiments.training.measure import StepClock
 from experiments.training.registration import wrap_in_ddp
-from experiments.training.stepper import Stepper, without_broadcasts
+from experiments.training.stepper import Stepper
 
 from .hooks import Groups
 

@@ -28,10 +28,10 @@ from commhooks.units import counted
 from experiments.hooks import make_hook
 from experiments.launch import Send, run_world
 from experiments.report.plots import Theme, canvases, legend
-from experiments.report.words import NEVER, signed, spread_of, with_bounds
+from experiments.report.words import NEVER, signed, spread_of
 from experiments.results.intervals import Estimate, differences
 from experiments.specs import Spec
-from experiments.studies.blocks import Block, Picture, Table
+from experiments.studies.blocks import Block, Picture, Table, with_bounds
 from experiments.tasks import load_task
 from experiments.training.registration import wrap_in_ddp
 from experiments.training.stepper import Stepper

@@ -23,11 +23,11 @@ from matplotlib.ticker import NullFormatter
 from commhooks.units import three_digits
 from experiments.links.link import format_rate
 from experiments.report.plots import Theme, canvases, legend
-from experiments.report.words import NEVER, listed, signed, with_bounds
+from experiments.report.words import NEVER, listed, signed
 from experiments.results.intervals import Estimate, differences, ratios
 from experiments.results.summary import Typical, steps_to, target_loss, unprobed
 from experiments.runs import RunResult, RunSettings
-from experiments.studies.blocks import Block, Picture, Table
+from experiments.studies.blocks import Block, Picture, Table, with_bounds
 from experiments.sweeps.execute import RunFailed, execute
 from experiments.sweeps.plan import plan
 from experiments.training.worker import RunDone

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.units import seconds_in_words, three_digits
-from experiments.launch import Tell, on_ranks
+from experiments.launch import Tell
 from experiments.links.link import LinkSettings, format_rate, parse_rate
 from experiments.machine import cores, dilation
 from experiments.planning.measurements import Asked, profile_step
@@ -30,6 +30,7 @@ from experiments.runs import RunSettings
 from experiments.specs import Spec
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import milliseconds
+from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import in_turns
 from experiments.tasks import load_task
 from experiments.training.registration import wrap_in_ddp
