@@ -76,6 +76,7 @@ KNOWN_SKIPS = (
     "this PyTorch's FSDP2 does not ask parameters for their grad_dtype",
     "FSDP2 always ends a backward pass itself",
     "no variable gives a process other kernels here",
+    "test_commands.py has whole commands on that device",
 )
 """Reasons that a machine of CI may have to skip a test; with TESTS_SKIPS=known any other is a failure."""
 
