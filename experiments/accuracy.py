@@ -92,13 +92,7 @@ class Accuracy:
             ValueError: There is no such file, or it does not hold differences of this format.
 
         """
-        try:
-            return stored.read(cls, path, form=FORMAT)
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ValueError(
-                f"accuracy {path}: expected a file of format {FORMAT} that the leaderboard wrote (--accuracy) "
-                f"({type(error).__name__}: {error}); write it again"
-            ) from error
+        return stored.read_of(cls, path, form=FORMAT, what="accuracy", by="the leaderboard")
 
 
 def _cost(task: TaskAccuracy, one: Difference) -> Cost:

@@ -59,6 +59,17 @@ def read(kind: type[T], path: Path, *, form: int) -> T:
     return value
 
 
+def read_of(kind: type[T], path: Path, *, form: int, what: str, by: str) -> T:
+    """Return the dataclass in a file of `what`, which `by` writes; raise ValueError, in words, if there is none."""
+    try:
+        return read(kind, path, form=form)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{what} {path}: expected a file of format {form} that {by} wrote ({type(error).__name__}: {error}); "
+            "write it again"
+        ) from error
+
+
 def made_of(kind: Any, raw: Any) -> Any:
     """Return a value of an annotated type, given what JSON makes of it."""
     if kind is Any:

@@ -146,13 +146,7 @@ class Costs:
             ValueError: There is no such file, or it does not hold costs of this format.
 
         """
-        try:
-            return stored.read(cls, path, form=FORMAT)
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ValueError(
-                f"costs {path}: expected a file of format {FORMAT} that the calibration of costs wrote "
-                f"({type(error).__name__}: {error})"
-            ) from error
+        return stored.read_of(cls, path, form=FORMAT, what="costs", by="the calibration of costs")
 
 
 def gloo_link(rate: float, latency: float) -> Link:
