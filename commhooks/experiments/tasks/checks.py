@@ -31,9 +31,6 @@ def task_of(returned: Any, where: str) -> Task:
         model, data, loss = returned
         returned = Task(model=model, data=data, loss=loss)
     if not isinstance(returned, Task):
-        if type(returned).__name__ == Task.__name__:  # of the same package under its other name
-            package = Task.__module__.removesuffix(".tasks.task")
-            raise ValueError(f"{where}: its Task is not this command's class: write `from {package} import Task`")
         raise ValueError(f"{where}: {_SHAPES} to be returned (got {_kind(returned)})")
     _check_model(returned.model, where)
     _check_loss(returned.loss, where)
