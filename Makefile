@@ -84,7 +84,7 @@ demo: $(STAMP)
 
 leaderboard: $(STAMP)
 	$(BIN)/python -m experiments.studies leaderboard --out runs/leaderboard --overwrite --docs docs/guide/leaderboard \
-		--accuracy experiments/accuracy.json
+		--accuracy commhooks/experiments/accuracy.json
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest --fast -n $(CORES) --dist worksteal # none of them waits

@@ -12,11 +12,20 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from experiments.cluster import Cluster, ClusterError, clusters, interface_bytes, iproute, preflight, records, why_not
-from experiments.cluster.records import Owner
-from experiments.commands import cluster as commands
-from experiments.commands.terminal import errors_in_words
-from experiments.launch import run_world
+from commhooks.experiments.cluster import (
+    Cluster,
+    ClusterError,
+    clusters,
+    interface_bytes,
+    iproute,
+    preflight,
+    records,
+    why_not,
+)
+from commhooks.experiments.cluster.records import Owner
+from commhooks.experiments.commands import cluster as commands
+from commhooks.experiments.commands.terminal import errors_in_words
+from commhooks.experiments.launch import run_world
 from tests.experiments.rank_functions import MEGABYTE, sum_a_megabyte, work_together
 
 NOT_MADE = Cluster("not-made", 2)

@@ -13,8 +13,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from experiments.commands.cli import app
-from experiments.commands.purpose import COMMANDS, GROUPS
+from commhooks.experiments.commands.cli import app
+from commhooks.experiments.commands.purpose import COMMANDS, GROUPS
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide" / "commands.md"

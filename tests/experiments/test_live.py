@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments.runs import RunResult, RunSettings
-from experiments.sweeps.execute import RunFailed
-from experiments.sweeps.live import Live, listeners
-from experiments.training.worker import Evaluated, RunDone, StepDone
+from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.sweeps.execute import RunFailed
+from commhooks.experiments.sweeps.live import Live, listeners
+from commhooks.experiments.training.worker import Evaluated, RunDone, StepDone
 from tests.experiments.synthetic import DENSE_BYTES, result
 
 HOOKS = ("all-reduce", "fp16", "powersgd:policy=fused,rank=1,start_after=5", "top-k:ratio=0.01")
@@ -148,9 +148,9 @@ def test_a_terminal_has_its_cursor_again_after_ctrl_c() -> None:
 
 IN_A_TERMINAL = """
 import os, sys
-from experiments.screen import Screen
-from experiments.sweeps.live import Live
-from experiments.training.worker import StepDone
+from commhooks.experiments.screen import Screen
+from commhooks.experiments.sweeps.live import Live
+from commhooks.experiments.training.worker import StepDone
 from tests.experiments.synthetic import result
 run = result()
 with Live([run.settings], {}, Screen()) as live:

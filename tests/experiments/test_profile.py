@@ -16,16 +16,16 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from commhooks import SettingsError
 from commhooks.communicators import Collective
+from commhooks.experiments import stored
+from commhooks.experiments.planning import Profile
+from commhooks.experiments.planning.errors import ProfileError
+from commhooks.experiments.planning.keeping import Kept
+from commhooks.experiments.planning.phases import PhaseWatch
+from commhooks.experiments.planning.place import Place, free_cores
+from commhooks.experiments.planning.showing import profile_sentences, profile_table
+from commhooks.experiments.timing.pretending import PretendingCommunicator
 from commhooks.language.requests import Group
 from commhooks.tensors import local
-from experiments import stored
-from experiments.planning import Profile
-from experiments.planning.errors import ProfileError
-from experiments.planning.keeping import Kept
-from experiments.planning.phases import PhaseWatch
-from experiments.planning.place import Place, free_cores
-from experiments.planning.showing import profile_sentences, profile_table
-from experiments.timing.pretending import PretendingCommunicator
 from tests.experiments import profiling_in_ranks
 from tests.experiments.standing_ranks import RANKS, StandingRanks
 from tests.quantised import OnCodes

@@ -13,21 +13,29 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.report.across import series_of
+from commhooks.experiments.report.bars import step_time
+from commhooks.experiments.report.findings import dilation, distinguished, finding, names_of
+from commhooks.experiments.report.layers import layers_of
+from commhooks.experiments.report.lines import figures, lines_of
+from commhooks.experiments.report.plots import LIGHT, looks
+from commhooks.experiments.report.table import print_tables
+from commhooks.experiments.report.words import (
+    link_in_words,
+    listed,
+    percent,
+    seconds_in_words,
+    shortened,
+    signed,
+    times,
+)
+from commhooks.experiments.report.writing import write
+from commhooks.experiments.results.outcomes import Setting, settings_of
+from commhooks.experiments.results.verdicts import Judged, Range, Verdict
+from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.specs import Spec
 from commhooks.units import bytes_in_words
-from experiments.links.link import LinkSettings
-from experiments.report.across import series_of
-from experiments.report.bars import step_time
-from experiments.report.findings import dilation, distinguished, finding, names_of
-from experiments.report.layers import layers_of
-from experiments.report.lines import figures, lines_of
-from experiments.report.plots import LIGHT, looks
-from experiments.report.table import print_tables
-from experiments.report.words import link_in_words, listed, percent, seconds_in_words, shortened, signed, times
-from experiments.report.writing import write
-from experiments.results.outcomes import Setting, settings_of
-from experiments.results.verdicts import Judged, Range, Verdict
-from experiments.runs import RunResult, RunSettings
-from experiments.specs import Spec
 from tests.experiments.synthetic import diverged, result, results, stepwise
 
 SEEDS = (0, 1, 2)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from commhooks.experiments.results.summary import Spread, Typical, steps_to
+from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.specs import Spec
 from commhooks.language.text import Spelling
-from experiments.results.summary import Spread, Typical, steps_to
-from experiments.runs import RunResult, RunSettings
-from experiments.specs import Spec
 from tests.experiments.synthetic import result
 
 

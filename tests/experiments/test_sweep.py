@@ -17,20 +17,20 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-import experiments
-from experiments import api
-from experiments.commands.cli import app
-from experiments.launch import WorldError
-from experiments.links.link import LinkSettings
-from experiments.report.page import HEAD
-from experiments.results.verdicts import Margins
-from experiments.runs import RunResult, RunSettings
-from experiments.sweeps import plan, sweep
-from experiments.sweeps.execute import Listener, Made
-from experiments.sweeps.notes import notes_about
-from experiments.sweeps.store import finished, load_table, read_failures, table_of, write_failure
-from experiments.sweeps.sweep import Sweep, make
-from experiments.sweeps.yaml_file import EXAMPLE, read_sweep
+from commhooks import experiments
+from commhooks.experiments import api
+from commhooks.experiments.commands.cli import app
+from commhooks.experiments.launch import WorldError
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.report.page import HEAD
+from commhooks.experiments.results.verdicts import Margins
+from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.sweeps import plan, sweep
+from commhooks.experiments.sweeps.execute import Listener, Made
+from commhooks.experiments.sweeps.notes import notes_about
+from commhooks.experiments.sweeps.store import finished, load_table, read_failures, table_of, write_failure
+from commhooks.experiments.sweeps.sweep import Sweep, make
+from commhooks.experiments.sweeps.yaml_file import EXAMPLE, read_sweep
 from tests.experiments.synthetic import result, results, with_slow_probes
 
 ROOT = Path(__file__).parents[2]
@@ -199,10 +199,10 @@ def test_ranks_that_shared_cores_are_noted_by_the_machine_of_the_runs(monkeypatc
         one = result(**settings)
         return dataclasses.replace(one, machine={**one.machine, "cores": cores})
 
-    monkeypatch.setattr("experiments.sweeps.plan.cores", lambda: 64)
+    monkeypatch.setattr("commhooks.experiments.sweeps.plan.cores", lambda: 64)
     (note,) = notes_about([on(2, ranks=4), on(8, ranks=8), on(8, ranks=4, seed=1)])
     assert "4 ranks share 2 cores" in note
-    monkeypatch.setattr("experiments.sweeps.plan.cores", lambda: 1)
+    monkeypatch.setattr("commhooks.experiments.sweeps.plan.cores", lambda: 1)
     assert notes_about([on(4, ranks=4)]) == []
     real = on(2)
     settings = dataclasses.replace(real.settings, link=LinkSettings(kind="real"), ranks=4)
@@ -316,7 +316,7 @@ def test_a_script_whose_ranks_would_run_it_again_is_refused(script: str, refused
 
 
 def test_importing_the_package_is_cheap() -> None:
-    script = "import experiments, sys; print({'torch', 'pandas', 'sklearn', 'matplotlib'} & sys.modules.keys())"
+    script = "import sys, commhooks_command, commhooks.experiments; print({'torch', 'pandas'} & sys.modules.keys())"
     command = [sys.executable, "-c", script]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert ended.stdout == "set()\n"

@@ -11,13 +11,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.api_pb2 import Status
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from experiments.links.link import LinkSettings
-from experiments.runs import LayerRecord, ProbeRecord, RunResult, RunSettings
-from experiments.specs import Spec
-from experiments.sweeps import tensorboard
-from experiments.sweeps.execute import RunFailed
-from experiments.sweeps.tensorboard import LiveLogs
-from experiments.training.worker import Evaluated, RunDone, StepDone
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.runs import LayerRecord, ProbeRecord, RunResult, RunSettings
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.sweeps import tensorboard
+from commhooks.experiments.sweeps.execute import RunFailed
+from commhooks.experiments.sweeps.tensorboard import LiveLogs
+from commhooks.experiments.training.worker import Evaluated, RunDone, StepDone
 from tests.experiments.synthetic import DENSE_BYTES, STARTED, result, with_slow_probes
 from tests.waiting import until
 
