@@ -31,7 +31,7 @@ MODULES = (
     "ddp_core",
 )
 INTEGRATIONS = ("accelerate", "fabric", "lightning", "lightning_diloco", "ray", "torchft", "transformers")
-OURS = ("commhooks.", "ddp_core.", "experiments.")
+OURS = ("commhooks.", "ddp_core.")
 
 
 def public() -> Iterator[str]:
