@@ -10,7 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 STUDIES = "experiments.studies"
-PACKAGES = ("commhooks", "ddp_core", "experiments", STUDIES)
+EXPERIMENTS = "commhooks.experiments"
+PACKAGES = ("commhooks", "ddp_core", EXPERIMENTS, STUDIES)
 """One inside another is none of its files."""
 
 Imports = dict[str, set[str]]

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from tests.structure import STUDIES, Source, sources_of
+from tests.structure import EXPERIMENTS, PACKAGES, STUDIES, Source, sources_of
 
-TOP = ("commhooks", "ddp_core", "experiments")
+TOP = ("commhooks", "ddp_core", EXPERIMENTS)
 GUARD = "ddp_core.guard"  # it knows wrappers and process groups, no compression: the one part that both use
 MAY_IMPORT = {
     "ddp_core": {"torch"},
@@ -34,8 +34,10 @@ FILES = [source for package in (*TOP, STUDIES) for source in sources_of(package)
 
 
 def inside(folder: str) -> list[Source]:
-    """Return the files of a package or a folder, such as "commhooks.native"."""
-    return [source for source in FILES if is_within(source.module, folder)]
+    """Return the files of a package or a folder, such as "commhooks.native", without another package inside it."""
+    others = [package for package in PACKAGES if package.startswith(f"{folder}.")]
+    found = [source for source in FILES if is_within(source.module, folder)]
+    return [source for source in found if not any(is_within(source.module, other) for other in others)]
 
 
 def is_within(module: str, package: str) -> bool:
@@ -59,7 +61,7 @@ def test_package_imports_only_itself_the_standard_library_and_what_it_may(packag
 
 
 @pytest.mark.parametrize(
-    ("package", "other"), [("commhooks", "experiments"), ("ddp_core", "experiments"), *((one, "tests") for one in TOP)]
+    ("package", "other"), [("commhooks", EXPERIMENTS), ("ddp_core", EXPERIMENTS), *((one, "tests") for one in TOP)]
 )
 def test_nothing_imports_what_is_above_it(package: str, other: str) -> None:
     assert not [source.path for source in inside(package) for name in source.imported if is_within(name, other)]
@@ -80,10 +82,13 @@ def test_only_the_public_names_are_above_the_top_rooms(room: str) -> None:
 
 
 def test_the_runtime_imports_no_law() -> None:
-    importers = [
-        source.module for source in FILES if any(is_within(name, "commhooks.testing") for name in source.imported)
-    ]
-    assert not [one for one in importers if is_within(one, "commhooks") and not is_within(one, "commhooks.testing")]
+    importers = {
+        source.module
+        for source in inside("commhooks")
+        for name in source.imported
+        if is_within(name, "commhooks.testing")
+    }
+    assert not [one for one in importers if not is_within(one, "commhooks.testing")]
 
 
 def test_compiled_passes_need_torch_and_the_errors_alone() -> None:

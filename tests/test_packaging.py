@@ -20,9 +20,9 @@ from setuptools import Distribution
 from typer.testing import CliRunner
 
 import commhooks
+from commhooks.experiments.commands import front, needs, purpose
+from commhooks.experiments.commands.cli import app
 from commhooks.native import compiled
-from experiments.commands import front, needs, purpose
-from experiments.commands.cli import app
 from tests.tiers import THOROUGH
 
 ROOT = Path(__file__).parent.parent
@@ -42,15 +42,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     return {Path(path).relative_to(build.build_lib) for path in outputs}
 
 
-def test_a_wheel_holds_every_module_but_studies_and_takes_no_name_but_its_own_three(installed: set[Path]) -> None:
+def test_a_wheel_holds_every_module_and_takes_no_name_but_its_own_three(installed: set[Path]) -> None:
     """A new folder of modules must be added to `packages` in pyproject.toml."""
-    folders = {name: Path(name) for name in ("commhooks", "ddp_core")} | {"experiments": Path("commhooks/experiments")}
     expected = {
-        target / path.relative_to(ROOT / folder)
-        for folder, target in folders.items()
+        path.relative_to(ROOT)
+        for folder in ("commhooks", "ddp_core")
         for pattern in ("*.py", "py.typed", "*.j2", "*.schema.json", "costs.json", "accuracy.json", "versions.json")
         for path in (ROOT / folder).rglob(pattern)
-        if not path.is_relative_to(ROOT / "experiments" / "studies")
     }
     assert installed == expected | {Path("commhooks_command.py")}
     assert {path.parts[0] for path in installed} == {"commhooks", "commhooks_command.py", "ddp_core"}
@@ -83,9 +81,9 @@ class Built(NamedTuple):
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the source distribution, made from a copy of this checkout without what was built in it, and unpacked."""
     copied, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("sdist")
-    for name in ("commhooks", "ddp_core", "experiments"):
+    for name in ("commhooks", "ddp_core"):
         built = shutil.ignore_patterns("_kernels.*", "__pycache__")
-        shutil.copytree(ROOT / name, copied / name, symlinks=True, ignore=built)
+        shutil.copytree(ROOT / name, copied / name, ignore=built)
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copied)
     (archive,) = made_by("build_sdist", copied, out)[0]

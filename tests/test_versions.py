@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from experiments.versions import FSDP2, PYTHON, TORCH, missing, numbers_of, private_names, promised, tried
+from commhooks.experiments.versions import FSDP2, PYTHON, TORCH, missing, numbers_of, private_names, promised, tried
 from tests import versions
 from tests.structure import ROOT, Source, sources_of
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from experiments import launch
+from commhooks.experiments import launch
 from tests.world import launcher
 
 THOROUGH = pytest.mark.thorough
@@ -119,7 +119,7 @@ def _reaches_a_start(function: object) -> bool:
         seen.add(id(one))
         if any(one is starter for starter in _STARTERS):
             return True
-        if str(getattr(one, "__module__", "")).startswith(("tests.", "experiments.")):
+        if str(getattr(one, "__module__", "")).startswith(("tests.", "commhooks.experiments.", "experiments.")):
             left += _used_by(one)
     return False
 

@@ -14,9 +14,9 @@ from commhooks.codecs import Int8
 from commhooks.compressors import TwoHop
 from commhooks.control import Adaptive, AdaptiveRule
 from commhooks.exchange.feed import Channel
+from commhooks.experiments import planning
+from commhooks.experiments.planning import Plan, Probe, Profile
 from commhooks.language import Compressor
-from experiments import planning
-from experiments.planning import Plan, Probe, Profile
 
 
 def names_have_types(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:

@@ -1,7 +1,7 @@
 """Try another PyTorch in an environment of its own: `make test-torch TORCH=2.15.0 PYTHON=python3.12`.
 
 `python -m tests.versions TORCH` builds the environment, runs the tests that depend on PyTorch inside it, prints what
-passed by part, and removes the environment. With `--page` the row is added to experiments/versions.json, and
+passed by part, and removes the environment. With `--page` the row is added to commhooks/experiments/versions.json, and
 docs/versions.md is written from it; without a version, the page alone. Outside the environment Python is enough.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import pytest
 
 ROOT = Path(__file__).parents[1]
-ROWS = ROOT / "experiments" / "versions.json"
+ROWS = ROOT / "commhooks" / "experiments" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
 NEEDED = (
     "typer rich matplotlib scikit-learn tensorboard jinja2 pandas pyyaml pytest pytest-timeout pytest-xdist hypothesis "
@@ -85,7 +85,7 @@ SHORT = {
 """What most often fails with a new version: names that it no longer has, registration, and FSDP2."""
 MATHEMATICS = ("loss", "unbiased", "convergence")
 """Laws that repeat a compressor many times, and ask little of PyTorch."""
-PROMISE = runpy.run_path(str(ROOT / "experiments" / "versions.py"))
+PROMISE = runpy.run_path(str(ROOT / "commhooks" / "experiments" / "versions.py"))
 """The module, run by its path: to import commhooks takes torch."""
 
 

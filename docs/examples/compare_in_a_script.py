@@ -1,6 +1,6 @@
 """Compare hooks in a script: run it again after an interruption, and it continues."""
 
-from experiments import compare, load_table
+from commhooks.experiments import compare, load_table
 
 if __name__ == "__main__":
     hooks = ["all-reduce", "fp16", "powersgd:rank=2,start_after=5"]

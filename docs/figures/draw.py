@@ -20,8 +20,8 @@ import matplotlib
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from experiments.report.plots import THEMES, Theme, canvas, style
-from experiments.runs import RunResult
+from commhooks.experiments.report.plots import THEMES, Theme, canvas, style
+from commhooks.experiments.runs import RunResult
 
 HERE = Path(__file__).parent
 MEASURED = HERE / "measured.json"

@@ -1,5 +1,5 @@
 """`python -m experiments.studies NAME` runs a study."""
 
-from .app import app
+from experiments.studies.app import app
 
 app()

@@ -17,14 +17,14 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from commhooks.experiments.accuracy import Accuracy
+from commhooks.experiments.advice import FEEDBACK, Advice, Option, advise, line_of, predicted
+from commhooks.experiments.links.link import LinkSettings, format_rate
+from commhooks.experiments.planning.predicting import CHECKED_RATES
+from commhooks.experiments.results.outcomes import settings_of
+from commhooks.experiments.results.verdicts import UNKNOWN, Judged, Range, Verdict
+from commhooks.experiments.sweeps.store import read_results
 from commhooks.units import three_digits
-from experiments.accuracy import Accuracy
-from experiments.advice import FEEDBACK, Advice, Option, advise, line_of, predicted
-from experiments.links.link import LinkSettings, format_rate
-from experiments.planning.predicting import CHECKED_RATES
-from experiments.results.outcomes import settings_of
-from experiments.results.verdicts import UNKNOWN, Judged, Range, Verdict
-from experiments.sweeps.store import read_results
 
 
 class Model(NamedTuple):

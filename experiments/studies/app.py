@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import typer
 
-from experiments.commands.terminal import EachOptionOnce
-
-from .advice import advice
-from .bench.command import bench
-from .gpu_cost.command import gpu_cost
-from .leaderboard.command import leaderboard
-from .measured_costs import costs
-from .predictions.command import predictions
-from .reproduce.command import HELP, reproduce
-from .verdicts.command import verdicts
+from commhooks.experiments.commands.terminal import EachOptionOnce
+from experiments.studies.advice import advice
+from experiments.studies.bench.command import bench
+from experiments.studies.gpu_cost.command import gpu_cost
+from experiments.studies.leaderboard.command import leaderboard
+from experiments.studies.measured_costs import costs
+from experiments.studies.predictions.command import predictions
+from experiments.studies.reproduce.command import HELP, reproduce
+from experiments.studies.verdicts.command import verdicts
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False

@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markup import escape
 
+from commhooks.experiments.report.plots import LIGHT, Theme, png, style
+from commhooks.experiments.report.table import plain_table
+from commhooks.experiments.report.words import bounds, spread_of
+from commhooks.experiments.results.intervals import Estimate, Interval
 from commhooks.units import seconds_in_words
-from experiments.report.plots import LIGHT, Theme, png, style
-from experiments.report.table import plain_table
-from experiments.report.words import bounds, spread_of
-from experiments.results.intervals import Estimate, Interval
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def circumstances(
     Args:
         command: That measured it.
         seconds: That the measuring took.
-        machine: See `experiments.machine.machine`.
-        versions: See `experiments.machine.versions`.
+        machine: See `commhooks.experiments.machine.machine`.
+        versions: See `commhooks.experiments.machine.versions`.
         more: Said of the machine after its cores.
         commit: Of the code; None: not known.
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from experiments.launch import Send, run_world
+from commhooks.experiments.launch import Send, run_world
 
 SILENCE_SECONDS = 900.0  # after which the processes count as stuck: the slowest job takes less than a minute
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from commhooks import Compressor, Exchanger
+from commhooks.experiments.results.summary import Spread
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import LoadedTask
 from commhooks.language.entries import RESIDUAL
 from commhooks.lockstep import average_in_lockstep, lockstep_connections
-from experiments.results.summary import Spread
-from experiments.specs import Spec
-from experiments.tasks import LoadedTask
 
 Gradients = dict[str, Tensor]
 

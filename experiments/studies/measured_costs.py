@@ -1,4 +1,4 @@
-"""The study `costs`: the costs of compression of which `experiments.planning` makes tables.
+"""The study `costs`: the costs of compression of which `commhooks.experiments.planning` makes tables.
 
 Two ranks take steps of made-up models whose parameters all have the same shape, in turns with and without a hook.
 Collectives are answered at once, so the hook's cost is the time that it adds to a step, on a core that it shares with
@@ -27,17 +27,17 @@ import ddp_core
 from commhooks import Compressor
 from commhooks.communicators.parent_group import group_or_default
 from commhooks.compressors import Cast
+from commhooks.experiments.commands.terminal import errors_in_words
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.launch import Send, run_world
+from commhooks.experiments.machine import machine, versions
+from commhooks.experiments.planning.costs import Costs, HookCosts, Sample, copy_seconds
+from commhooks.experiments.planning.segments import BucketRecord, Segments, Watched
+from commhooks.experiments.planning.worlds import check_place
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.timing.pretending import PretendingConnection, attach_pretending
+from commhooks.experiments.timing.step_time import Sends
 from commhooks.native import compiled
-from experiments.commands.terminal import errors_in_words
-from experiments.hooks import make_hook
-from experiments.launch import Send, run_world
-from experiments.machine import machine, versions
-from experiments.planning.costs import Costs, HookCosts, Sample, copy_seconds
-from experiments.planning.segments import BucketRecord, Segments, Watched
-from experiments.planning.worlds import check_place
-from experiments.specs import Spec
-from experiments.timing.pretending import PretendingConnection, attach_pretending
-from experiments.timing.step_time import Sends
 
 HOOKS = (
     "all-reduce",

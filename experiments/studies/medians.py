@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from scipy import stats
 
+from commhooks.experiments.results.intervals import CONFIDENCE
+from commhooks.experiments.results.summary import Spread
 from commhooks.units import three_digits
-from experiments.results.intervals import CONFIDENCE
-from experiments.results.summary import Spread
 
 
 @dataclass(frozen=True)

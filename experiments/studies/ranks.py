@@ -8,13 +8,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from experiments.cluster import hosts_on
-from experiments.launch import Send, Tell, environment, run_world, silent
-from experiments.links.link import LinkSettings
-from experiments.specs import Spec
-from experiments.tasks import LoadedTask, load_task
-from experiments.training.registration import wrap_in_ddp
-from experiments.training.stepper import Stepper
+from commhooks.experiments.cluster import hosts_on
+from commhooks.experiments.launch import Send, Tell, environment, run_world, silent
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import LoadedTask, load_task
+from commhooks.experiments.training.registration import wrap_in_ddp
+from commhooks.experiments.training.stepper import Stepper
 
 T = TypeVar("T")
 

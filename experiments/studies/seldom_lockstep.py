@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import commhooks
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import LoadedTask
+from commhooks.experiments.tasks.task import mixed, seed_generators
+from commhooks.experiments.training.seldom import settings_of
 from commhooks.lockstep import lockstep_connections, step_in_lockstep
-from experiments.specs import Spec
 from experiments.studies.lockstep import Trained
-from experiments.tasks import LoadedTask
-from experiments.tasks.task import mixed, seed_generators
-from experiments.training.seldom import settings_of
 
 
 def train_seldom_in_lockstep(

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from commhooks.compressors.codecs import Codec
 from commhooks.engine.engine import Engine
+from commhooks.experiments.hooks import gather_of, make_hook
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import LoadedTask
+from commhooks.experiments.timing.payloads import bucket_of_shards, rows_of
+from commhooks.experiments.training.sharded import step_bytes
 from commhooks.lockstep import lockstep_connections
 from commhooks.scheduling.lockstep import LockstepConnection, run_in_turns
-from experiments.hooks import gather_of, make_hook
-from experiments.specs import Spec
 from experiments.studies.lockstep import Gradients, Trained, own_gradients
-from experiments.tasks import LoadedTask
-from experiments.timing.payloads import bucket_of_shards, rows_of
-from experiments.training.sharded import step_bytes
 
 Tensors = Mapping[str, Tensor]
 

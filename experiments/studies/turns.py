@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from experiments.turns import drawn, on_slowest
+from commhooks.experiments.turns import drawn, on_slowest
 
 __all__ = ["Order", "as_given", "drawn", "forth_and_back", "in_turns", "on_slowest", "rotated", "turns_of"]
 

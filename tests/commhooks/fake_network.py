@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from commhooks.communicators import Collective
-from experiments.planning.meter import Clocks
+from commhooks.experiments.planning.meter import Clocks
 
 
 class FakeNetwork:

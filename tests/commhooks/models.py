@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ddp_core
+from commhooks.experiments.tasks.lstm import LstmModel
 from experiments.studies.bench.given import Shape as Shape  # tests import it from here
-from experiments.tasks.lstm import LstmModel
 
 
 def wrap(kind: str, module: nn.Module, **settings: Any) -> nn.Module:

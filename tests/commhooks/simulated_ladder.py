@@ -11,8 +11,8 @@ from commhooks.control import AdaptiveRule
 from commhooks.control.decider import Decider, StepTimes
 from commhooks.control.link import Link as Found
 from commhooks.control.link import hops_of, link_of, probe_bytes
-from experiments.timing.link import Link
-from experiments.timing.step_time import Bucket, Stage, Step, step_time
+from commhooks.experiments.timing.link import Link
+from commhooks.experiments.timing.step_time import Bucket, Stage, Step, step_time
 
 RANKS = 2
 FAST, SLOW = Link(rate=1e10, latency=1e-4), Link(rate=1e8, latency=1e-4)

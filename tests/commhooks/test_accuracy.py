@@ -9,8 +9,8 @@ import pytest
 
 import commhooks
 from commhooks.compressors import AllReduceMean
-from experiments.accuracy import Accuracy, Difference, TaskAccuracy
-from experiments.planning.costs import Costs
+from commhooks.experiments.accuracy import Accuracy, Difference, TaskAccuracy
+from commhooks.experiments.planning.costs import Costs
 
 
 def task(

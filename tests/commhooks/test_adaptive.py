@@ -16,7 +16,7 @@ from commhooks import Handle, make_compressor
 from commhooks.control import Adaptive
 from commhooks.control.decider import StepTimes
 from commhooks.control.link import Link as Found
-from experiments.timing.link import Link
+from commhooks.experiments.timing.link import Link
 from tests.commhooks.mirrored import SHAPES, backward, given
 from tests.commhooks.models import digest_of
 from tests.commhooks.simulated_ladder import FAST, SLOW, Run, ladder

@@ -16,7 +16,7 @@ from commhooks import Compressor, ErrorFeedback, PerParameter, StartAfter
 from commhooks.compressors import AdaptiveRank, PowerSGD
 from commhooks.compressors.powersgd.adaptive_rank import _norms_of_rows
 from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least_error
-from experiments.tasks import load_task
+from commhooks.experiments.tasks import load_task
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
 from tests.tiers import A_ROW, in_turn, thorough
 

@@ -13,8 +13,8 @@ import commhooks
 from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator
 from commhooks.communicators.both_ways import goes_both_ways
 from commhooks.communicators.private_group import Address, PrivateGroup
+from commhooks.experiments.links.gloo import course_of
 from commhooks.language.requests import Group
-from experiments.links.gloo import course_of
 from tests.commhooks.ranks import exit_code_of_a_fork
 from tests.world import on_ranks
 

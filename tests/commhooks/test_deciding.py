@@ -21,8 +21,8 @@ from commhooks.control.decider import Decider
 from commhooks.control.link import Link as Found
 from commhooks.control.link import hops_of, link_of
 from commhooks.control.state import read
-from experiments.timing.link import Link
-from experiments.timing.step_time import Step, step_time
+from commhooks.experiments.timing.link import Link
+from commhooks.experiments.timing.step_time import Step, step_time
 from tests.commhooks.simulated_ladder import COMPUTE, FAST, RANKS, SLOW, Run, candidate, ladder
 from tests.tiers import rows
 

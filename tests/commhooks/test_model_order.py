@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commhooks.communicators import Collective, Pending
+from commhooks.experiments.timing.link import Link
+from commhooks.experiments.timing.step_time import Bucket, Stage, Step, step_time
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange
 from commhooks.language.requests import AllReduce, Part
 from commhooks.scheduling.policy import POLICIES
 from commhooks.scheduling.task import BucketTask
-from experiments.timing.link import Link
-from experiments.timing.step_time import Bucket, Stage, Step, step_time
 from tests.tiers import A_ROW
 
 RANKS = 4

@@ -10,11 +10,18 @@ import pytest
 
 import commhooks
 from commhooks.errors import SettingsError
-from experiments.accuracy import Accuracy, Difference, TaskAccuracy
-from experiments.planning import Link, Plan, Probe, Profile, ProfileError, Rounds, plan, predict
-from experiments.planning.errors import ProbeError
-from experiments.planning.probes import MEASURED, Cost, Timing
-from experiments.planning.profiles import BucketProfile, GradientProfile, HookProfile, RoundProfile, Seconds, StepParts
+from commhooks.experiments.accuracy import Accuracy, Difference, TaskAccuracy
+from commhooks.experiments.planning import Link, Plan, Probe, Profile, ProfileError, Rounds, plan, predict
+from commhooks.experiments.planning.errors import ProbeError
+from commhooks.experiments.planning.probes import MEASURED, Cost, Timing
+from commhooks.experiments.planning.profiles import (
+    BucketProfile,
+    GradientProfile,
+    HookProfile,
+    RoundProfile,
+    Seconds,
+    StepParts,
+)
 from tests.tiers import A_ROW
 
 MB = 1_000_000

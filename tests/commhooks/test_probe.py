@@ -16,12 +16,12 @@ from torch._C._distributed_c10d import HashStore
 from commhooks.communicators import Collective
 from commhooks.communicators.collective import KINDS, ring_bytes
 from commhooks.errors import SettingsError
-from experiments.planning.errors import ProbeError
-from experiments.planning.ladder import SIZES, ladders_of
-from experiments.planning.probes import MEASURED, Cost, Probe, Timing
-from experiments.planning.probing import probe, probe_over
-from experiments.planning.profiles import RoundProfile, Seconds
-from experiments.timing.link import HALF_SUM, Link, Transfer
+from commhooks.experiments.planning.errors import ProbeError
+from commhooks.experiments.planning.ladder import SIZES, ladders_of
+from commhooks.experiments.planning.probes import MEASURED, Cost, Probe, Timing
+from commhooks.experiments.planning.probing import probe, probe_over
+from commhooks.experiments.planning.profiles import RoundProfile, Seconds
+from commhooks.experiments.timing.link import HALF_SUM, Link, Transfer
 from tests.commhooks.fake_network import FakeNetwork
 from tests.commhooks.test_plan import a_profile, bucket, hook
 

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 import commhooks
 from commhooks.communicators import Communicator, RecordingCommunicator
 from commhooks.communicators.parent_group import name_and_store
+from commhooks.experiments import versions
 from ddp_core import DistributedDataParallel
-from experiments import versions
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import MEAN, Branches, grads, ones
 from tests.parity.training import ddp_class

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from experiments.timing.link import Link
-from experiments.timing.rounds import Rounds, part_of, round_time
-from experiments.timing.step_time import Bucket, Stage, Step, step_time
+from commhooks.experiments.timing.link import Link
+from commhooks.experiments.timing.rounds import Rounds, part_of, round_time
+from commhooks.experiments.timing.step_time import Bucket, Stage, Step, step_time
 
 A_STEP = 0.1
 

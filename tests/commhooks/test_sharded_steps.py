@@ -8,15 +8,15 @@ import pytest
 
 import commhooks
 from commhooks.errors import SettingsError
-from experiments import planning
-from experiments.planning.predicting import probed_link
-from experiments.planning.profiles import GradientProfile, HookProfile, Profile, RoundProfile
-from experiments.planning.sharded import modules_in, sharded_step_of
-from experiments.planning.tables import profile_from_tables
-from experiments.timing.link import OF_PYTORCH, Link, NoLink
-from experiments.timing.payloads import rounds_of_shards
-from experiments.timing.sharded import PLAIN, ShardCosts, ShardedModule, sharded_step
-from experiments.timing.step_time import Step, step_time
+from commhooks.experiments import planning
+from commhooks.experiments.planning.predicting import probed_link
+from commhooks.experiments.planning.profiles import GradientProfile, HookProfile, Profile, RoundProfile
+from commhooks.experiments.planning.sharded import modules_in, sharded_step_of
+from commhooks.experiments.planning.tables import profile_from_tables
+from commhooks.experiments.timing.link import OF_PYTORCH, Link, NoLink
+from commhooks.experiments.timing.payloads import rounds_of_shards
+from commhooks.experiments.timing.sharded import PLAIN, ShardCosts, ShardedModule, sharded_step
+from commhooks.experiments.timing.step_time import Step, step_time
 from tests.commhooks.shards import Sharded
 from tests.commhooks.test_plan import a_probe, a_profile, bucket, hook, parts
 from tests.commhooks.workers import normal, zeros

@@ -14,12 +14,12 @@ import commhooks
 from commhooks import make_compressor
 from commhooks.compressors import COMPRESSORS
 from commhooks.compressors.two_hop import SERVER_ERROR
+from commhooks.experiments.timing.payloads import rounds_of
 from commhooks.language import BucketView, Compressor, Context, Exchange
 from commhooks.language.compressor import map_requests
 from commhooks.language.requests import Asked, Judge
 from commhooks.lockstep import average_in_lockstep
 from commhooks.wrappers.wrapper import Wrapper
-from experiments.timing.payloads import rounds_of
 from tests import bounds
 from tests.cases import CASES, FORMS, NEEDED
 from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, normal, zeros

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from commhooks.communicators import Collective
 from commhooks.communicators.collective import KINDS
-from experiments.links.link import LinkSettings
-from experiments.timing.link import Link, Transfer
-from experiments.timing.step_time import Bucket, Stage, Step, step_time
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.timing.link import Link, Transfer
+from commhooks.experiments.timing.step_time import Bucket, Stage, Step, step_time
 from tests.tiers import A_ROW
 
 MB = 1_000_000

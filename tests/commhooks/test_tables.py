@@ -12,14 +12,14 @@ from torch import nn
 import commhooks
 from commhooks.engine.units import UNIT_ELEMENTS
 from commhooks.errors import SettingsError
-from experiments.planning import Link, plan, predict, profile_from_tables
-from experiments.planning.candidates import DENSE
-from experiments.planning.costs import Costs, HookCosts, Sample
-from experiments.planning.tables import as_one_of, in_buckets, in_units, ready_moments, square_matrices
-from experiments.timing.link import HALF_SUM, Transfer
-from experiments.timing.payloads import rounds_of
-from experiments.timing.sharded import FORWARD_SHARE
-from experiments.timing.step_time import Bucket, Stage, Step, step_time
+from commhooks.experiments.planning import Link, plan, predict, profile_from_tables
+from commhooks.experiments.planning.candidates import DENSE
+from commhooks.experiments.planning.costs import Costs, HookCosts, Sample
+from commhooks.experiments.planning.tables import as_one_of, in_buckets, in_units, ready_moments, square_matrices
+from commhooks.experiments.timing.link import HALF_SUM, Transfer
+from commhooks.experiments.timing.payloads import rounds_of
+from commhooks.experiments.timing.sharded import FORWARD_SHARE
+from commhooks.experiments.timing.step_time import Bucket, Stage, Step, step_time
 from tests.tiers import A_ROW
 
 COPY = 1e-9  # seconds for an element

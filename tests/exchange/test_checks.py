@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from commhooks import PerParameter, make_compressor
 from commhooks.exchange.checks import checked_compressor, warn_of_whole
+from commhooks.experiments.tasks.gpt import SIZES, GptModel
 from commhooks.language.place import Place
 from experiments.studies.bench.given import resnet18_shapes
-from experiments.tasks.gpt import SIZES, GptModel
 from tests.commhooks.models import lstm_shapes
 
 COMPRESSORS = [f"{name}:rank={rank}" for name in ("powersgd", "svd") for rank in (1, 2, 4)] + ["adaptive-rank", "int8"]

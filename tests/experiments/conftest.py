@@ -8,12 +8,14 @@ from collections.abc import Iterator
 import pytest
 from matplotlib.figure import Figure
 
-from experiments import launch
+from commhooks.experiments import launch
 from tests.experiments.forked_ranks import forking
 from tests.experiments.standing_ranks import StandingRanks
 
 # What ranks of these tests would each import for themselves: half a second for the digits alone.
-os.environ["WORLD_PRELOAD"] = f"{os.environ.get('WORLD_PRELOAD', '')} sklearn.datasets experiments.training.worker"
+os.environ["WORLD_PRELOAD"] = (
+    f"{os.environ.get('WORLD_PRELOAD', '')} sklearn.datasets " + "commhooks.experiments.training.worker"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

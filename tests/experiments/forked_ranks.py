@@ -1,4 +1,4 @@
-"""Ranks of `experiments.launch` that are forked from the server of `tests.world`, which has imported torch already."""
+"""Ranks of `commhooks.experiments.launch` that the server of `tests.world` forks: it has imported torch already."""
 
 from __future__ import annotations
 

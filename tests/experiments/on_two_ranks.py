@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.launch import run_world
-from experiments.runs import RunResult, RunSettings
-from experiments.training.worker import RunDone, Work, train_all
+from commhooks.experiments.launch import run_world
+from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.training.worker import RunDone, Work, train_all
 
 PATIENCE = 200.0
 """Seconds without a word, for what takes 10 when the machine has nothing else to do."""

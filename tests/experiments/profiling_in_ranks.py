@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import commhooks
 import ddp_core
 from commhooks.errors import CommHooksError
-from experiments import planning
-from experiments.launch import Send
-from experiments.planning.candidates import Candidate, named
+from commhooks.experiments import planning
+from commhooks.experiments.launch import Send
+from commhooks.experiments.planning.candidates import Candidate, named
 
 CLASSES: dict[str, Any] = {"core": ddp_core.DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}
 

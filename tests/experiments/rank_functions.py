@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import commhooks
+from commhooks.experiments import launch
+from commhooks.experiments.cluster import INTERFACE, interface_bytes
+from commhooks.experiments.launch import Send
 from ddp_core import DistributedDataParallel
-from experiments import launch
-from experiments.cluster import INTERFACE, interface_bytes
-from experiments.launch import Send
 from tests.experiments.forked_ranks import forking
 
 MEGABYTE = 1_000_000

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from experiments.launch import RankFunction, Send, WorldError, run_world
+from commhooks.experiments.launch import RankFunction, Send, WorldError, run_world
 
 RANKS = 2
 _DONE = "the function has returned on this rank"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from experiments.results.summary import Spread
-from experiments.specs import Spec
+from commhooks.experiments.results.summary import Spread
+from commhooks.experiments.specs import Spec
 from experiments.studies.leaderboard.contenders import Contender
 from experiments.studies.leaderboard.standings import Run, Standing, standings
 from experiments.studies.lockstep import Trained

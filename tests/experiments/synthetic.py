@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.links.link import LinkSettings
-from experiments.runs import EvaluationRecord, LayerRecord, ProbeRecord, RunResult, RunSettings, StepRecord
-from experiments.specs import Spec
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.runs import EvaluationRecord, LayerRecord, ProbeRecord, RunResult, RunSettings, StepRecord
+from commhooks.experiments.specs import Spec
 
 DENSE_BYTES = 4_000_000
 STARTED = 1_800_000_000.0  # Unix time

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.report.plots import LIGHT
+from commhooks.experiments.report.plots import LIGHT
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.tasks.images import ResNet18
 from experiments.studies.blocks import Picture, Table
 from experiments.studies.jobs import run_jobs
 from experiments.studies.lockstep import ACCURACY, LOSS
@@ -19,8 +21,6 @@ from experiments.studies.reproduce.ablation import Ablation, Trial, hook_for, tr
 from experiments.studies.reproduce.comparing import between, compare, draw_differences, findings, show_ablation, table
 from experiments.studies.reproduce.notes import Notes
 from experiments.studies.reproduce.powersgd.data_sent import HOOKS, bytes_sent
-from experiments.tasks import load_task
-from experiments.tasks.images import ResNet18
 
 TASK = "digits:size=tiny,steps=3"
 ABLATION = Ablation(

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from commhooks.experiments.tasks import load_task
 from experiments.studies.blocks import Block, Table
 from experiments.studies.lockstep import own_gradients
 from experiments.studies.reproduce import load_reproduction
 from experiments.studies.reproduce.ddp.figure_11 import Settings as Skipped
 from experiments.studies.reproduce.ddp.figure_11 import Training
 from experiments.studies.reproduce.powersgd.global_residual import Settings as Residuals
-from experiments.tasks import load_task
 
 NOISE = (-0.01, 0.0, 0.01)  # by seed
 

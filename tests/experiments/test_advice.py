@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.accuracy import Accuracy
-from experiments.advice import (
+from commhooks.experiments.accuracy import Accuracy
+from commhooks.experiments.advice import (
     DILOCO_COSTS,
     DILOCO_MARGIN,
     FEEDBACK,
@@ -24,8 +24,8 @@ from experiments.advice import (
     predicted,
     with_usual_feedback,
 )
-from experiments.results.intervals import Interval
-from experiments.results.verdicts import Judged, Range, Verdict
+from commhooks.experiments.results.intervals import Interval
+from commhooks.experiments.results.verdicts import Judged, Range, Verdict
 from experiments.studies import advice as study
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from commhooks.experiments.results.summary import Spread
 from commhooks.native import compiled, library
 from commhooks.native.library import VARIABLE
-from experiments.results.summary import Spread
 from experiments.studies.app import app
 from experiments.studies.bench import powersgd, throughput
 from experiments.studies.bench.copies import EAGER, Worked, between_copies, in_copies

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments.report.plots import DARK, LIGHT, Theme, canvas
+from commhooks.experiments.report.plots import DARK, LIGHT, Theme, canvas
 from experiments.studies.blocks import Block, Picture, Table, circumstances, markdown, print_blocks, write_pictures
 
 

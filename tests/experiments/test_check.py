@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from experiments.checking import compressor_named
-from experiments.commands.cli import app
+from commhooks.experiments.checking import compressor_named
+from commhooks.experiments.commands.cli import app
 from tests.commhooks.test_own_compressors import EXAMPLES
 
 OWN = """

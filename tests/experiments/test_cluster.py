@@ -11,10 +11,19 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from experiments.cluster import Cluster, ClusterError, clusters, interface_bytes, iproute, preflight, records, why_not
-from experiments.commands import cluster as commands
-from experiments.commands.terminal import errors_in_words
-from experiments.launch import run_world
+from commhooks.experiments.cluster import (
+    Cluster,
+    ClusterError,
+    clusters,
+    interface_bytes,
+    iproute,
+    preflight,
+    records,
+    why_not,
+)
+from commhooks.experiments.commands import cluster as commands
+from commhooks.experiments.commands.terminal import errors_in_words
+from commhooks.experiments.launch import run_world
 from tests.experiments.rank_functions import MEGABYTE, sum_a_megabyte
 
 NOT_MADE = Cluster("not-made", 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from experiments.commands.cli import app
+from commhooks.experiments.commands.cli import app
 
 ROOT = Path(__file__).parents[2]
 SMALL = "compare --task digits:size=small"

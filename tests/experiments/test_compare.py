@@ -17,10 +17,10 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from experiments.commands.cli import app
-from experiments.results.summary import steps_to, total_seconds
-from experiments.runs import RunResult, RunSettings
-from experiments.specs import Spec
+from commhooks.experiments.commands.cli import app
+from commhooks.experiments.results.summary import steps_to, total_seconds
+from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.specs import Spec
 from tests.experiments.odd_task import ELEMENTS
 from tests.experiments.on_two_ranks import PATIENCE, train_on_two_ranks
 from tests.tiers import THOROUGH
@@ -39,7 +39,7 @@ ODD_HOOKS = (
     "powersgd:policy=fused,rank=2,start_after=2",
     "fp16",
 )
-COMPARE = [sys.executable, "-m", "experiments", "compare", "--task", "digits:size=small"]
+COMPARE = [sys.executable, "-m", "commhooks.experiments", "compare", "--task", "digits:size=small"]
 LINK = ["--link", "10Mbit/s"]
 ASKED = [*LINK, "--steps", str(STEPS)]
 ALL_HOOKS = [word for hook in HOOKS for word in ("--hook", hook)]
@@ -259,7 +259,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
 
 @THOROUGH  # the installed command does it, too, in tests/frameworks/test_wheel.py
 def test_a_torchrun_world_is_joined_and_goes_on(tmp_path: Path, results: dict[str, RunResult]) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "experiments"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "commhooks.experiments"]
     words = [*COMPARE[3:], *LINK, "--steps", str(STEPS), "--out", str(tmp_path / "out"), "--hook", "all-reduce"]
     for more, said in ([], "all-reduce"), (["--hook", "fp16"], "1 of 2 runs are finished already"):
         command = [sys.executable, *torchrun, *words, *more]

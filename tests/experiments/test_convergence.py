@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from experiments.report.table import plain_table
-from experiments.results.intervals import Interval
-from experiments.specs import Spec
+from commhooks.experiments.report.table import plain_table
+from commhooks.experiments.results.intervals import Interval
+from commhooks.experiments.specs import Spec
 from experiments.studies.jobs import run_jobs
 from experiments.studies.leaderboard.contenders import DENSE, Contender, contenders, relative_error
 from experiments.studies.leaderboard.running import SIZE, Failed, TrainingJob, load_sized

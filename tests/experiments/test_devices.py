@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
-from experiments.devices import NCCL, backend_for, chosen
-from experiments.links.link import LinkSettings
-from experiments.machine import trained_on
-from experiments.runs import RunSettings
-from experiments.sweeps.yaml_file import read_sweep
+from commhooks.experiments.devices import NCCL, backend_for, chosen
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.machine import trained_on
+from commhooks.experiments.runs import RunSettings
+from commhooks.experiments.sweeps.yaml_file import read_sweep
 
 GPUS: dict[str, Any] = {"is_available": lambda: True, "device_count": lambda: 2}
 

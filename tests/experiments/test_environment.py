@@ -15,10 +15,10 @@ import torch
 from typer.testing import CliRunner
 
 import commhooks
+from commhooks.experiments.commands.cli import app
+from commhooks.experiments.commit import commit_of_code
+from commhooks.experiments.environment import BACKENDS, environment, in_words
 from commhooks.native import compiled, library
-from experiments.commands.cli import app
-from experiments.commit import commit_of_code
-from experiments.environment import BACKENDS, environment, in_words
 
 
 def told() -> str:

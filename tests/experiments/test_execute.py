@@ -13,16 +13,23 @@ from typing import Any
 
 import pytest
 
-from experiments.cluster import Cluster
-from experiments.launch import WorldError, reason_of
-from experiments.links.link import LinkSettings
-from experiments.runs import RunResult, RunSettings
-from experiments.specs import Spec
-from experiments.sweeps import execute
-from experiments.training import worker
-from experiments.training.measure import Split
-from experiments.training.registration import Counted, Registered
-from experiments.training.worker import Preparing, RunDone, SceneBegun, StepsBegin, Work, calibrate
+from commhooks.experiments.cluster import Cluster
+from commhooks.experiments.launch import WorldError, reason_of
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.sweeps import execute
+from commhooks.experiments.training import worker
+from commhooks.experiments.training.measure import Split
+from commhooks.experiments.training.registration import Counted, Registered
+from commhooks.experiments.training.worker import (
+    Preparing,
+    RunDone,
+    SceneBegun,
+    StepsBegin,
+    Work,
+    calibrate,
+)
 from tests.experiments.synthetic import result
 
 HOOKS = ("all-reduce", "breaks", "fp16")

@@ -17,20 +17,20 @@ import commhooks
 from commhooks import SettingsError, load_checkpoint, save_checkpoint
 from commhooks.control import Adaptive
 from commhooks.errors import CommHooksError
+from commhooks.experiments import planning
+from commhooks.experiments.accuracy import Accuracy
+from commhooks.experiments.commands.cli import app
+from commhooks.experiments.planning.costs import Costs
+from commhooks.experiments.planning.probes import Probe
+from commhooks.experiments.planning.profiles import GradientProfile, Profile
+from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.sweeps.lock import LOCK, OWNER, claimed
+from commhooks.experiments.sweeps.store import HEAD as FAILED
+from commhooks.experiments.sweeps.store import read_failures
+from commhooks.experiments.sweeps.yaml_file import read_sweep
 from commhooks.making import compressor_in_file
 from commhooks.saving.contents import read_contents
 from commhooks.saving.rules import LoadRules
-from experiments import planning
-from experiments.accuracy import Accuracy
-from experiments.commands.cli import app
-from experiments.planning.costs import Costs
-from experiments.planning.probes import Probe
-from experiments.planning.profiles import GradientProfile, Profile
-from experiments.runs import RunResult, RunSettings
-from experiments.sweeps.lock import LOCK, OWNER, claimed
-from experiments.sweeps.store import HEAD as FAILED
-from experiments.sweeps.store import read_failures
-from experiments.sweeps.yaml_file import read_sweep
 from tests.commhooks.mirrored import given
 from tests.commhooks.test_plan import a_probe, a_profile, hook
 from tests.commhooks.told import told_by

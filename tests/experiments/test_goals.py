@@ -14,20 +14,20 @@ import torch.distributed as dist
 from rich.console import Console
 from torch._C._distributed_c10d import HashStore
 
-from experiments.results.goals import GoingOn, Pursuit
-from experiments.results.outcomes import settings_of
-from experiments.runs import Goal, RunResult, RunSettings, StepRecord
-from experiments.specs import Spec
-from experiments.sweeps import execute
-from experiments.sweeps.notes import notes_about
-from experiments.sweeps.sweep import Sweep, report_again
-from experiments.training.worker import RunDone, Work, train_all
+from commhooks.experiments.results.goals import GoingOn, Pursuit
+from commhooks.experiments.results.outcomes import settings_of
+from commhooks.experiments.runs import Goal, RunResult, RunSettings, StepRecord
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.sweeps import execute
+from commhooks.experiments.sweeps.notes import notes_about
+from commhooks.experiments.sweeps.sweep import Sweep, report_again
+from commhooks.experiments.training.worker import RunDone, Work, train_all
 from tests.experiments.synthetic import result
 
 STEPS = 4
 TASK = """
 import torch
-from experiments.tasks import Task
+from commhooks.experiments.tasks import Task
 
 def task():
     return Task(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.results.intervals import Estimate, Interval, differences, ratios
+from commhooks.experiments.results.intervals import Estimate, Interval, differences, ratios
 
 
 def test_an_interval_is_students() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.results.outcomes import settings_of
-from experiments.results.verdicts import Judged, Margins, Run, Verdict, best, judge
+from commhooks.experiments.results.outcomes import settings_of
+from commhooks.experiments.results.verdicts import Judged, Margins, Run, Verdict, best, judge
 from experiments.studies.verdicts.counting import Recorded, of_nulls, of_recorded
 from tests.experiments.synthetic import results
 

@@ -10,8 +10,8 @@ from multiprocessing import connection
 import psutil
 import pytest
 
-from experiments import launch
-from experiments.launch import RankFunction, WorldError, reason_of, run_world
+from commhooks.experiments import launch
+from commhooks.experiments.launch import RankFunction, WorldError, reason_of, run_world
 from tests.experiments.forked_ranks import ForkingContext, forking
 from tests.experiments.rank_functions import (
     Told,

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from experiments.accuracy import Accuracy
+from commhooks.experiments.accuracy import Accuracy
 from experiments.studies import heartbeat
 from experiments.studies.app import app
 from experiments.studies.leaderboard.accuracy import accuracy_of

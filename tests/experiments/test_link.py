@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commhooks.communicators import Collective
+from commhooks.experiments.links.gloo import Course, course_of
+from commhooks.experiments.links.link import EmulatedLink, LinkSettings, Wire
 from commhooks.language import Group
-from experiments.links.gloo import Course, course_of
-from experiments.links.link import EmulatedLink, LinkSettings, Wire
 
 
 @pytest.mark.parametrize(

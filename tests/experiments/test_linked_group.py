@@ -13,13 +13,13 @@ from torch import nn
 from torch.futures import Future
 
 import commhooks
-from experiments.links.gloo import Course, course_of
-from experiments.links.link import EmulatedLink, LinkSettings, Wire
-from experiments.links.linked_group import LinkedGroup, LinkedWork
-from experiments.links.waits import WaitClock
-from experiments.specs import Spec
-from experiments.training.registration import wrap_in_ddp
-from experiments.training.stock import register_stock
+from commhooks.experiments.links.gloo import Course, course_of
+from commhooks.experiments.links.link import EmulatedLink, LinkSettings, Wire
+from commhooks.experiments.links.linked_group import LinkedGroup, LinkedWork
+from commhooks.experiments.links.waits import WaitClock
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.training.registration import wrap_in_ddp
+from commhooks.experiments.training.stock import register_stock
 from tests.ddp_core.facts import Facts
 from tests.parity.training import ddp_class
 

@@ -7,10 +7,10 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from experiments.runs import RunResult
-from experiments.sweeps.execute import RunFailed
-from experiments.sweeps.live import Live
-from experiments.training.worker import Evaluated, RunDone, StepDone
+from commhooks.experiments.runs import RunResult
+from commhooks.experiments.sweeps.execute import RunFailed
+from commhooks.experiments.sweeps.live import Live
+from commhooks.experiments.training.worker import Evaluated, RunDone, StepDone
 from tests.experiments.synthetic import DENSE_BYTES, result
 
 HOOKS = ("all-reduce", "fp16", "powersgd:policy=fused,rank=1,start_after=5", "top-k:ratio=0.01")

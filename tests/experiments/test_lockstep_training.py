@@ -11,10 +11,10 @@ import torch
 import commhooks
 from commhooks import Compressor, WithoutFeedback
 from commhooks.compressors import AllReduceMean, TopK
+from commhooks.experiments.tasks import LoadedTask, load_task
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context, Exchange
 from experiments.studies.lockstep import time_in_lockstep, train_in_lockstep
-from experiments.tasks import LoadedTask, load_task
 
 STEPS, WORKERS = 12, 4
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from experiments.devices import Stopwatch
-from experiments.links.waits import Interval, WaitClock, merged, overlap
-from experiments.training.measure import StepClock
+from commhooks.experiments.devices import Stopwatch
+from commhooks.experiments.links.waits import Interval, WaitClock, merged, overlap
+from commhooks.experiments.training.measure import StepClock
 
 intervals = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1])))
 

@@ -6,10 +6,10 @@ import dataclasses
 
 from commhooks import make_compressor
 from commhooks.compressors import COMPRESSORS
-from experiments.hooks import make_hook
-from experiments.planning.costs import Costs, copy_seconds
-from experiments.planning.tables import TABLED
-from experiments.specs import Spec
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.planning.costs import Costs, copy_seconds
+from commhooks.experiments.planning.tables import TABLED
+from commhooks.experiments.specs import Spec
 from experiments.studies.measured_costs import HOOKS, LEFT_OUT, Model, Plan, measure, median_of
 
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from experiments.report.findings import facts_of
-from experiments.results.outcomes import Setting, settings_of
-from experiments.results.summary import Typical, smoothed_losses, steps_to, total_seconds
-from experiments.runs import RunResult
+from commhooks.experiments.report.findings import facts_of
+from commhooks.experiments.results.outcomes import Setting, settings_of
+from commhooks.experiments.results.summary import Typical, smoothed_losses, steps_to, total_seconds
+from commhooks.experiments.runs import RunResult
 from tests.experiments.synthetic import DENSE_BYTES, diverged, result, results, stepwise, with_slow_probes
 
 SEEDS = (0, 1, 2)

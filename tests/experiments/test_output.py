@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from experiments.commands.cli import app
-from experiments.report import writing
-from experiments.report.page import HEAD, PICTURES
-from experiments.runs import PARTIAL, RunSettings
-from experiments.sweeps import sweep
-from experiments.sweeps.execute import Listener, Made
-from experiments.sweeps.lock import LOCK, claimed
-from experiments.sweeps.output import prepare_folder
-from experiments.sweeps.store import write_failure
+from commhooks.experiments.commands.cli import app
+from commhooks.experiments.report import writing
+from commhooks.experiments.report.page import HEAD, PICTURES
+from commhooks.experiments.runs import PARTIAL, RunSettings
+from commhooks.experiments.sweeps import sweep
+from commhooks.experiments.sweeps.execute import Listener, Made
+from commhooks.experiments.sweeps.lock import LOCK, claimed
+from commhooks.experiments.sweeps.output import prepare_folder
+from commhooks.experiments.sweeps.store import write_failure
 from tests.commhooks.test_full_disk import largest_file
 from tests.experiments.synthetic import result, results
 
@@ -148,7 +148,7 @@ def test_a_folder_in_use_is_left_to_its_user(tmp_path: Path, monkeypatch: pytest
     """A process that is killed leaves its lock file, and no lock."""
     script = f"""
 import time, pathlib
-from experiments.sweeps.lock import claimed
+from commhooks.experiments.sweeps.lock import claimed
 with claimed(pathlib.Path({str(tmp_path)!r})):
     print("claimed", flush=True)
     time.sleep(60)

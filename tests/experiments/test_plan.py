@@ -9,11 +9,11 @@ import pytest
 
 from commhooks import ErrorFeedback
 from commhooks.compressors import PowerSGD
-from experiments.hooks import make_hook, policy_of
-from experiments.links.link import LinkSettings
-from experiments.runs import RunSettings
-from experiments.specs import Spec
-from experiments.sweeps.plan import crowded, in_turn, plan
+from commhooks.experiments.hooks import make_hook, policy_of
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.runs import RunSettings
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.sweeps.plan import crowded, in_turn, plan
 
 
 def planned(**changes: Any) -> tuple[RunSettings, ...]:
@@ -74,7 +74,7 @@ def test_ranks_that_share_cores_are_warned_about(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_rate_that_hosts_can_have_once_it_is_slowed_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.sweeps.plan.why_not", lambda: None)
+    monkeypatch.setattr("commhooks.experiments.sweeps.plan.why_not", lambda: None)
     for link, compute in (("hosts:50kbit/s", "4x"), ("hosts:50kbit/s", "200ms"), ("hosts:unlimited", None)):
         assert planned(links=[link], compute=compute)
 

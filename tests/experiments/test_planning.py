@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from experiments.commands.cli import app
-from experiments.planning.plans import plan
-from experiments.planning.request import Planned, numbers_in
-from experiments.planning.showing import validation_table
+from commhooks.experiments.commands.cli import app
+from commhooks.experiments.planning.plans import plan
+from commhooks.experiments.planning.request import Planned, numbers_in
+from commhooks.experiments.planning.showing import validation_table
 from tests.commhooks.test_plan import a_probe, a_profile, hook
 from tests.commhooks.test_sharded_steps import profiled
 
@@ -105,7 +105,7 @@ def test_what_is_measured_and_for_how_long_is_said_first(
     line: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("measurements", "request"):
-        monkeypatch.setattr(f"experiments.planning.{module}.measure", lambda *_: None)
+        monkeypatch.setattr(f"commhooks.experiments.planning.{module}.measure", lambda *_: None)
     assert said(*line.split()) == f"{expected} ..."
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -114,7 +114,7 @@ def test_what_is_measured_and_for_how_long_is_said_first(
 
 def test_a_task_is_measured_on_two_ranks_and_validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With real ranks, an emulated link, and real steps: what is asked of them comes back in one file."""
-    monkeypatch.setattr("experiments.planning.request.REAL_SECONDS", 0.5)
+    monkeypatch.setattr("commhooks.experiments.planning.request.REAL_SECONDS", 0.5)
     words = ("--task", "gpt:size=tiny", "--link", "100Mbit/s,latency=0.1ms", "--hook", "fp16", "--seconds", "3")
     text = said("plan", *words, "--ranks", "2", "--validate", "--json", str(tmp_path / "plan.json"))
     raw = json.loads((tmp_path / "plan.json").read_text())

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from commhooks import SettingsError
-from experiments.planning import Profile
-from experiments.planning.errors import ProfileError
-from experiments.planning.keeping import Kept
-from experiments.planning.phases import PhaseWatch
+from commhooks.experiments.planning import Profile
+from commhooks.experiments.planning.errors import ProfileError
+from commhooks.experiments.planning.keeping import Kept
+from commhooks.experiments.planning.phases import PhaseWatch
 from tests.experiments import profiling_in_ranks
 from tests.experiments.standing_ranks import RANKS, StandingRanks
 from tests.quantised import OnCodes

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.runs import RunResult, RunSettings
-from experiments.sweeps.execute import execute, goes_on_from, saved_steps
-from experiments.training.progress import PROGRESS, can_continue
-from experiments.training.worker import BeginsAgain, Evaluated, NotSaved, StepDone
+from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.sweeps.execute import execute, goes_on_from, saved_steps
+from commhooks.experiments.training.progress import PROGRESS, can_continue
+from commhooks.experiments.training.worker import BeginsAgain, Evaluated, NotSaved, StepDone
 
 HOOKS = ("all-reduce", "powersgd:rank=2,start_after=2", "dgc:ratio=0.05", "diloco:compressor=int4,every=5")
 STEPS, EVALUATE_EVERY = 18, 6

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from torch import nn
 
-from experiments.cluster import Cluster, follow
-from experiments.links.link import LinkSettings, parse_latency, parse_rate
-from experiments.runs import SHARDED, RunSettings
-from experiments.specs import Spec
+from commhooks.experiments.cluster import Cluster, follow
+from commhooks.experiments.links.link import LinkSettings, parse_latency, parse_rate
+from commhooks.experiments.runs import SHARDED, RunSettings
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.sweeps.plan import plan
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.tasks.optimizers import make_optimizer
+from commhooks.experiments.training.stock import check_stock
 from experiments.studies.bench.overlap import OverlapSettings
 from experiments.studies.leaderboard.contenders import contenders
-from experiments.sweeps.plan import plan
-from experiments.tasks import load_task
-from experiments.tasks.optimizers import make_optimizer
-from experiments.training.stock import check_stock
 from tests.experiments.test_ablation import ABLATION
 from tests.experiments.test_plan import planned
 from tests.experiments.test_seldom import STEPS

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from experiments.report.across import series_of
-from experiments.report.findings import finding
-from experiments.report.lines import lines_of
-from experiments.report.table import print_tables
-from experiments.report.writing import write
-from experiments.results.outcomes import Setting, settings_of
-from experiments.results.verdicts import Judged, Range, Verdict
-from experiments.runs import RunResult, RunSettings
-from experiments.specs import Spec
+from commhooks.experiments.report.across import series_of
+from commhooks.experiments.report.findings import finding
+from commhooks.experiments.report.lines import lines_of
+from commhooks.experiments.report.table import print_tables
+from commhooks.experiments.report.writing import write
+from commhooks.experiments.results.outcomes import Setting, settings_of
+from commhooks.experiments.results.verdicts import Judged, Range, Verdict
+from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.specs import Spec
 from tests.experiments.synthetic import diverged, result, results, stepwise
 
 SEEDS = (0, 1, 2)

@@ -12,12 +12,12 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
-from experiments.commands.cli import app
-from experiments.report.as_json import FORMAT, SCHEMA, as_text, summary
-from experiments.report.findings import finding
-from experiments.results.outcomes import settings_of
-from experiments.runs import RunResult, RunSettings
-from experiments.specs import Spec
+from commhooks.experiments.commands.cli import app
+from commhooks.experiments.report.as_json import FORMAT, SCHEMA, as_text, summary
+from commhooks.experiments.report.findings import finding
+from commhooks.experiments.results.outcomes import settings_of
+from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.specs import Spec
 from tests.experiments.synthetic import diverged, result, results, stepwise
 
 SEEDS = (0, 1, 2)

@@ -20,8 +20,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import experiments.studies.reproduce as registry
-from experiments.launch import run_world
-from experiments.machine import versions
+from commhooks.experiments.launch import run_world
+from commhooks.experiments.machine import versions
 from experiments.studies.app import app
 from experiments.studies.blocks import Block, Picture, Table, markdown
 from experiments.studies.reproduce import MODULES, Reproduction, load_reproduction
@@ -232,7 +232,7 @@ def test_every_reproduction_runs_at_its_tiny_size(
 ) -> None:
     load_reproduction(name)
     for module in [module for module in sys.modules.values() if getattr(module, "run_world", None) is run_world]:
-        if module.__name__.startswith(("experiments.studies.reproduce.", "experiments.sweeps.")):
+        if module.__name__.startswith(("experiments.studies.reproduce.", "commhooks.experiments.sweeps.")):
             monkeypatch.setattr(module, "run_world", standing.run)
     found = reproduce(Request(name=name, size="tiny", out=tmp_path), Console(quiet=True))
     blocks = load_reproduction(name).show(load_reproduction(name).sizes["tiny"], found.measured)

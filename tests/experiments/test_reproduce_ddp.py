@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from experiments.links.link import LinkSettings
-from experiments.links.linked_group import LinkedGroup
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.links.linked_group import LinkedGroup
 from experiments.studies.medians import Ratio, milliseconds
 from experiments.studies.reproduce import Reproduction, load_reproduction
 from experiments.studies.reproduce.ddp import figure_2, figure_7, figure_12, hooks

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from experiments.machine import cores, dilation
-from experiments.report.plots import DARK
+from commhooks.experiments.machine import cores, dilation
+from commhooks.experiments.report.plots import DARK
 from experiments.studies.blocks import Block, Table
 from experiments.studies.reproduce.ddp import figure_9, figure_10
 from experiments.studies.reproduce.powersgd import rates

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from experiments.results.summary import Typical, steps_to
-from experiments.runs import RunResult, RunSettings
+from commhooks.experiments.results.summary import Typical, steps_to
+from commhooks.experiments.runs import RunResult, RunSettings
 from tests.experiments.synthetic import result
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 import commhooks
-from experiments.hooks import make_hook
-from experiments.report.writing import write
-from experiments.results.outcomes import settings_of
-from experiments.runs import RunResult, RunSettings
-from experiments.specs import Spec
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.report.writing import write
+from commhooks.experiments.results.outcomes import settings_of
+from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.training.seldom import settings_of as arguments_of
 from experiments.studies.lockstep import train_in_lockstep
 from experiments.studies.seldom_lockstep import train_seldom_in_lockstep
-from experiments.tasks import load_task
-from experiments.training.seldom import settings_of as arguments_of
 from tests.experiments.on_two_ranks import train_on_two_ranks
 
 BITS_PER_SECOND = 50e6

@@ -7,15 +7,15 @@ import dataclasses
 import pytest
 from torch import nn
 
-from experiments.links.gloo import course_of
-from experiments.links.link import LinkSettings
-from experiments.runs import SHARDED, RunResult, RunSettings
-from experiments.specs import Spec
+from commhooks.experiments.links.gloo import course_of
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.runs import SHARDED, RunResult, RunSettings
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.timing.sharded import ShardedModule, blocks_of, modules_of
+from commhooks.experiments.training.sharded import step_bytes
+from commhooks.experiments.training.stock import NO_HOOK
 from experiments.studies.sharded_lockstep import train_sharded_in_lockstep
-from experiments.tasks import load_task
-from experiments.timing.sharded import ShardedModule, blocks_of, modules_of
-from experiments.training.sharded import step_bytes
-from experiments.training.stock import NO_HOOK
 from tests.experiments.on_two_ranks import train_on_two_ranks
 
 TASK = "gpt:size=tiny"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments.tasks import load_task
-from experiments.tasks.skew import Skewed
-from experiments.tasks.task import LoadedTask
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.tasks.skew import Skewed
+from commhooks.experiments.tasks.task import LoadedTask
 
 RANKS = 4
 

@@ -12,17 +12,17 @@ from torch import nn
 import commhooks
 from commhooks.exchange.checks import read_text
 from commhooks.exchange.options import Options
+from commhooks.experiments.checking import compressor_named
+from commhooks.experiments.hooks import make_hook, policy_of
+from commhooks.experiments.planning.candidates import candidate_of
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.sweeps.plan import plan
+from commhooks.experiments.sweeps.yaml_file import read_sweep
+from commhooks.experiments.training.seldom import settings_of
 from commhooks.language.compressor import Compressor
 from commhooks.making import read_hook
 from commhooks.wrappers import ErrorFeedback
 from commhooks.wrappers.error_feedback import with_feedback
-from experiments.checking import compressor_named
-from experiments.hooks import make_hook, policy_of
-from experiments.planning.candidates import candidate_of
-from experiments.specs import Spec
-from experiments.sweeps.plan import plan
-from experiments.sweeps.yaml_file import read_sweep
-from experiments.training.seldom import settings_of
 
 OWN = """
 import dataclasses

@@ -10,15 +10,15 @@ import pytest
 from torch import Tensor
 
 from commhooks.compressors import COMPRESSORS, Registered, TopK
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
 from commhooks.language import Loss
-from experiments.hooks import make_hook
-from experiments.specs import Spec
 from experiments.studies.leaderboard import contenders as module
 from experiments.studies.leaderboard.contenders import SKIPPED, USUAL, Contender, LeftOut, contenders, relative_error
 from experiments.studies.leaderboard.grace import PUBLISHED, compare_with_grace
 from experiments.studies.leaderboard.standings import Run, Standing, is_better, standings
 from experiments.studies.lockstep import SCORES
-from experiments.tasks import load_task
 from tests.experiments.standing_samples import rows, runs, trained
 
 DIGITS = load_task("digits:size=tiny")

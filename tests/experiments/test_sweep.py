@@ -13,17 +13,17 @@ import pandas
 import pytest
 from typer.testing import CliRunner
 
-import experiments
-from experiments import api
-from experiments.commands.cli import app
-from experiments.launch import WorldError
-from experiments.report.page import HEAD
-from experiments.results.verdicts import Margins
-from experiments.runs import RunSettings
-from experiments.sweeps import plan, sweep
-from experiments.sweeps.execute import Listener, Made
-from experiments.sweeps.store import load_table, read_failures, table_of, write_failure
-from experiments.sweeps.yaml_file import EXAMPLE, read_sweep
+from commhooks import experiments
+from commhooks.experiments import api
+from commhooks.experiments.commands.cli import app
+from commhooks.experiments.launch import WorldError
+from commhooks.experiments.report.page import HEAD
+from commhooks.experiments.results.verdicts import Margins
+from commhooks.experiments.runs import RunSettings
+from commhooks.experiments.sweeps import plan, sweep
+from commhooks.experiments.sweeps.execute import Listener, Made
+from commhooks.experiments.sweeps.store import load_table, read_failures, table_of, write_failure
+from commhooks.experiments.sweeps.yaml_file import EXAMPLE, read_sweep
 from tests.experiments.synthetic import result, results, with_slow_probes
 
 ROOT = Path(__file__).parents[2]

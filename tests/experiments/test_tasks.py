@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.tasks import load_task
-from experiments.tasks.task import LoadedTask
-from experiments.tasks.text import source_files
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.tasks.task import LoadedTask
+from commhooks.experiments.tasks.text import source_files
 
 SMALL = ["digits:size=small", "gpt:size=small", "lstm:size=small"]
 

@@ -11,11 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.api_pb2 import Status
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from experiments.runs import LayerRecord, ProbeRecord, RunResult
-from experiments.sweeps import tensorboard
-from experiments.sweeps.execute import RunFailed
-from experiments.sweeps.tensorboard import LiveLogs
-from experiments.training.worker import Evaluated, RunDone, StepDone
+from commhooks.experiments.runs import LayerRecord, ProbeRecord, RunResult
+from commhooks.experiments.sweeps import tensorboard
+from commhooks.experiments.sweeps.execute import RunFailed
+from commhooks.experiments.sweeps.tensorboard import LiveLogs
+from commhooks.experiments.training.worker import Evaluated, RunDone, StepDone
 from tests.experiments.synthetic import DENSE_BYTES, STARTED, result
 from tests.waiting import until
 

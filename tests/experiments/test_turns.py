@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experiments.launch import Tell, WorldError
+from commhooks.experiments.launch import Tell, WorldError
 from experiments.studies.ranks import on_ranks, same_step
 from experiments.studies.turns import Order, as_given, drawn, forth_and_back, in_turns, on_slowest, rotated, turns_of
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.commands.needs import EXPERIMENTS, WITHOUT_EXTRA
-from experiments.commands.purpose import COMMANDS
+from commhooks.experiments.commands.needs import EXPERIMENTS, WITHOUT_EXTRA
+from commhooks.experiments.commands.purpose import COMMANDS
+from commhooks.native import compiled
 from tests.world.launcher import ROOT
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
@@ -73,9 +74,9 @@ class Environment:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a wheel of this checkout, built in a copy: a `build` folder of an earlier build would end up in it."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for folder in ("commhooks", "ddp_core", "experiments"):
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE", "commhooks_command.py"):
+    for folder in ("commhooks", "ddp_core"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "_kernels.*"))
+    for file in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "commhooks_command.py"):
         shutil.copy(ROOT / file, source)
     command: list[str | Path] = [
         sys.executable,
@@ -104,6 +105,8 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Envi
 
 def test_the_wheel_alone_imports_without_a_warning_and_owns_no_other_name(bare: Environment) -> None:
     bare.run("python", "-W", "error", "-c", "import commhooks, ddp_core; assert commhooks.__version__")
+    said = bare.run("python", "-c", "from commhooks import native; print(native.compiled().levels)")
+    assert said == f"{compiled().levels}\n", "with compiled passes, as those who install it get it"
     said = bare.run("python", "-c", "import experiments", exit_code=1)
     assert "No module named 'experiments'" in said
 

@@ -12,10 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 import commhooks
+from commhooks.experiments.commands.cli import app
+from commhooks.experiments.runs import RunResult
 from commhooks.wrappers.hierarchical import is_hierarchical
 from ddp_core.features.unused import Usage
-from experiments.commands.cli import app
-from experiments.runs import RunResult
 from tests import bounds
 from tests.cases import CASES, Case
 from tests.commhooks.mirrored import largest_error

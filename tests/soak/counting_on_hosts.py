@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from experiments.cluster import INTERFACE, interface_bytes
-from experiments.launch import Send
+from commhooks.experiments.cluster import INTERFACE, interface_bytes
+from commhooks.experiments.launch import Send
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from experiments.cluster import Cluster
-from experiments.launch import Send, run_world
+from commhooks.experiments.cluster import Cluster
+from commhooks.experiments.launch import Send, run_world
 
 PORT = 5000
 Pair = tuple[socket.socket, socket.socket]

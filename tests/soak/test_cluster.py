@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from experiments.cluster import Cluster, clusters, follow, why_not
+from commhooks.experiments.cluster import Cluster, clusters, follow, why_not
 from tests.soak.streams import connect, rates, transfer
 
 pytestmark = [

@@ -7,8 +7,8 @@ import statistics
 import pytest
 
 from commhooks import make_compressor
-from experiments.cluster import Cluster, why_not
-from experiments.launch import run_world
+from commhooks.experiments.cluster import Cluster, why_not
+from commhooks.experiments.launch import run_world
 from tests.soak.counting_on_hosts import Counted, Exchange, count
 
 pytestmark = [

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 import commhooks
-from experiments.cluster import INTERFACE, Cluster, why_not
+from commhooks.experiments.cluster import INTERFACE, Cluster, why_not
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
 from tests.world import Outcome, run_world, run_world_outcomes

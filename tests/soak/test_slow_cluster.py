@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cluster import why_not
-from experiments.links.gloo import FRAMING
-from experiments.links.link import LinkSettings
-from experiments.results.summary import steps_to, target_loss, total_seconds, unprobed
-from experiments.runs import RunResult, RunSettings
-from experiments.sweeps.execute import execute
-from experiments.sweeps.plan import plan
+from commhooks.experiments.cluster import why_not
+from commhooks.experiments.links.gloo import FRAMING
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.results.summary import steps_to, target_loss, total_seconds, unprobed
+from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.sweeps.execute import execute
+from commhooks.experiments.sweeps.plan import plan
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from experiments.commands.cli import app
-from experiments.runs import RunResult
+from commhooks.experiments.commands.cli import app
+from commhooks.experiments.runs import RunResult
 from tests.virtual_device import ranks, startup
 
 pytestmark = [pytest.mark.virtual_device, pytest.mark.timeout(200)]

@@ -27,7 +27,7 @@ MODULES = (
     "pytest",
     "ddp_core",
     "commhooks",
-    "experiments.launch",  # of tests.tiers
+    "commhooks.experiments.launch",  # of tests.tiers
 )
 
 for _name in (*MODULES, *os.environ.get("WORLD_PRELOAD", "").split()):

@@ -245,7 +245,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, number: si
     """Its first ranks start while it holds Ctrl-C back: none of those that follow inherits that."""
     code = (
         "from multiprocessing.resource_tracker import ensure_running\n"
-        "from experiments.launch import _interrupts_held_back\nfrom tests.world import run_world\n"
+        "from commhooks.experiments.launch import _interrupts_held_back\nfrom tests.world import run_world\n"
         "from tests.world.launcher import ensure_server\nfrom tests.world.test_world import sleeping_world\n"
         "ensure_running()  # its start would let Ctrl-C through again\n"
         "with _interrupts_held_back():\n    ensure_server()\n"

@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 import commhooks
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.training.registration import wrap_in_ddp
 from commhooks.units import seconds_in_words
-from experiments.launch import Tell
+from experiments.studies.bench.rows import AGAIN, OURS, THEIRS, Row, Seconds, beside
 from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import in_turns
-from experiments.training.registration import wrap_in_ddp
-
-from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside
 
 SENTENCE = (
     "`save_checkpoint` of a model of 12.5 million parameters, its optimizer and PowerSGD's state on 2 ranks, over "

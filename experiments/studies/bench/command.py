@@ -8,16 +8,15 @@ from typing import Annotated
 
 import typer
 
+from commhooks.experiments.commands.terminal import errors_in_words
+from commhooks.experiments.planning.worlds import check_place
+from commhooks.experiments.stored import write_text
 from commhooks.units import unknown
-from experiments.commands.terminal import errors_in_words
-from experiments.planning.worlds import check_place
+from experiments.studies.bench.gate import SAME, WORSE, changes, other_places
+from experiments.studies.bench.page import pages, table, wide
+from experiments.studies.bench.results import Results, measured_now, read, write
+from experiments.studies.bench.sections import SECTIONS
 from experiments.studies.blocks import print_blocks
-
-from ...stored import write_text
-from .gate import SAME, WORSE, changes, other_places
-from .page import pages, table, wide
-from .results import Results, measured_now, read, write
-from .sections import SECTIONS
 
 _COMMAND = "python -m experiments.studies bench"
 _LIMITED = [name for name, section in SECTIONS.items() if section.is_limited]

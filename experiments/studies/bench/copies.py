@@ -11,16 +11,15 @@ import torch
 from torch import nn
 
 from commhooks.engine.engine import Engine
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.launch import environment
+from commhooks.experiments.results.summary import Spread
+from commhooks.experiments.specs import Spec
 from commhooks.lockstep import lockstep_connections
 from commhooks.native.library import VARIABLE
 from commhooks.scheduling.lockstep import run_in_turns
-from experiments.hooks import make_hook
-from experiments.launch import environment
-from experiments.results.summary import Spread
-from experiments.specs import Spec
+from experiments.studies.bench.given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
 from experiments.studies.turns import turns_of
-
-from .given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
 
 EAGER = "off"
 """The word for eager passes, in place of a level."""

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import ddp_core
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.report.words import seconds_in_words
+from commhooks.experiments.tasks.images import ResNet18
 from commhooks.units import bytes_in_words
-from experiments.launch import Tell
-from experiments.report.words import seconds_in_words
+from experiments.studies.bench.memory import KEEPS_FREED, growth_in_turns, is_countable, return_freed_memory
+from experiments.studies.bench.rows import AGAIN, OURS, THEIRS, Row, Seconds, beside, pooled, ratios
 from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import in_turns
-from experiments.tasks.images import ResNet18
-
-from .memory import KEEPS_FREED, growth_in_turns, is_countable, return_freed_memory
-from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside, pooled, ratios
 
 SENTENCE = (
     "`ddp_core.DistributedDataParallel` over `torch.nn.parallel.DistributedDataParallel` on 2 ranks of one thread "

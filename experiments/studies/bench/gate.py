@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from experiments.results.summary import Spread
-
-from .results import ROUNDED_BY, Measured, Results
-from .rows import Row
+from commhooks.experiments.results.summary import Spread
+from experiments.studies.bench.results import ROUNDED_BY, Measured, Results
+from experiments.studies.bench.rows import Row
 
 WORSE, BETTER, SAME, NEW, GONE = "worse", "better", "same", "new", "gone"
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from experiments.tasks.images import ResNet18
+from commhooks.experiments.tasks.images import ResNet18
 
 Shape = tuple[int, ...]
 

@@ -11,18 +11,17 @@ import torch
 from torch import Tensor, nn
 
 import commhooks
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.report.words import seconds_in_words
+from commhooks.experiments.results.summary import Spread
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.training.registration import wrap_in_ddp
 from commhooks.lockstep import average_in_lockstep, lockstep_connections
-from experiments.hooks import make_hook
-from experiments.launch import Tell
-from experiments.report.words import seconds_in_words
-from experiments.results.summary import Spread
-from experiments.specs import Spec
+from experiments.studies.bench.given import forward_and_backward
+from experiments.studies.bench.rows import EXPONENT, Row
 from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import as_given, in_turns, turns_of
-from experiments.training.registration import wrap_in_ddp
-
-from .given import forward_and_backward
-from .rows import EXPONENT, Row
 
 SENTENCE = (
     "The exponent of the cost as the work grows: 1 means that twice the work takes twice the time. Parameters come in "

@@ -18,12 +18,11 @@ from torch.optim import Optimizer
 
 import commhooks
 import ddp_core
-from experiments.launch import Tell
-from experiments.report.words import seconds_in_words
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.report.words import seconds_in_words
+from experiments.studies.bench.rows import AGAIN, OURS, THEIRS, Row, Seconds, compared, ratios
 from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import forth_and_back, in_turns, turns_of
-
-from .rows import AGAIN, OURS, THEIRS, Row, Seconds, compared, ratios
 
 SENTENCE = (
     'A training step (forward, backward, SGD) on 2 ranks of one thread each with `ddp_core.set_guard(model, "raise")` '

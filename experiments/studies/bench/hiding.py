@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from experiments.launch import Tell
-from experiments.links.link import LinkSettings
-from experiments.specs import Spec
-
-from .overlap import OverlapSettings, measure_overlap
-from .rows import Row
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.specs import Spec
+from experiments.studies.bench.overlap import OverlapSettings, measure_overlap
+from experiments.studies.bench.rows import Row
 
 SENTENCE = (
     "A step over the sum of its parts, compute alone and communication alone: 1 means that nothing overlaps. A GPT on "

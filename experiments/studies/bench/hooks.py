@@ -18,19 +18,25 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 from torch.futures import Future
 
 import commhooks
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.links.link import LinkSettings, Wire
+from commhooks.experiments.links.linked_group import LinkedGroup
+from commhooks.experiments.report.words import seconds_in_words
+from commhooks.experiments.results.summary import Spread
+from commhooks.experiments.training.registration import wrap_in_ddp
 from commhooks.units import bytes_in_words
-from experiments.launch import Tell
-from experiments.links.link import LinkSettings, Wire
-from experiments.links.linked_group import LinkedGroup
-from experiments.report.words import seconds_in_words
-from experiments.results.summary import Spread
+from experiments.studies.bench.given import (
+    GPT_SHAPES,
+    GivenBucket,
+    Shape,
+    forward_and_backward,
+    refill,
+    resnet18_shapes,
+)
+from experiments.studies.bench.memory import KEEPS_FREED, growth_in_turns, is_countable, return_freed_memory
+from experiments.studies.bench.rows import AGAIN, OURS, THEIRS, Row, Seconds, beside, pooled
 from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import in_turns
-from experiments.training.registration import wrap_in_ddp
-
-from .given import GPT_SHAPES, GivenBucket, Shape, forward_and_backward, refill, resnet18_shapes
-from .memory import KEEPS_FREED, growth_in_turns, is_countable, return_freed_memory
-from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside, pooled
 
 SENTENCE = (
     "Each of our hooks over PyTorch's of the same name, under `ddp_core` and under PyTorch's DDP on 2 ranks of one "

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
+from commhooks.experiments.launch import Tell
 from commhooks.native import compiled
-from experiments.launch import Tell
-
-from .copies import EAGER, MODELS, TINY, Worked, in_copies
-from .rows import Row
+from experiments.studies.bench.copies import EAGER, MODELS, TINY, Worked, in_copies
+from experiments.studies.bench.rows import Row
 
 SENTENCE = (
     "What a step takes a worker, in copies of the gradients of the section before: at each level of the compiled "

@@ -19,15 +19,15 @@ from torch import nn
 
 import commhooks
 from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator
-from experiments.launch import Send
-from experiments.links.link import LinkSettings
-from experiments.planning.worlds import around, run_over
-from experiments.results.summary import Spread
-from experiments.runs import check_ddp
-from experiments.specs import Spec
+from commhooks.experiments.launch import Send
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.planning.worlds import around, run_over
+from commhooks.experiments.results.summary import Spread
+from commhooks.experiments.runs import check_ddp
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import LoadedTask, load_task
+from commhooks.experiments.training.registration import wrap_in_ddp
 from experiments.studies.turns import as_given, in_turns
-from experiments.tasks import LoadedTask, load_task
-from experiments.training.registration import wrap_in_ddp
 
 _TIMEOUT_SECONDS = 120.0
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import compress
 
-from experiments.results.summary import Spread
+from commhooks.experiments.results.summary import Spread
+from experiments.studies.bench.results import Measured, Results
+from experiments.studies.bench.rows import EXPONENT, MET, MISSED, WITHIN, Row
+from experiments.studies.bench.sections import SECTIONS, Section
 from experiments.studies.blocks import Block, Table, circumstances, markdown
-
-from .results import Measured, Results
-from .rows import EXPONENT, MET, MISSED, WITHIN, Row
-from .sections import SECTIONS, Section
 
 BEGINNING = """# Benchmarks
 

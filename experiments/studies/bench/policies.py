@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.report.words import seconds_in_words
+from commhooks.experiments.specs import Spec
 from commhooks.scheduling.policy import PolicyName
-from experiments.hooks import make_hook
-from experiments.launch import Tell
-from experiments.report.words import seconds_in_words
-from experiments.specs import Spec
+from experiments.studies.bench.given import forward_and_backward
+from experiments.studies.bench.rows import AGAIN, OURS, THEIRS, Row, Seconds, beside
 from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import in_turns
-
-from .given import forward_and_backward
-from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside
 
 SENTENCE = (
     "The CPU time of a backward pass with 40 buckets (178 MB) on a single rank, under the policy `fused` over "

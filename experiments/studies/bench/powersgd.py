@@ -14,17 +14,16 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
 import commhooks
+from commhooks.experiments.launch import Tell, environment
+from commhooks.experiments.results.summary import Spread
 from commhooks.native import compiled
 from commhooks.native.library import VARIABLE
-from experiments.launch import Tell, environment
-from experiments.results.summary import Spread
+from experiments.studies.bench.copies import EAGER, TINY, between_copies
+from experiments.studies.bench.given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
+from experiments.studies.bench.levels import TITLES
+from experiments.studies.bench.rows import Row
 from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import turns_of
-
-from .copies import EAGER, TINY, between_copies
-from .given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
-from .levels import TITLES
-from .rows import Row
 
 SENTENCE = (
     "The time of `powerSGD_hook` in a backward pass, over that of moving 28 bytes an element: "

@@ -14,18 +14,17 @@ from functools import partial
 import torch.distributed as dist
 
 import commhooks
-from experiments.cluster import why_not
-from experiments.hooks import make_hook, policy_of
-from experiments.launch import Tell
-from experiments.links.link import LinkSettings
-from experiments.results.summary import Spread
-from experiments.specs import Spec
+from commhooks.experiments.cluster import why_not
+from commhooks.experiments.hooks import make_hook, policy_of
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.results.summary import Spread
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.training.stepper import Stepper
+from experiments.studies.bench.memory import KEEPS_FREED
+from experiments.studies.bench.rows import Row, Seconds
 from experiments.studies.ranks import on_ranks, same_step
 from experiments.studies.turns import on_slowest, turns_of
-from experiments.training.stepper import Stepper
-
-from .memory import KEEPS_FREED
-from .rows import Row, Seconds
 
 SENTENCE = (
     "A training step of a GPT of 4.08 million parameters on 2 ranks of one thread each, by `ddp_core`, on two hosts "

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.machine import machine, versions
-
-from ... import stored
-from .rows import Row
+from commhooks.experiments import stored
+from commhooks.experiments.machine import machine, versions
+from experiments.studies.bench.rows import Row
 
 FORMAT = 1  # of the file; increased when readers must change
 _DIGITS = 4  # after the point

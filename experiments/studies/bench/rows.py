@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from experiments.results.summary import Spread
+from commhooks.experiments.results.summary import Spread
 
 RATIO, EXPONENT = "ratio", "exponent"
 OURS, THEIRS, AGAIN = "ours", "theirs", "again"  # contenders: the peer has two turns in each round

@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import checkpoints, ddp, growth, guard, hiding, hooks, levels, policies, powersgd, real_step, throughput, wakeups
-from .rows import Row
+from experiments.studies.bench import (
+    checkpoints,
+    ddp,
+    growth,
+    guard,
+    hiding,
+    hooks,
+    levels,
+    policies,
+    powersgd,
+    real_step,
+    throughput,
+    wakeups,
+)
+from experiments.studies.bench.rows import Row
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from commhooks.compressors import COMPRESSORS
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.results.summary import Spread
 from commhooks.native import compiled
-from experiments.launch import Tell
-from experiments.results.summary import Spread
+from experiments.studies.bench.copies import EAGER, MODELS, TINY, Worked, in_copies
+from experiments.studies.bench.rows import Row
 from experiments.studies.leaderboard.contenders import SKIPPED, USUAL
-
-from .copies import EAGER, MODELS, TINY, Worked, in_copies
-from .rows import Row
 
 SENTENCE = (
     "What a step of one bucket takes a worker, among workers in one process, over the time of copying the gradients, "

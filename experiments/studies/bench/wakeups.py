@@ -12,14 +12,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from experiments.cluster import why_not
-from experiments.launch import Tell
-from experiments.links.link import LinkSettings
+from commhooks.experiments.cluster import why_not
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.links.link import LinkSettings
+from experiments.studies.bench.real_step import training_step
+from experiments.studies.bench.rows import AGAIN, OURS, THEIRS, Row, Seconds, beside
 from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import in_turns
-
-from .real_step import training_step
-from .rows import AGAIN, OURS, THEIRS, Row, Seconds, beside
 
 SENTENCE = (
     "A training step on 2 ranks of one thread each, by `ddp_core`, on two hosts (network namespaces) whose link has no "

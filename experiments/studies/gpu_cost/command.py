@@ -9,15 +9,14 @@ import torch
 import typer
 
 from commhooks.compressors import COMPRESSORS
+from commhooks.experiments.commands.terminal import errors_in_words
+from commhooks.experiments.machine import machine
+from commhooks.experiments.stored import write_text
 from commhooks.units import unknown
-from experiments.commands.terminal import errors_in_words
-from experiments.machine import machine
 from experiments.studies.blocks import print_blocks
-
-from ...stored import write_text
-from .counting import ASSUMPTIONS
-from .page import MODELS, Row, all_hooks, render, table
-from .rank import count, fake_group
+from experiments.studies.gpu_cost.counting import ASSUMPTIONS
+from experiments.studies.gpu_cost.page import MODELS, Row, all_hooks, render, table
+from experiments.studies.gpu_cost.rank import count, fake_group
 
 DEVICES = ("cpu", "cuda")
 

@@ -7,12 +7,19 @@ import math
 from collections.abc import Sequence
 
 from commhooks.units import three_digits
+from experiments.studies.bench.given import GPT_SHAPES, Shape, resnet18_shapes
 from experiments.studies.blocks import Block, Table, markdown
+from experiments.studies.gpu_cost.counting import ASSUMPTIONS
+from experiments.studies.gpu_cost.rank import (
+    LAUNCH_SECONDS,
+    PEERS,
+    POWERSGD,
+    RANKS,
+    STEPS_BEFORE,
+    VIEW_SECONDS,
+    Counted,
+)
 from experiments.studies.leaderboard.contenders import USUAL
-
-from ..bench.given import GPT_SHAPES, Shape, resnet18_shapes
-from .counting import ASSUMPTIONS
-from .rank import LAUNCH_SECONDS, PEERS, POWERSGD, RANKS, STEPS_BEFORE, VIEW_SECONDS, Counted
 
 MODELS: dict[str, Sequence[Shape]] = {
     "ResNet-18": resnet18_shapes(),

@@ -19,14 +19,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from commhooks.communicators import ProcessGroupCommunicator
 from commhooks.devices import SideStream
 from commhooks.engine.engine import Engine
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.specs import Spec
 from commhooks.scheduling.inline import InlineScheduler
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.policy import PolicyName
-from experiments.hooks import make_hook
-from experiments.specs import Spec
-
-from ..bench.given import GivenBucket, Shape
-from .counting import Cost, Counting
+from experiments.studies.bench.given import GivenBucket, Shape
+from experiments.studies.gpu_cost.counting import Cost, Counting
 
 RANKS = 8
 """The number of ranks; PyTorch's "fake" process group answers every collective with this rank's own input."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from experiments.accuracy import Accuracy, Difference, TaskAccuracy
-from experiments.machine import machine, versions
+from commhooks.experiments.accuracy import Accuracy, Difference, TaskAccuracy
+from commhooks.experiments.machine import machine, versions
+from experiments.studies.leaderboard.contenders import DENSE
+from experiments.studies.leaderboard.standings import Standing
 from experiments.studies.lockstep import SCORES
-
-from .contenders import DENSE
-from .standings import Standing
 
 _GUESSED = {"digits": 10.0, "gpt": math.log(256), "lstm": math.log(256)}  # the score of a guess, in the task's unit
 

@@ -12,25 +12,24 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as TerminalTable
 
-from experiments.machine import machine, versions
-from experiments.report.plots import THEMES
-from experiments.report.table import plain_table
-from experiments.specs import Spec
+from commhooks.experiments.machine import machine, versions
+from commhooks.experiments.report.plots import THEMES
+from commhooks.experiments.report.table import plain_table
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
 from experiments.studies.blocks import Block, Table, markdown
-from experiments.studies.lockstep import SCORES, Trained
-from experiments.tasks import load_task
-
-from .board_plots import score_against_bytes, score_against_compute
-from .contenders import Contender, LeftOut
-from .grace import Comparison
-from .standing_rows import (
+from experiments.studies.leaderboard.board_plots import score_against_bytes, score_against_compute
+from experiments.studies.leaderboard.contenders import Contender, LeftOut
+from experiments.studies.leaderboard.grace import Comparison
+from experiments.studies.leaderboard.standing_rows import (
     GRACE_HEADINGS,
     front_in_words,
     grace_row,
     headings,
     standing_row,
 )
-from .standings import Run, Standing, recommended
+from experiments.studies.leaderboard.standings import Run, Standing, recommended
+from experiments.studies.lockstep import SCORES, Trained
 
 RUNS, STANDINGS, GRACE, TABLES = "runs.csv", "standings.csv", "grace.csv", "tables.md"
 SORTED, END = '<div class="sorted" markdown>', "</div>"

@@ -14,11 +14,10 @@ from matplotlib.text import Annotation, Text
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 from matplotlib.transforms import Bbox
 
-from experiments.report.plots import Theme, canvas, png, style
-from experiments.report.words import percent
+from commhooks.experiments.report.plots import Theme, canvas, png, style
+from commhooks.experiments.report.words import percent
+from experiments.studies.leaderboard.standings import Standing
 from experiments.studies.lockstep import SCORES
-
-from .standings import Standing
 
 _ROOM = 0.004  # added to the error before taking its logarithm, so that an accuracy of 1 can be shown
 _ACCURACIES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.93, 0.95, 0.96, 0.97, 0.98, 0.99, 1.0)

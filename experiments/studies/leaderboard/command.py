@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from experiments.commands.options import hook_option
-from experiments.commands.terminal import errors_in_words
+from commhooks.experiments.commands.options import hook_option
+from commhooks.experiments.commands.terminal import errors_in_words
 
 
 def leaderboard(
@@ -34,9 +34,8 @@ def leaderboard(
 ) -> None:
     """Train under every compressor, and report the costs of each."""
     with errors_in_words() as console:
-        from experiments.planning.worlds import check_place
-
-        from .running import Leaderboard, run_leaderboard
+        from commhooks.experiments.planning.worlds import check_place
+        from experiments.studies.leaderboard.running import Leaderboard, run_leaderboard
 
         check_place(accuracy)
         board = Leaderboard(

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from commhooks import Compressor, ErrorFeedback
 from commhooks.compressors import COMPRESSORS
 from commhooks.errors import CommHooksError
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import LoadedTask
 from commhooks.language.loss import error_of
 from commhooks.units import unknown
-from experiments.hooks import make_hook
-from experiments.specs import Spec
-from experiments.tasks import LoadedTask
 
 DENSE = "all-reduce"
 """The baseline for all others."""

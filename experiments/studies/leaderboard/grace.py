@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experiments.results.intervals import Interval
+from commhooks.experiments.results.intervals import Interval
+from experiments.studies.leaderboard.contenders import LeftOut
+from experiments.studies.leaderboard.standings import Run, paired
 from experiments.studies.lockstep import SCORES
-
-from .contenders import LeftOut
-from .standings import Run, paired
 
 TASK = "digits"
 """The task on which our compressors are measured."""

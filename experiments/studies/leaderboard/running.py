@@ -10,19 +10,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from commhooks.errors import CommHooksError
-from experiments.machine import cores
-from experiments.results.summary import Spread
-from experiments.specs import Spec
+from commhooks.experiments.machine import cores
+from commhooks.experiments.results.summary import Spread
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import LoadedTask, load_task
 from experiments.studies.heartbeat import Heartbeat
 from experiments.studies.jobs import run_jobs
+from experiments.studies.leaderboard.accuracy import accuracy_of
+from experiments.studies.leaderboard.board import Results, RunsFile, prepare_board, print_board, write_board
+from experiments.studies.leaderboard.contenders import Contender, LeftOut, contenders, known_names
+from experiments.studies.leaderboard.grace import compare_with_grace
+from experiments.studies.leaderboard.standings import Run, Standing, standings
 from experiments.studies.lockstep import SCORES, time_in_lockstep, train_in_lockstep
-from experiments.tasks import LoadedTask, load_task
-
-from .accuracy import accuracy_of
-from .board import Results, RunsFile, prepare_board, print_board, write_board
-from .contenders import Contender, LeftOut, contenders, known_names
-from .grace import compare_with_grace
-from .standings import Run, Standing, standings
 
 SIZE = "tiny"
 """The size of the trained models. A compressor's bytes and error can be measured at any size, and at this one hundreds

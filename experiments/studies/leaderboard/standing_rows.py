@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from commhooks.experiments.report.words import NEVER, percent, times
+from commhooks.experiments.results.intervals import Interval
 from commhooks.units import bytes_in_words
-from experiments.report.words import NEVER, percent, times
-from experiments.results.intervals import Interval
+from experiments.studies.leaderboard.grace import Comparison
+from experiments.studies.leaderboard.standings import Standing
 from experiments.studies.lockstep import SCORES
-
-from .grace import Comparison
-from .standings import Standing
 
 GRACE_HEADINGS = ("method", "GRACE: without → with", "ours", "ours: points gained", "sign")
 

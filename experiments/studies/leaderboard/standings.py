@@ -8,11 +8,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experiments.results.intervals import Interval, differences
-from experiments.results.summary import Spread
+from commhooks.experiments.results.intervals import Interval, differences
+from commhooks.experiments.results.summary import Spread
+from experiments.studies.leaderboard.contenders import DENSE, Contender
 from experiments.studies.lockstep import SCORES, Score, Trained
-
-from .contenders import DENSE, Contender
 
 
 @dataclass(frozen=True)

@@ -18,21 +18,21 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from experiments import stored
-from experiments.commands.terminal import errors_in_words
-from experiments.launch import WorldError
-from experiments.links.link import LinkSettings
-from experiments.machine import load_average, machine_in_words
-from experiments.planning import Link, Profile, plan, profile_from_tables
-from experiments.planning.costs import Costs, copy_seconds
-from experiments.planning.measurements import Asked, measure
-from experiments.planning.worlds import check_place
-from experiments.report.words import percent
-from experiments.specs import Spec
+from commhooks.experiments import stored
+from commhooks.experiments.commands.terminal import errors_in_words
+from commhooks.experiments.launch import WorldError
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.machine import load_average, machine_in_words
+from commhooks.experiments.planning import Link, Profile, plan, profile_from_tables
+from commhooks.experiments.planning.costs import Costs, copy_seconds
+from commhooks.experiments.planning.measurements import Asked, measure
+from commhooks.experiments.planning.worlds import check_place
+from commhooks.experiments.report.words import percent
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.timing.link import Network
 from experiments.studies.blocks import markdown_table
 from experiments.studies.medians import milliseconds
-from experiments.tasks import load_task
-from experiments.timing.link import Network
 
 SETTINGS = {
     "gpt:size=small": ("10Mbit/s", "30Mbit/s", "100Mbit/s", "300Mbit/s"),

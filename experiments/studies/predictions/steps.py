@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ddp_core
-from experiments.launch import Tell
-from experiments.machine import dilation
-from experiments.runs import RunSettings
-from experiments.specs import Spec
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.machine import dilation
+from commhooks.experiments.runs import RunSettings
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.training.kinds import register
+from commhooks.experiments.training.stepper import Stepper
 from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import as_given, turns_of
-from experiments.tasks import load_task
-from experiments.training.kinds import register
-from experiments.training.stepper import Stepper
 
 _WARM_UP = 3  # turns that are not counted: memory is allocated in them, and DDPs rebuild their buckets
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 
 from commhooks.units import unknown
-
-from .reproduction import Reproduction
+from experiments.studies.reproduce.reproduction import Reproduction
 
 __all__ = ["MODULES", "Reproduction", "load_reproduction"]
 

@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from experiments.hooks import make_hook
-from experiments.machine import cores
-from experiments.specs import Spec
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.machine import cores
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
 from experiments.studies.jobs import Job, run_jobs
 from experiments.studies.lockstep import Trained, train_in_lockstep
-from experiments.tasks import load_task
-
-from .notes import Notes
+from experiments.studies.reproduce.notes import Notes
 
 _SHARE = re.compile(r"(\d+)%")
 

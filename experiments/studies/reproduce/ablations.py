@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .ablation import Ablation, train_variants
-from .comparing import show_ablation
-from .reproduction import Reproduction
+from experiments.studies.reproduce.ablation import Ablation, train_variants
+from experiments.studies.reproduce.comparing import show_ablation
+from experiments.studies.reproduce.reproduction import Reproduction
 
 PAPER = "PowerSGD paper (Vogels et al., NeurIPS 2019)"
 TASKS = ("digits:batch_size=8,channels=16,size=small,steps=80", "lstm:size=small,steps=300")

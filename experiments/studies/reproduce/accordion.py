@@ -14,14 +14,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.report.plots import Theme, canvases
-from experiments.report.words import bounds, signed
+from commhooks.experiments.report.plots import Theme, canvases
+from commhooks.experiments.report.words import bounds, signed
 from experiments.studies.blocks import Block, Picture
-
-from .ablation import Ablation, train_variants
-from .comparing import Compared, between, compare, finding, table
-from .notes import Notes
-from .reproduction import Reproduction
+from experiments.studies.reproduce.ablation import Ablation, train_variants
+from experiments.studies.reproduce.comparing import Compared, between, compare, finding, table
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 
 _DENSE, _ONE, _TWO, _FOUR, _ADAPTIVE = "all-reduce", "rank 1", "rank 2", "rank 4", "adaptive rank"
 _VARIANTS = {

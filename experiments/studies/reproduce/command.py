@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from experiments.commands.terminal import errors_in_words
-
-from . import MODULES, load_reproduction
-from .running import Request
-from .running import reproduce as run
+from commhooks.experiments.commands.terminal import errors_in_words
+from experiments.studies.reproduce import MODULES, load_reproduction
+from experiments.studies.reproduce.running import Request
+from experiments.studies.reproduce.running import reproduce as run
 
 HELP = """
 Run an experiment of the DDP paper, of PowerSGD or of others again, and compare the results.

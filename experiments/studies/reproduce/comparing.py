@@ -11,13 +11,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.report.plots import Theme, canvases
-from experiments.report.words import NEVER, bounds, folded, signed
-from experiments.results.intervals import Interval, differences
+from commhooks.experiments.report.plots import Theme, canvases
+from commhooks.experiments.report.words import NEVER, bounds, folded, signed
+from commhooks.experiments.results.intervals import Interval, differences
 from experiments.studies.blocks import Block, Picture, Table, with_bounds
 from experiments.studies.lockstep import ACCURACY, LOSS, SCORES, Score
-
-from .ablation import Ablation, task_and_optimizer
+from experiments.studies.reproduce.ablation import Ablation, task_and_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

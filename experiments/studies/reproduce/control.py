@@ -16,20 +16,19 @@ from typing import Any, TypeVar
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
+from commhooks.experiments.cluster import hosts_on
+from commhooks.experiments.launch import run_world
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.report.plots import Theme, canvas, legend, looks
+from commhooks.experiments.report.words import NEVER, percent
+from commhooks.experiments.specs import Spec
 from commhooks.units import seconds_in_words, three_digits
-from experiments.cluster import hosts_on
-from experiments.launch import run_world
-from experiments.links.link import LinkSettings
-from experiments.report.plots import Theme, canvas, legend, looks
-from experiments.report.words import NEVER, percent
-from experiments.specs import Spec
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio, milliseconds
 from experiments.studies.ranks import on_ranks
-
-from .control_ranks import NewRate, Ran, Settings, run_phases, run_turns
-from .notes import Notes
-from .reproduction import Reproduction
+from experiments.studies.reproduce.control_ranks import NewRate, Ran, Settings, run_phases, run_turns
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 
 T = TypeVar("T")
 

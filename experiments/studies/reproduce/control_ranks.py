@@ -12,15 +12,15 @@ from torch import nn
 
 import commhooks
 from commhooks.control import Adaptive
-from experiments.hooks import make_hook, policy_of
-from experiments.launch import Send, Tell
-from experiments.links.link import parse_rate
-from experiments.specs import Spec
+from commhooks.experiments.hooks import make_hook, policy_of
+from commhooks.experiments.launch import Send, Tell
+from commhooks.experiments.links.link import parse_rate
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.training.registration import wrap_in_ddp
+from commhooks.experiments.training.stepper import Stepper
+from commhooks.experiments.training.worker import fingerprint
 from experiments.studies.turns import on_slowest, rotated, turns_of
-from experiments.tasks import load_task
-from experiments.training.registration import wrap_in_ddp
-from experiments.training.stepper import Stepper
-from experiments.training.worker import fingerprint
 
 _WARM_UP = 3  # steps that are not counted: memory is allocated, and the DDP rebuilds its buckets
 

@@ -16,20 +16,19 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.report.plots import Theme, canvas, legend, looks
+from commhooks.experiments.report.words import NEVER, percent, signed
+from commhooks.experiments.results.intervals import Estimate, ratios
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
 from commhooks.units import bytes_in_words, counted
-from experiments.hooks import make_hook
-from experiments.report.plots import Theme, canvas, legend, looks
-from experiments.report.words import NEVER, percent, signed
-from experiments.results.intervals import Estimate, ratios
-from experiments.specs import Spec
 from experiments.studies.blocks import Block, Picture, Table, with_bounds
 from experiments.studies.lockstep import train_in_lockstep
+from experiments.studies.reproduce.ablation import as_row, hook_for, rows_of
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 from experiments.studies.seldom_lockstep import train_seldom_in_lockstep
-from experiments.tasks import load_task
-
-from .ablation import as_row, hook_for, rows_of
-from .notes import Notes
-from .reproduction import Reproduction
 
 _DENSE = "all-reduce"
 _PARALLEL = "data-parallel"

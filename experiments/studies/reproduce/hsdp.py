@@ -15,24 +15,23 @@ from typing import Any
 
 import torch
 
+from commhooks.experiments.cluster import hosts_on
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.launch import run_world
+from commhooks.experiments.links.gloo import ACKNOWLEDGEMENT, FRAMING, moved_bytes
+from commhooks.experiments.links.link import LinkSettings, parse_rate
+from commhooks.experiments.planning.costs import Shape
+from commhooks.experiments.report.words import percent
+from commhooks.experiments.results.summary import Spread
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.timing.payloads import rounds_of
 from commhooks.units import counted, three_digits
-from experiments.cluster import hosts_on
-from experiments.hooks import make_hook
-from experiments.launch import run_world
-from experiments.links.link import LinkSettings, parse_rate
-from experiments.report.words import percent
-from experiments.results.summary import Spread
-from experiments.specs import Spec
 from experiments.studies.blocks import Block, Table
-from experiments.tasks import load_task
-
-from ...links.gloo import ACKNOWLEDGEMENT, FRAMING, moved_bytes
-from ...planning.costs import Shape
-from ...timing.payloads import rounds_of
-from .control_ranks import NewRate
-from .hsdp_ranks import EVERY, HSDP, WITHIN, Asked, Settings, run_turns
-from .notes import Notes
-from .reproduction import Reproduction
+from experiments.studies.reproduce.control_ranks import NewRate
+from experiments.studies.reproduce.hsdp_ranks import EVERY, HSDP, WITHIN, Asked, Settings, run_turns
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 
 _SITES = 2
 _TIMEOUT_SECONDS = 240.0

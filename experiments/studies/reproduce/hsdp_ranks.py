@@ -14,15 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import commhooks
-from experiments.cluster import INTERFACE, interface_bytes
-from experiments.hooks import make_hook
-from experiments.launch import Send, silent
-from experiments.specs import Spec
+from commhooks.experiments.cluster import INTERFACE, interface_bytes
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.launch import Send, silent
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.timing.sharded import blocks_of
+from experiments.studies.reproduce.control_ranks import NewRate
 from experiments.studies.turns import drawn, on_slowest, turns_of
-from experiments.tasks import load_task
-
-from ...timing.sharded import blocks_of
-from .control_ranks import NewRate
 
 WITHIN, HSDP, EVERY = "within sites only", "HSDP", "HSDP, every batch"
 """Contenders without a compressor: FSDP2 on a site alone, plain HSDP, and HSDP that averages after every batch."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.studies.blocks import Block
-
-from .notes import Notes
+from experiments.studies.reproduce.notes import Notes
 
 
 @dataclass(frozen=True, kw_only=True)

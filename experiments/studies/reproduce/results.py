@@ -12,11 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.runs import NOT_FINITE, strict
+from commhooks.experiments import stored
+from commhooks.experiments.runs import NOT_FINITE, strict
 from experiments.studies.blocks import Block, circumstances, print_blocks
-
-from ... import stored
-from .reproduction import Reproduction
+from experiments.studies.reproduce.reproduction import Reproduction
 
 RESULTS, MEASURED = "results.json", "measured.md"
 FORMAT = 1  # of the file; increased when readers must change

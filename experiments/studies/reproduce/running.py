@@ -11,18 +11,17 @@ from typing import Any
 
 from rich.console import Console
 
+from commhooks.experiments.cluster import why_not
+from commhooks.experiments.launch import torchrun_world
+from commhooks.experiments.machine import machine, versions
+from commhooks.experiments.sweeps.lock import LOCK, claimed
+from commhooks.experiments.sweeps.output import begins
 from commhooks.units import unknown
-from experiments.cluster import why_not
-from experiments.launch import torchrun_world
-from experiments.machine import machine, versions
 from experiments.studies.blocks import Block, markdown, write_pictures
-from experiments.sweeps.lock import LOCK, claimed
-from experiments.sweeps.output import begins
-
-from . import load_reproduction, notes, results
-from .notes import PARTS, Notes
-from .reproduction import Reproduction
-from .results import MEASURED, RESULTS, Results, page, print_page
+from experiments.studies.reproduce import load_reproduction, notes, results
+from experiments.studies.reproduce.notes import PARTS, Notes
+from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.results import MEASURED, RESULTS, Results, page, print_page
 
 KINDS = ("hosts", "emulated")
 _MOST_SEEDS = 1000

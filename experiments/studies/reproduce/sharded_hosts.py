@@ -13,27 +13,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from commhooks.experiments.cluster import hosts_on
+from commhooks.experiments.hooks import gather_of, make_hook
+from commhooks.experiments.launch import run_world
+from commhooks.experiments.links.gloo import ACKNOWLEDGEMENT, FRAMING
+from commhooks.experiments.links.link import LinkSettings, parse_rate
+from commhooks.experiments.report.words import percent
+from commhooks.experiments.results.summary import Spread
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.timing.link import OF_PYTORCH, Link, NoLink
+from commhooks.experiments.timing.sharded import PLAIN, modules_of, sharded_step
+from commhooks.experiments.timing.step_time import Step, step_time
 from commhooks.units import counted, three_digits
-from experiments.cluster import hosts_on
-from experiments.hooks import gather_of, make_hook
-from experiments.launch import run_world
-from experiments.links.link import LinkSettings, parse_rate
-from experiments.report.words import percent
-from experiments.results.summary import Spread
-from experiments.specs import Spec
+from experiments.studies.bench.memory import KEEPS_FREED, is_countable
 from experiments.studies.blocks import Block, Table
 from experiments.studies.ranks import on_ranks
-from experiments.tasks import load_task
-
-from ...links.gloo import ACKNOWLEDGEMENT, FRAMING
-from ...timing.link import OF_PYTORCH, Link, NoLink
-from ...timing.sharded import PLAIN, modules_of, sharded_step
-from ...timing.step_time import Step, step_time
-from ..bench.memory import KEEPS_FREED, is_countable
-from .control_ranks import NewRate
-from .notes import Notes
-from .reproduction import Reproduction
-from .sharded_hosts_ranks import Asked, Settings, run_turns, weigh
+from experiments.studies.reproduce.control_ranks import NewRate
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.sharded_hosts_ranks import Asked, Settings, run_turns, weigh
 
 _TIMEOUT_SECONDS = 240.0
 _HEADERS = FRAMING + ACKNOWLEDGEMENT  # bytes on the wire for each byte of data, in both directions at once

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from experiments.cluster import INTERFACE, interface_bytes
-from experiments.launch import Send, Tell, silent
-from experiments.links.link import LinkSettings
-from experiments.runs import SHARDED, RunSettings
-from experiments.specs import Spec
+from commhooks.experiments.cluster import INTERFACE, interface_bytes
+from commhooks.experiments.launch import Send, Tell, silent
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.runs import SHARDED, RunSettings
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.training.sharded import ShardedHook
+from experiments.studies.bench.memory import Step, growth_in_turns, return_freed_memory
+from experiments.studies.reproduce.control_ranks import NewRate
 from experiments.studies.turns import on_slowest, rotated, turns_of
-from experiments.tasks import load_task
-from experiments.training.sharded import ShardedHook
-
-from ..bench.memory import Step, growth_in_turns, return_freed_memory
-from .control_ranks import NewRate
 
 _SETTING_SECONDS = 1.0  # for the process that made the hosts to set the rate of their links: much longer than it takes
 

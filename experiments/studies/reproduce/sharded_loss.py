@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.specs import Spec
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.training.sharded import check_sharded
 from experiments.studies.blocks import Block
+from experiments.studies.reproduce.ablation import Ablation, Trial, as_row, rows_of, task_and_optimizer, trials_of
+from experiments.studies.reproduce.comparing import show_ablation
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 from experiments.studies.sharded_lockstep import train_sharded_in_lockstep
-from experiments.tasks import load_task
-from experiments.training.sharded import check_sharded
-
-from .ablation import Ablation, Trial, as_row, rows_of, task_and_optimizer, trials_of
-from .comparing import show_ablation
-from .notes import Notes
-from .reproduction import Reproduction
 
 VARIANTS = {
     "uncompressed": "all-reduce",

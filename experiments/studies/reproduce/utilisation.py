@@ -15,27 +15,26 @@ from typing import Any
 
 from scipy.optimize import brentq
 
+from commhooks.experiments.cluster import hosts_on
+from commhooks.experiments.launch import run_world
+from commhooks.experiments.links.gloo import ACKNOWLEDGEMENT, FRAMING
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.planning.candidates import label_in_profile
+from commhooks.experiments.planning.predicting import predict, step_of
+from commhooks.experiments.report.words import percent
+from commhooks.experiments.results.summary import Spread
+from commhooks.experiments.seldom import Seldom, exchanged
+from commhooks.experiments.specs import Spec, is_seldom
+from commhooks.experiments.timing.link import Link
+from commhooks.experiments.timing.rounds import Rounds, round_time
+from commhooks.experiments.timing.step_time import Bucket, Stage
 from commhooks.units import counted, three_digits
-from experiments.cluster import hosts_on
-from experiments.launch import run_world
-from experiments.links.link import LinkSettings
-from experiments.report.words import percent
-from experiments.results.summary import Spread
-from experiments.seldom import Seldom, exchanged
-from experiments.specs import Spec, is_seldom
 from experiments.studies.blocks import Block, Table
 from experiments.studies.ranks import on_ranks
-
-from ...links.gloo import ACKNOWLEDGEMENT, FRAMING
-from ...planning.candidates import label_in_profile
-from ...planning.predicting import predict, step_of
-from ...timing.link import Link
-from ...timing.rounds import Rounds, round_time
-from ...timing.step_time import Bucket, Stage
-from .control_ranks import NewRate
-from .notes import Notes
-from .reproduction import Reproduction
-from .utilisation_ranks import Asked, Settings, Turns, run_profile, run_turns
+from experiments.studies.reproduce.control_ranks import NewRate
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.utilisation_ranks import Asked, Settings, Turns, run_profile, run_turns
 
 _TIMEOUT_SECONDS = 180.0
 _GOAL, _BYTES_GOAL = 0.90, 0.05

@@ -11,24 +11,23 @@ import torch
 import torch.distributed as dist
 
 import commhooks
+from commhooks.experiments import planning
+from commhooks.experiments.cluster import INTERFACE, interface_bytes
+from commhooks.experiments.hooks import make_hook, policy_of
+from commhooks.experiments.launch import Send, Tell, silent
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.planning import Profile
+from commhooks.experiments.planning.worlds import around
+from commhooks.experiments.seldom import exchanged
+from commhooks.experiments.specs import Spec, is_seldom, steps_of_a_round
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.training.registration import wrap_in_ddp
+from commhooks.experiments.training.seldom import settings_of
+from commhooks.experiments.training.stepper import Stepper
 from commhooks.units import counted, seconds_in_words
-from experiments.cluster import INTERFACE, interface_bytes
-from experiments.hooks import make_hook, policy_of
-from experiments.launch import Send, Tell, silent
-from experiments.links.link import LinkSettings
-from experiments.planning.worlds import around
-from experiments.seldom import exchanged
-from experiments.specs import Spec, is_seldom, steps_of_a_round
 from experiments.studies.ranks import same_step
+from experiments.studies.reproduce.control_ranks import NewRate
 from experiments.studies.turns import on_slowest, rotated
-from experiments.tasks import load_task
-from experiments.training.registration import wrap_in_ddp
-from experiments.training.seldom import settings_of
-from experiments.training.stepper import Stepper
-
-from ... import planning
-from ...planning import Profile
-from .control_ranks import NewRate
 
 NOTHING = "none"
 """The name of steps without any communication."""

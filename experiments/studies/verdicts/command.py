@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 
-from experiments.results.verdicts import Verdict
+from commhooks.experiments.results.verdicts import Verdict
 from experiments.studies.blocks import Block, Table, markdown
-
-from .counting import Count, Recorded, of_nulls, of_recorded, of_repetitions
-from .recording import COMPARISONS, record, recorded
+from experiments.studies.verdicts.counting import Count, Recorded, of_nulls, of_recorded, of_repetitions
+from experiments.studies.verdicts.recording import COMPARISONS, record, recorded
 
 FOLDER = Path("docs/reproductions/verdicts")
 PAGE = Path("docs/reproductions/verdicts.md")

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from experiments.results.verdicts import Judged, Run, Verdict, judge
-
-from .recording import BASELINE, Repetitions
+from commhooks.experiments.results.verdicts import Judged, Run, Verdict, judge
+from experiments.studies.verdicts.recording import BASELINE, Repetitions
 
 Floats = npt.NDArray[np.float64]
 _FIRST, _BLOCK = 5, 10  # the first steps stay; turns are drawn in blocks, since neighbours are alike

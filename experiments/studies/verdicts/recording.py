@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from experiments.results.verdicts import Run
-from experiments.runs import RunResult
+from commhooks.experiments.results.verdicts import Run
+from commhooks.experiments.runs import RunResult
 
 _OWN = "experiments/studies/verdicts/own_tasks.py"
 COMPARISONS: Mapping[str, tuple[str, ...]] = {
@@ -32,7 +32,7 @@ def record(comparison: str, seed: int, place: Path) -> Path:
     path = place / f"{comparison}-{seed}.npz"
     if not path.exists():
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "experiments", "compare", *COMPARISONS[comparison]]
+            command = [sys.executable, "-m", "commhooks.experiments", "compare", *COMPARISONS[comparison]]
             subprocess.run([*command, "--seed", str(seed), "--out", f"{folder}/runs", "--quiet"], check=True)
             condense(Path(folder) / "runs", path)
     return path

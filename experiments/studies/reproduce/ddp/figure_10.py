@@ -18,21 +18,29 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.links.link import LinkSettings, parse_rate
+from commhooks.experiments.machine import dilation
+from commhooks.experiments.report.plots import Theme, canvases, legend
+from commhooks.experiments.report.words import NEVER
+from commhooks.experiments.training.stepper import Stepper
 from commhooks.units import three_digits
-from experiments.launch import Tell
-from experiments.links.link import LinkSettings, parse_rate
-from experiments.machine import dilation
-from experiments.report.plots import Theme, canvases, legend
-from experiments.report.words import NEVER
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio, milliseconds
 from experiments.studies.ranks import on_ranks, same_step
+from experiments.studies.reproduce.ddp.turns import (
+    DDPS,
+    MODELS,
+    TINY_MODELS,
+    draw_quartiles,
+    end_groups,
+    groups_on,
+    label_axes,
+    warm_up,
+)
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 from experiments.studies.turns import forth_and_back, in_turns
-from experiments.training.stepper import Stepper
-
-from ..notes import Notes
-from ..reproduction import Reproduction
-from .turns import DDPS, MODELS, TINY_MODELS, draw_quartiles, end_groups, groups_on, label_axes, warm_up
 
 RANKS = 2
 UNSYNCHRONIZED = "never"  # the key of iterations that do not synchronize

@@ -19,16 +19,15 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments.report.plots import Theme, canvas, legend
-from experiments.report.words import NEVER, signed, spread_of
-from experiments.results.intervals import Estimate, differences
-from experiments.specs import Spec
+from commhooks.experiments.report.plots import Theme, canvas, legend
+from commhooks.experiments.report.words import NEVER, signed, spread_of
+from commhooks.experiments.results.intervals import Estimate, differences
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import LoadedTask, load_task
 from experiments.studies.blocks import Block, Picture, Table, with_bounds
-from experiments.tasks import LoadedTask, load_task
-
-from ..comparing import by_seed
-from ..notes import Notes
-from ..reproduction import Reproduction
+from experiments.studies.reproduce.comparing import by_seed
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 
 _LOSS, _POINTS = partial(signed, form=".3f"), partial(signed, form=".2f")
 _OPTIMIZER = "sgd:lr={}"

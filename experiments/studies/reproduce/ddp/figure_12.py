@@ -14,15 +14,23 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.report.plots import Theme, canvases
-from experiments.report.words import listed
+from commhooks.experiments.report.plots import Theme, canvases
+from commhooks.experiments.report.words import listed
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio, milliseconds
-
-from ..notes import Notes
-from ..reproduction import Reproduction
-from .hooks import use_groups_in_turn
-from .turns import DDPS, LOOPBACK, TINY_MODELS, Entrant, link_of, place_in_words, take_turns, whole
+from experiments.studies.reproduce.ddp.hooks import use_groups_in_turn
+from experiments.studies.reproduce.ddp.turns import (
+    DDPS,
+    LOOPBACK,
+    TINY_MODELS,
+    Entrant,
+    link_of,
+    place_in_words,
+    take_turns,
+    whole,
+)
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 
 _RIGHT = 2.5  # edge of the picture: what a disturbed turn adds beyond it is cut off
 _FARTHEST = 10.0  # of intervals that have no end

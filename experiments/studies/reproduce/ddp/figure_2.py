@@ -21,21 +21,28 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.report.plots import Theme, canvas, canvases
+from commhooks.experiments.results.summary import Spread
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
 from commhooks.units import three_digits
-from experiments.launch import Tell
-from experiments.links.link import LinkSettings
-from experiments.report.plots import Theme, canvas, canvases
-from experiments.results.summary import Spread
-from experiments.specs import Spec
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio
 from experiments.studies.ranks import on_ranks
+from experiments.studies.reproduce.ddp.turns import (
+    LOOPBACK,
+    MODELS,
+    TINY_MODELS,
+    end_groups,
+    groups_on,
+    link_of,
+    place_in_words,
+)
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 from experiments.studies.turns import as_given, in_turns
-from experiments.tasks import load_task
-
-from ..notes import Notes
-from ..reproduction import Reproduction
-from .turns import LOOPBACK, MODELS, TINY_MODELS, end_groups, groups_on, link_of, place_in_words
 
 NEAR = 1.10  # times the fastest: a call size below which the rest of the cost is negligible
 _WARM_UP = 3  # backward passes that are not counted

@@ -14,15 +14,23 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from commhooks.experiments.report.plots import Theme, canvas
 from commhooks.units import three_digits
-from experiments.report.plots import Theme, canvas
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio, milliseconds
-
-from ..notes import Notes
-from ..reproduction import Reproduction
-from .hooks import do_not_overlap, overlap
-from .turns import DDPS, MODELS, PARTS, TINY_MODELS, Entrant, link_of, take_turns, whole
+from experiments.studies.reproduce.ddp.hooks import do_not_overlap, overlap
+from experiments.studies.reproduce.ddp.turns import (
+    DDPS,
+    MODELS,
+    PARTS,
+    TINY_MODELS,
+    Entrant,
+    link_of,
+    take_turns,
+    whole,
+)
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 
 _WAYS = {"with": overlap, "without": do_not_overlap}
 

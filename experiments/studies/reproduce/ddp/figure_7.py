@@ -2,7 +2,7 @@
 
 The same model is in memory once per size, and the copies take turns; one world of ranks for each model and number of
 hosts. Size 0 gives every gradient a bucket of its own, and the last size puts all of them into one. If ranks share
-cores, time is dilated (`experiments.machine.dilation`), so that each has what one core computes.
+cores, time is dilated (`commhooks.experiments.machine.dilation`), so that each has what one core computes.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from commhooks.experiments.machine import dilation
+from commhooks.experiments.report.plots import Theme, canvas
+from commhooks.experiments.report.words import listed
+from commhooks.experiments.results.summary import Spread
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
 from ddp_core.buckets import MIB
-from experiments.machine import dilation
-from experiments.report.plots import Theme, canvas
-from experiments.report.words import listed
-from experiments.results.summary import Spread
-from experiments.specs import Spec
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio, milliseconds
-from experiments.tasks import load_task
-
-from ..notes import Notes
-from ..reproduction import Reproduction
-from .turns import DDPS, MODELS, TINY_MODELS, Entrant, link_of, take_turns, whole
+from experiments.studies.reproduce.ddp.turns import DDPS, MODELS, TINY_MODELS, Entrant, link_of, take_turns, whole
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 
 Row = Mapping[str, Any]
 """The row of one size: its label, its number of buckets, and the seconds of each turn."""

@@ -22,25 +22,32 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.futures import Future
 
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.links.link import LinkSettings, parse_latency, parse_rate
+from commhooks.experiments.machine import dilation
+from commhooks.experiments.report.plots import Theme, canvases, legend
+from commhooks.experiments.report.words import listed
+from commhooks.experiments.timing.link import Link
+from commhooks.experiments.timing.step_time import Bucket, Stage, Step, step_time
+from commhooks.experiments.training.stepper import Stepper
 from commhooks.tensors import tensor_bytes
 from commhooks.units import counted, three_digits
 from ddp_core import GradBucket
-from experiments.launch import Tell
-from experiments.links.link import LinkSettings, parse_latency, parse_rate
-from experiments.machine import dilation
-from experiments.report.plots import Theme, canvases, legend
-from experiments.report.words import listed
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio, milliseconds
 from experiments.studies.ranks import on_ranks, same_step
+from experiments.studies.reproduce.ddp.turns import (
+    MODELS,
+    TINY_MODELS,
+    draw_quartiles,
+    end_groups,
+    label_axes,
+    over,
+    warm_up,
+)
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 from experiments.studies.turns import as_given, turns_of
-from experiments.training.stepper import Stepper
-
-from ....timing.link import Link
-from ....timing.step_time import Bucket, Stage, Step, step_time
-from ..notes import Notes
-from ..reproduction import Reproduction
-from .turns import MODELS, TINY_MODELS, draw_quartiles, end_groups, label_axes, over, warm_up
 
 
 @dataclass(frozen=True, kw_only=True)

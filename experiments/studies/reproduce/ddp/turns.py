@@ -1,8 +1,8 @@
 """The shared parts of the DDP paper's timings: ranks on a link, steps timed in turns, and pictures of latencies.
 
-If ranks share cores, time is dilated (`experiments.machine.dilation`), so that each has what one core computes, as with
-the setting `compute` of runs. With four ranks on each core, compute takes four times as long, so the link is slowed
-down by four as well, and every reported time is divided by four.
+If ranks share cores, time is dilated (`commhooks.experiments.machine.dilation`), so that each has what one core
+computes, as with the setting `compute` of runs. With four ranks on each core, compute takes four times as long, so the
+link is slowed down by four as well, and every reported time is divided by four.
 
 Models that are compared are in memory together, on the same ranks, and take a step each in turn: any other load on the
 machine slows all of them equally. All ranks begin a step together, and it counts as it was on the rank that took
@@ -23,19 +23,18 @@ import torch.distributed as dist
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from experiments.devices import Stopwatch
-from experiments.launch import Tell
-from experiments.links.link import LinkSettings, Wire, parse_rate
-from experiments.links.linked_group import LinkedGroup
-from experiments.links.waits import WaitClock
-from experiments.results.summary import Spread
+from commhooks.experiments.devices import Stopwatch
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.links.link import LinkSettings, Wire, parse_rate
+from commhooks.experiments.links.linked_group import LinkedGroup
+from commhooks.experiments.links.waits import WaitClock
+from commhooks.experiments.results.summary import Spread
+from commhooks.experiments.training.measure import StepClock
+from commhooks.experiments.training.registration import wrap_in_ddp
+from commhooks.experiments.training.stepper import Stepper
 from experiments.studies.ranks import on_ranks, without_broadcasts
+from experiments.studies.reproduce.ddp.hooks import Groups
 from experiments.studies.turns import as_given, turns_of
-from experiments.training.measure import StepClock
-from experiments.training.registration import wrap_in_ddp
-from experiments.training.stepper import Stepper
-
-from .hooks import Groups
 
 K = TypeVar("K", bound=Hashable)
 MODELS = {"ResNet-18": "digits:network=resnet18,batch_size=16", "GPT": "gpt:size=base,batch_size=4"}

@@ -10,19 +10,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from experiments.hooks import make_hook
-from experiments.report.words import times
-from experiments.specs import Spec
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.report.words import times
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
 from experiments.studies.blocks import Block, Table
 from experiments.studies.jobs import run_jobs
 from experiments.studies.lockstep import time_in_lockstep
-from experiments.tasks import load_task
-
-from ..ablation import Ablation, train_variants
-from ..ablations import PAPER, TASKS, TINY
-from ..comparing import show_ablation
-from ..notes import Notes
-from ..reproduction import Reproduction
+from experiments.studies.reproduce.ablation import Ablation, train_variants
+from experiments.studies.reproduce.ablations import PAPER, TASKS, TINY
+from experiments.studies.reproduce.comparing import show_ablation
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 
 _VARIANTS = {
     "all-reduce": "all-reduce",

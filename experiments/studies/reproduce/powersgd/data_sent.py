@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.report.words import listed
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks.images import ResNet18
+from commhooks.experiments.tasks.lstm import LstmModel
 from commhooks.lockstep import average_in_lockstep
-from experiments.hooks import make_hook
-from experiments.report.words import listed
-from experiments.specs import Spec
 from experiments.studies.blocks import Block, Table
 from experiments.studies.lockstep import join_workers
-from experiments.tasks.images import ResNet18
-from experiments.tasks.lstm import LstmModel
-
-from ..ablations import PAPER
-from ..notes import Notes
-from ..reproduction import Reproduction
+from experiments.studies.reproduce.ablations import PAPER
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 
 _MIB = 2**20
 _WORD = 4

@@ -23,24 +23,23 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 import commhooks
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.launch import Send, run_world
+from commhooks.experiments.report.plots import Theme, canvases, legend
+from commhooks.experiments.report.words import NEVER, signed, spread_of
+from commhooks.experiments.results.intervals import Estimate, differences
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.training.registration import wrap_in_ddp
+from commhooks.experiments.training.stepper import Stepper
+from commhooks.experiments.training.stock import is_stock, register_stock
 from commhooks.language.entries import RESIDUAL
 from commhooks.units import counted
-from experiments.hooks import make_hook
-from experiments.launch import Send, run_world
-from experiments.report.plots import Theme, canvases, legend
-from experiments.report.words import NEVER, signed, spread_of
-from experiments.results.intervals import Estimate, differences
-from experiments.specs import Spec
 from experiments.studies.blocks import Block, Picture, Table, with_bounds
-from experiments.tasks import load_task
-from experiments.training.registration import wrap_in_ddp
-from experiments.training.stepper import Stepper
-from experiments.training.stock import is_stock, register_stock
-
-from ..ablations import PAPER
-from ..comparing import by_seed
-from ..notes import Notes
-from ..reproduction import Reproduction
+from experiments.studies.reproduce.ablations import PAPER
+from experiments.studies.reproduce.comparing import by_seed
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 
 _POINTS = partial(signed, form=".2f")
 _ONE_BUCKET_MB = 1024.0  # PyTorch's hook does not survive several over Gloo

@@ -20,21 +20,20 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
+from commhooks.experiments.links.link import format_rate
+from commhooks.experiments.report.plots import Theme, canvases, legend
+from commhooks.experiments.report.words import NEVER, listed, signed
+from commhooks.experiments.results.intervals import Estimate, differences, ratios
+from commhooks.experiments.results.summary import Typical, steps_to, target_loss, unprobed
+from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.sweeps.execute import RunFailed, execute
+from commhooks.experiments.sweeps.plan import plan
+from commhooks.experiments.training.worker import RunDone
 from commhooks.units import three_digits
-from experiments.links.link import format_rate
-from experiments.report.plots import Theme, canvases, legend
-from experiments.report.words import NEVER, listed, signed
-from experiments.results.intervals import Estimate, differences, ratios
-from experiments.results.summary import Typical, steps_to, target_loss, unprobed
-from experiments.runs import RunResult, RunSettings
 from experiments.studies.blocks import Block, Picture, Table, with_bounds
-from experiments.sweeps.execute import RunFailed, execute
-from experiments.sweeps.plan import plan
-from experiments.training.worker import RunDone
-
-from ..ablations import PAPER
-from ..notes import Notes
-from ..reproduction import Reproduction
+from experiments.studies.reproduce.ablations import PAPER
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 
 RANKS = 2
 PARTS = ("compute", "compression", "waiting")  # of a step's seconds

@@ -20,32 +20,31 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from commhooks.experiments import stored
+from commhooks.experiments.launch import Tell
+from commhooks.experiments.links.link import LinkSettings, format_rate, parse_rate
+from commhooks.experiments.machine import cores, dilation
+from commhooks.experiments.planning import Profile
+from commhooks.experiments.planning.candidates import label_in_profile
+from commhooks.experiments.planning.measurements import Asked, profile_step
+from commhooks.experiments.planning.predicting import step_of, step_over, unmodelled
+from commhooks.experiments.report.words import percent
+from commhooks.experiments.runs import RunSettings
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.tasks import load_task
+from commhooks.experiments.timing.link import Link
+from commhooks.experiments.timing.step_time import Step, StepTime
+from commhooks.experiments.training.registration import wrap_in_ddp
+from commhooks.experiments.training.stepper import Stepper
 from commhooks.units import seconds_in_words, three_digits
-from experiments.launch import Tell
-from experiments.links.link import LinkSettings, format_rate, parse_rate
-from experiments.machine import cores, dilation
-from experiments.planning.measurements import Asked, profile_step
-from experiments.report.words import percent
-from experiments.runs import RunSettings
-from experiments.specs import Spec
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import milliseconds
+from experiments.studies.predictions.steps import measure_steps
 from experiments.studies.ranks import on_ranks
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.simulation.drawing import measured_and_simulated
 from experiments.studies.turns import in_turns
-from experiments.tasks import load_task
-from experiments.training.registration import wrap_in_ddp
-from experiments.training.stepper import Stepper
-
-from .... import stored
-from ....planning import Profile
-from ....planning.candidates import label_in_profile
-from ....planning.predicting import step_of, step_over, unmodelled
-from ....timing.link import Link
-from ....timing.step_time import Step, StepTime
-from ...predictions.steps import measure_steps
-from ..notes import Notes
-from ..reproduction import Reproduction
-from .drawing import measured_and_simulated
 
 _PROBES = 9
 _LARGE = 1_000_000  # elements of fp32

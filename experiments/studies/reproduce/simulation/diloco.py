@@ -15,14 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from commhooks.experiments.report.words import percent
+from commhooks.experiments.timing.link import Link
+from commhooks.experiments.timing.step_time import Bucket, Stage, Step, step_time
 from commhooks.units import three_digits
-from experiments.report.words import percent
 from experiments.studies.blocks import Block, Table
-
-from ....timing.link import Link
-from ....timing.step_time import Bucket, Stage, Step, step_time
-from ..notes import Notes
-from ..reproduction import Reproduction
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 
 _TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 _THEIRS = {"data-parallel": (86.8, 152.6, 184.2, 222.3, 569.0), "DiLoCo, H = 100": (1.4, 6.2, 13.3, 23.3, 86.8)}

@@ -11,15 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.links.link import format_rate
-from experiments.report.words import percent
+from commhooks.experiments.links.link import format_rate
+from commhooks.experiments.report.words import percent
+from commhooks.experiments.timing.link import Link
+from commhooks.experiments.timing.rounds import Rounds, round_time
+from commhooks.experiments.timing.step_time import Bucket, Stage
 from experiments.studies.blocks import Block, Table
-
-from ....timing.link import Link
-from ....timing.rounds import Rounds, round_time
-from ....timing.step_time import Bucket, Stage
-from ..notes import Notes
-from ..reproduction import Reproduction
+from experiments.studies.reproduce.notes import Notes
+from experiments.studies.reproduce.reproduction import Reproduction
 
 _THEIRS: Mapping[tuple[float, int], float] = {
     (200e6, 1): 0.0032,

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from experiments.report.plots import Theme, canvas, legend, looks
+from commhooks.experiments.report.plots import Theme, canvas, legend, looks
 
 
 def measured_and_simulated(cases: Sequence[Any], theme: Theme) -> Figure:

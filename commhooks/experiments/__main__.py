@@ -1,0 +1,5 @@
+"""`python -m commhooks.experiments` is the same as `commhooks`."""
+
+from commhooks.experiments.commands.front import main
+
+main()

@@ -1,5 +1,0 @@
-"""`python -m experiments`, in a checkout, is the same as `commhooks`."""
-
-from .commands.front import main
-
-main()
