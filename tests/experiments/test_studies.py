@@ -13,8 +13,8 @@ from experiments.studies.app import app
 PREDICTIONS = "predictions --kind emulated --load 999 --file cases.json --page page.md"
 MISTAKES = {
     "benhc": "No such command 'benhc'",
-    "bench policices": "did you mean 'policies'",
-    "bench policies --results nowhere/bench.json": "cannot be written",
+    "bench powersdg": "did you mean 'powersgd'",
+    "bench levels --results nowhere/bench.json": "cannot be written",
     "bench hook": "did you mean 'hooks'?",
     "bench --quick --check benchmarks.json": "not comparable",
     "bench --render": "name it with --results",
