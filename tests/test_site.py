@@ -99,12 +99,11 @@ def test_numbers_are_found(query: str, search: Search) -> None:
     assert search.pages(query)
 
 
-@pytest.mark.parametrize("query", ["memory", "bucket", "checkpoint", "compressor"])
-def test_pages_of_the_guide_are_found_before_decisions_and_reproductions(query: str, search: Search) -> None:
-    folders = [page.split("/")[0] for page in search.pages(query)]
-    others = [n for n, folder in enumerate(folders) if folder in ("decisions", "reproductions")]
-    assert others
-    assert folders.index("guide") < others[0]
+def test_what_is_unpublished_is_named_instead_of_linked(site: Path, search: Search) -> None:
+    text = (site / "architecture.html").read_text(encoding="utf-8")
+    assert "<code>docs/decisions/0038-one-exchange.md</code>" in text
+    assert not (site / "decisions").exists()
+    assert not [page for page in search.pages("decision") if page.startswith("decisions/")]
 
 
 class Links(HTMLParser):

@@ -69,19 +69,18 @@ def _summary(results: Results, name: str) -> Iterator[Block]:
         yield f"Not measured yet: {', '.join(absent)}."
     targets, met, within, missed = _counts([row for measured in results.values() for row in measured.rows])
     yield (
-        f"Of {targets} figures with a target, {met} met it, {within} did so within the spread, and "
-        f"{missed} missed it{':' if missed else '.'}"
+        f"Of {targets} figures with a target, {met} met it, {within} did so within the spread, and {missed} missed it."
     )
-    lines = [
-        f"- [{section.title}]({name}/{key}.md): {row.key}: {figure(row.spread)}, target {row.target:.2f}."
-        f"{f' {row.note}' if row.note else ''}"
-        for key, section in SECTIONS.items()
-        if key in results
-        for row in results[key].rows
-        if row.target is not None and row.verdict == MISSED
-    ]
-    if lines:
-        yield "\n".join(lines)
+    for key, section in SECTIONS.items():
+        found = [row for row in results[key].rows if row.verdict == MISSED] if key in results else []
+        lines = [
+            f"- {row.key}: {figure(row.spread)}, target {row.target:.2f}.{f' {row.note}' if row.note else ''}"
+            for row in found
+            if row.target is not None
+        ]
+        if lines:
+            yield f"## Missed: {section.title}"
+            yield "\n".join(lines)
 
 
 def _counts(rows: Sequence[Row]) -> tuple[int, int, int, int]:
