@@ -11,7 +11,12 @@ from experiments.studies.bench.rows import EXPONENT, MET, MISSED, WITHIN, Row
 from experiments.studies.bench.sections import SECTIONS, Section
 from experiments.studies.blocks import Block, Table, circumstances, markdown
 
-BEGINNING = """# Benchmarks
+BEGINNING = """---
+measured: {commits}
+measures: [commhooks/compressors, commhooks/engine, commhooks/native, commhooks/scheduling, ddp_core]
+---
+
+# Benchmarks
 
 How fast this package is, as ratios. Each figure is divided by a peer that was measured in turns with it, in the same
 run: PyTorch's own class or hook, a memory copy, or the time of another hook. Lower is better throughout. The times
@@ -35,7 +40,8 @@ the file is from another machine.
 
 def pages(results: Results, name: str) -> dict[str, str]:
     """Return the pages of the file `name`.json in Markdown, by their paths from its folder."""
-    overview = [BEGINNING.format(name=name), *_summary(results, name)]
+    commits = sorted({measured.commit for measured in results.values()})
+    overview = [BEGINNING.format(name=name, commits=commits), *_summary(results, name)]
     sections = {
         f"{name}/{key}.md": markdown(_section(section, results[key])).rstrip() + "\n"
         for key, section in SECTIONS.items()
@@ -58,9 +64,14 @@ def _summary(results: Results, name: str) -> Iterator[Block]:
     """Yield how many targets each section met, and what missed its target."""
     yield Table(
         "",
-        ["", "figures", "targets", MET, WITHIN, MISSED],
+        ["", "figures", "targets", MET, WITHIN, MISSED, "commit"],
         [
-            [f"[{section.title}]({name}/{key}.md)", str(len(results[key].rows)), *map(str, _counts(results[key].rows))]
+            [
+                f"[{section.title}]({name}/{key}.md)",
+                str(len(results[key].rows)),
+                *map(str, _counts(results[key].rows)),
+                f"`{results[key].commit[:8]}`",
+            ]
             for key, section in SECTIONS.items()
             if key in results
         ],
