@@ -91,6 +91,18 @@ def search(site: Path) -> Search:
         ("leaderboard", "guide/leaderboard.html"),
         ("own compressor", "guide/compressors.html"),
         ("save and load", "guide/checkpoints.html"),
+        ("slow network", "guide/does-it-pay.html"),
+        ("multi node ethernet", "guide/does-it-pay.html"),
+        ("wifi", "guide/does-it-pay.html"),
+        ("two offices", "guide/diloco-sites.html"),
+        ("how much faster", "guide/does-it-pay.html"),
+        ("gradient compression GPU", "guide/gpu.html"),
+        ("accuracy loss", "guide/choosing.html"),
+        ("wandb", "guide/comparison.html"),
+        ("FSDP", "guide/sharded.html"),
+        ("HSDP", "guide/hsdp.html"),
+        ("MoE", "guide/powersgd.html"),
+        ("LoRA", "guide/adapters.html"),
     ],
 )
 def test_a_newcomers_question_finds_the_page_that_answers_it_first(query: str, page: str, search: Search) -> None:
