@@ -143,19 +143,6 @@ def test_buckets_that_were_loaded_stay(mode: str, steps: int) -> None:
         assert ddp.bucket_plan() == {"limits": [6], "buckets": OTHER, "rebuilt": True}
 
 
-@pytest.mark.usefixtures("alone")
-def test_gradients_that_are_there_move_into_the_memory_of_loaded_buckets() -> None:
-    ddp = trained(0, gradient_as_bucket_view=True)
-    ddp.module.a.weight.grad = torch.full((1, 1), 7.0)
-    assert ddp.load_bucket_plan({"limits": [6], "buckets": OTHER, "rebuilt": True})
-    assert grads(ddp) == [[7.0], None, None]
-    assert ddp.module.a.weight.grad.data_ptr() == ddp.reducer.layout.buckets[1].flat.data_ptr()
-    ddp(ones()).sum().backward()
-    assert grads(ddp) == [[8.0], [1.0], [1.0]]
-    for bucket in ddp.reducer.layout.buckets:
-        assert all(p.grad.data_ptr() == view.data_ptr() for p, view in zip(bucket.members, bucket.views, strict=True))
-
-
 UNFIT: dict[str, dict[str, Any]] = {
     "not rebuilt yet": {"rebuilt": False},
     "other limits": {"limits": [7]},
@@ -179,30 +166,6 @@ def test_a_plan_that_does_not_fit_changes_nothing(why: str) -> None:
         assert ddp.bucket_plan()["rebuilt"] == (steps > 0)
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("mode", MODES)
-def test_no_plan_is_loaded_in_the_middle_of_a_backward_pass(mode: str) -> None:
-    plan, refusals = trained().bucket_plan(), []
-    ddp = trained(0, **MODES[mode])
-
-    def load(_: Any) -> None:
-        with pytest.raises(RuntimeError, match="cannot be loaded while gradients are being reduced"):
-            ddp.load_bucket_plan(plan)
-        refusals.append(1)
-
-    def hook(state: Any, bucket: Any) -> Any:
-        load(state)
-        return dist.all_reduce(bucket.buffer(), async_op=True)
-
-    ddp.register_comm_hook(None, hook)
-    output = ddp(ones()).sum()
-    output.register_hook(load)  # before any gradient is there
-    output.backward()
-    assert len(refusals) == 2
-    assert grads(ddp) == [[1.0]] * 3
-    assert ddp.load_bucket_plan(plan)
-
-
 @facts
 def ranks_that_have_joined_follow_a_plan_that_was_loaded(rank: int) -> None:
     for mode in MODES.values():
@@ -214,18 +177,6 @@ def ranks_that_have_joined_follow_a_plan_that_was_loaded(rank: int) -> None:
                 ddp(ones(rank)).sum().backward()
                 assert grads(ddp) == [[MEAN if step == 0 else 0.5]] * 3
         assert buckets(ddp) == OTHER
-
-
-@facts
-def gradients_accumulated_alone_are_reduced_in_loaded_buckets(rank: int) -> None:
-    for mode in MODES.values():
-        ddp = trained(2, **mode)
-        ddp.zero_grad()
-        with ddp.no_sync():
-            ddp(ones(rank)).sum().backward()
-        assert ddp.load_bucket_plan({"limits": [6], "buckets": OTHER, "rebuilt": True})
-        ddp(ones(rank)).sum().backward()
-        assert grads(ddp) == [[2 * MEAN]] * 3
 
 
 @facts

@@ -680,24 +680,6 @@ def test_an_optimizer_is_used_by_one_diloco_until_that_is_closed_or_gone() -> No
     make().close()
 
 
-def test_workers_that_differ_do_not_begin() -> None:
-    connections = lockstep_connections(2)
-    one, other = Worker(0, every=3, connection=connections[0]), Worker(1, every=4, connection=connections[1])
-    with pytest.raises(SettingsError, match="workers differ: .*every=4.* and .*every=3"):
-        step_in_lockstep([one.diloco, other.diloco])
-    connections = lockstep_connections(2)
-    one, other = (
-        Worker(0, every=3, connection=connections[0]),
-        Worker(1, every=3, connection=connections[1], model=network().requires_grad_()),
-    )
-    with torch.no_grad():
-        next(iter(other.diloco._fragments[0].outer.values())).add_(1)
-    with pytest.raises(SettingsError, match="the workers' models must begin equal"):
-        step_in_lockstep([one.diloco, other.diloco])
-    with pytest.raises(CompressorError, match="workers of one process meet in step_in_lockstep"):
-        one.diloco.step()
-
-
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 

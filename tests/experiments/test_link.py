@@ -102,15 +102,6 @@ def test_large_exchanges_of_two_ranks_need_the_time_of_their_bytes_and_of_more_t
     assert link.seconds_for(larger, 4) == pytest.approx(3 * 0.4 + 0.25)  # what waits in a socket
 
 
-def test_packets_add_their_headers_and_acknowledgements_and_messages_their_own() -> None:
-    link = LinkSettings(bits_per_second=8e6)
-    packets = 1_448_000 / 1448
-    broadcast = link.seconds_of(course_of("broadcast", 1_448_000, 2))
-    assert broadcast == pytest.approx((packets * 1514 + 390) / 1e6)
-    all_reduce = link.seconds_of(course_of("all-reduce", 1_448_000, 2))
-    assert all_reduce == pytest.approx((packets * (1514 + 66 / 2) + 4 * 390) / 1e6)
-
-
 @pytest.mark.parametrize(
     ("at", "seconds"),
     [
@@ -220,34 +211,12 @@ def test_the_rate_is_never_exceeded(transfers: list[tuple[float, float]]) -> Non
         assert carried <= time.now - begin + 1e-6
 
 
-def test_a_wait_that_runs_out_raises_and_may_be_repeated() -> None:
-    time = FakeTime()
-    pending = emulated(time).start(megabytes(1))
-    for _ in range(3):
-        with pytest.raises(TimeoutError, match="has not carried"):
-            pending.wait(0.3)
-    pending.wait(0.3)
-    assert time.now == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("text", ["unlimited", "hosts:1Mbit/s", "real"])
 def test_a_link_without_a_limit_and_one_of_another_kind_add_nothing(text: str) -> None:
     time = FakeTime()
     link = LinkSettings.parse(text)
     EmulatedLink(Instant(time), link, clock=time.clock, sleep=time.sleep).start(megabytes(9)).wait()
     assert time.now == 0.0
-
-
-@pytest.mark.parametrize(("start_clock", "end"), [(True, 11.0), (False, 10.5)])
-def test_the_schedule_begins_with_the_clock_or_the_first_transfer(start_clock: bool, end: float) -> None:
-    time = FakeTime()
-    settings = LinkSettings(bits_per_second=16e6, schedule=((10.0, 8e6),), framing=False)
-    link = EmulatedLink(Instant(time), settings, clock=time.clock, sleep=time.sleep)
-    if start_clock:
-        link.start_clock()
-    time.sleep(10)
-    link.start(megabytes(1)).wait()
-    assert time.now == pytest.approx(end)
 
 
 def test_the_clock_of_a_schedule_stands_still_while_other_runs_have_their_turns() -> None:

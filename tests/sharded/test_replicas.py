@@ -488,30 +488,6 @@ def detaching_gives_kept_gradients_back_as_a_detached_ddp_has_them(rank: int, po
         assert furthest(gradients(model), {name: means[name] + kept * own[name] for name in own}) < 1e-5, then
 
 
-@two
-def means_add_up_and_what_was_not_averaged_before_is_named(rank: int, policy: str) -> None:
-    """Under "fifo" each module's new gradients alone are averaged, whatever `.grad` holds."""
-    model = sharded(mesh=alone()["shards"])
-    for compressor in ("all-reduce", "int8"):
-        attachment = attached(model, alone(), compressor, policy)
-        backward(model, rank)
-        once = gradients(model)
-        backward(model, rank)
-        twice = gradients(model)
-        if compressor == "all-reduce":
-            assert furthest({name: 2 * one for name, one in once.items()}, twice) == 0
-        assert furthest(*of_every_rank(twice)) == 0
-        attachment.close()
-        model.zero_grad()
-    backward(model, rank)
-    attachment = attached(model, alone(), "all-reduce", policy)
-    told = told_by(lambda: backward(model, rank))
-    if policy == "fused":
-        assert told.error in {"CompressorError", "CollectiveError"}, told.text
-        assert "had a gradient before this backward pass that this attachment has not averaged" in told.text
-    attachment.close()
-
-
 class Branches(nn.Module):
     """Layers of which a rank uses some."""
 
@@ -545,58 +521,6 @@ def modules_that_some_replicas_do_not_use_hang_nobody(rank: int, policy: str) ->
     else:
         assert told.error == "CollectiveError", told.text
         assert not optimizer.state[model.never.weight], "no step was taken"
-    attachment.close()
-
-
-@two
-def gradients_that_are_kept_add_up_by_parameter_if_passes_use_others(rank: int, policy: str) -> None:
-    """Both layers are of one size, and of one FSDP module, which reduces either alone unless zeros fill its place."""
-    found, mesh = [], alone()
-    for name in (None, "all-reduce"):
-        model: Any = Branches()
-        model.requires_grad_(False)
-        model.left.requires_grad_(True)
-        model.right.requires_grad_(True)
-        attachment = None
-        if name is not None:
-            fully_shard(model, mesh=mesh["shards"])
-            attachment = attached(model, mesh, name, policy)
-        for step, uses in enumerate(["left", "right", "right", "left", "left"]):
-            model.uses = uses
-            if attachment is not None:
-                model.set_requires_all_reduce(step in (2, 4))
-            backward(model, rank, step)
-        trained: dict[str, Any] = {one: p for one, p in model.named_parameters() if p.requires_grad}
-        if attachment is None:
-            for parameter in trained.values():
-                dist.all_reduce(parameter.grad)
-                parameter.grad.div_(2)
-        found.append({one: getattr(p.grad, "to_local", p.grad.detach)().clone() for one, p in trained.items()})
-        if attachment is not None:
-            attachment.close()
-            group = model._get_fsdp_state()._fsdp_param_groups[0]
-            assert not group.reduce_scatter_unused_params
-    assert furthest(*found) < 1e-6
-
-
-@two
-def replicas_meet_at_the_end_of_each_pass_if_the_module_that_wants_an_average_is_not_used_on_all(
-    rank: int,
-) -> None:
-    """Otherwise one replica's pass would be averaged with the next pass of the other."""
-    mesh, model = alone(), Branches()
-    for module in (model.stem, model.left, model.right):
-        fully_shard(module, mesh=mesh["shards"])
-    model.never.requires_grad_(False)
-    attachment = attached(model, mesh, "all-reduce", "fused", hook_timeout=5.0)
-    model.stem.set_requires_all_reduce(False)  # type: ignore[operator]  # FSDPModule's
-    model.left.set_requires_all_reduce(False)  # type: ignore[operator]
-    for step in range(3):
-        model.uses = "right" if rank == 0 or step == 2 else "left"
-        backward(model, rank, step)
-        one, other = of_every_rank((attachment.steps, gradients(model.right)))
-        assert one[0] == other[0] == step + 1 and furthest(one[1], other[1]) == 0
-        model.zero_grad()
     attachment.close()
 
 
