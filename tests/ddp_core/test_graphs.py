@@ -249,35 +249,4 @@ def a_sparse_gradient_that_no_module_announces_is_named(rank: int) -> None:
         ddp().sum().backward()
 
 
-class Sum(nn.Module):
-    """Adds what two embeddings and a layer say: autograd hands all of them one and the same gradient."""
-
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        self.words = nn.ModuleList(nn.Embedding(4, 2, sparse=sparse) for _ in range(2))
-        self.layer = nn.Linear(1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        words: Any = self.words
-        return torch.tanh(words[0](torch.tensor([0, 1])) + self.layer(x) + words[1](torch.tensor([1, 2])))
-
-
-@facts
-def sparse_gradients_that_share_memory_are_each_averaged_once(rank: int) -> None:
-    def hook(state: object, bucket: Any) -> Any:
-        return torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
-
-    for cap, registered in ((None, None), (1e-6, None), (1e-6, hook)):
-        ddp, local = wrap(Sum(sparse=True).double(), bucket_cap_mb=cap), Sum(sparse=False).double()
-        if registered is not None:
-            ddp.register_comm_hook(None, registered)
-        local.load_state_dict(ddp.module.state_dict())
-        torch.stack([local(ones(r).double()).square().sum() / 2 for r in range(2)]).sum().backward()
-        for _ in range(10):
-            ddp.zero_grad()
-            ddp(ones(rank).double()).square().sum().backward()
-            for got, wanted in zip(ddp.parameters(), local.parameters(), strict=True):
-                bounds.assert_equal_in_float64(got.grad.to_dense(), wanted.grad)
-
-
 test_on_two_ranks = facts.tests()

@@ -146,34 +146,6 @@ def a_hook_may_return_a_future_a_list_a_work_or_a_tensor(rank: int) -> None:
 
 
 @facts
-def gradients_have_the_strides_of_their_parameters_and_names_tell_them(rank: int) -> None:
-    seen: dict[str, tuple[int, ...]] = {}
-    last = []
-
-    def look(state: list[int], bucket: GradBucket) -> Any:
-        assert isinstance(bucket, GradBucket)
-        assert bucket.buffer().dim() == 1
-        last.append(bucket.is_last())
-        state.append(bucket.index())
-        for name, parameter, gradient in zip(bucket.names(), bucket.parameters(), bucket.gradients(), strict=True):
-            assert dict(ddp.module.named_parameters())[name] is parameter
-            assert torch.equal(gradient, parameter.grad)
-            seen[name] = gradient.stride()
-        return plain(None, bucket)
-
-    indices: list[int] = []
-    ddp = wrap(model_of_seed(), bucket_cap_mb=1e-4)
-    ddp.register_comm_hook(indices, look)
-    step(ddp, rank)
-    assert (indices, last) == ([0], [True])
-    step(ddp, rank)
-    assert indices == [0, *range(len(indices) - 1)] and len(indices) > 2
-    assert last[1:] == [False] * (len(last) - 2) + [True]
-    assert seen == {name: parameter.stride() for name, parameter in ddp.module.named_parameters()}
-    assert not ddp.module[0].weight.is_contiguous()
-
-
-@facts
 def hooks_are_replaced_and_removed_between_steps(rank: int) -> None:
     ddp = wrap(scale())
 

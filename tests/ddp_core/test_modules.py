@@ -123,22 +123,6 @@ def buffers_are_rank_zeros_before_every_forward_pass(rank: int) -> None:
 
 
 @facts
-def buffers_that_a_backward_pass_still_needs_may_be_overwritten(rank: int) -> None:
-    class Uses(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-            self.factor = nn.Buffer(torch.tensor([3.0]))
-
-        def forward(self) -> Tensor:
-            return self.weight * self.factor
-
-    ddp = wrap(Uses())
-    (ddp() + ddp()).sum().backward()
-    assert grads(ddp) == [[6.0]]
-
-
-@facts
 def frozen_and_ignored_parameters_are_left_alone(rank: int) -> None:
     model: Any = nn.Module()
     model.trained, model.frozen, model.ignored = scale(), scale().requires_grad_(False), scale()
@@ -210,26 +194,6 @@ def a_state_dict_has_the_prefix_and_fits_pytorchs(rank: int) -> None:
     changed = {key: value + 1 for key, value in torch.load(file).items()}
     ddp.load_state_dict(changed)
     assert ddp.module[0].weight.item() == changed["module.0.weight"].item()
-
-
-@facts
-def a_module_may_be_wrapped_again(rank: int) -> None:
-    model = scale()
-    for _ in range(3):
-        ddp = wrap(model)
-        ddp.zero_grad()
-        ddp(ones(rank)).sum().backward()
-        assert grads(ddp) == [[MEAN]]
-        del ddp
-    old = wrap(model)
-    old._remove_autograd_hooks()
-    new = wrap(model)
-    new.zero_grad()
-    new(ones(rank)).sum().backward()
-    assert grads(new) == [[MEAN]]
-    model.zero_grad()
-    model(ones(rank)).sum().backward()  # outside the wrapper nothing is reduced
-    assert grads(model) == [[rank + 1.0]]
 
 
 def let_go(buckets: list[weakref.ref[Tensor]]) -> bool:

@@ -430,23 +430,6 @@ def test_freezing_or_unfreezing_in_between_is_refused() -> None:
         train_in_lockstep([worker], 4, 6)
 
 
-def test_with_another_schedule_what_is_due_is_used_when_it_was_due() -> None:
-    """A turn at which the last exchange is still under way is passed over."""
-    before, after = workers(2, every=6, delay=3), workers(2, every=4, delay=3)
-    train_in_lockstep(before, 0, 4)
-    for old, new in zip(before, after, strict=True):
-        saved = old.save()
-        new.diloco.load_state_dict(saved["diloco"], settings="change")
-        new.model.load_state_dict(saved["model"])
-        new.optimizer.load_state_dict(saved["optimizer"])
-    rounds = []
-    for step in range(4, 13):
-        train_in_lockstep(after, step, step + 1)
-        rounds.append((after[0].diloco._fragments[0].due, after[0].diloco.statistics().rounds))
-    # After steps 5 to 13: due at 6; used; passed over at 5, for 8; sent at 9, for 12; used, and sent at 13, for 16.
-    assert rounds == [(6, 0), *[(None, 1)] * 3, *[(12, 1)] * 3, (None, 2), (16, 2)]
-
-
 def test_a_state_that_was_loaded_stays_as_it_is() -> None:
     team = workers(1, every=1)
     train_in_lockstep(team, 0, 2)

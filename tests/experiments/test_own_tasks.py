@@ -198,21 +198,6 @@ def test_a_seed_decides_about_every_generator_and_leaves_them_as_they_were(tmp_p
     assert prints[0] == prints[1] != prints[2]  # ranks that would train on other data can be told apart
 
 
-def test_what_a_module_draws_while_it_is_imported_is_the_same_in_every_process(tmp_path: Path) -> None:
-    found = []
-    for seed, folder in enumerate(("one", "other")):
-        task = load_task(write(tmp_path / folder, returning("nn.Linear(4, 2), data, loss")), seed)
-        found.append(task.task.data[0][0])  # type: ignore[index]  # a dataset
-    assert torch.equal(*found)
-
-
-def test_a_model_that_is_not_made_anew_is_refused(tmp_path: Path) -> None:
-    name = write(tmp_path, returning("model, data, loss"))
-    load_task(name)
-    with pytest.raises(ValueError, match="returned a model that it has returned before; make it in the function"):
-        load_task(name)
-
-
 def test_the_example_in_the_documentation_learns() -> None:
     path = ROOT / "docs/examples/own_task.py"
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 25

@@ -69,21 +69,6 @@ def test_a_result_with_numbers_that_are_not_finite_is_json_and_survives(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"steps": ()}, "it has 0 of 40 steps"),
-        ({"steps": result().steps[:7]}, "it has 7 of 40 steps"),
-        ({"evaluations": ()}, "evaluated after none"),
-        ({"evaluations": result().evaluations[:2]}, r"evaluated after \[10, 20\]"),
-    ],
-)
-def test_a_result_that_lacks_something_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    path = dataclasses.replace(result(), **change).write(tmp_path)
-    with pytest.raises(ValueError, match=f"{words}.*move it away"):
-        RunResult.read(path)
-
-
-@pytest.mark.parametrize(
     ("place", "value", "words"),
     [
         (("steps", "seconds", 2), -0.1, "steps: seconds must be above zero and finite"),

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import commhooks
 from tests.ddp_core.facts import Facts
@@ -168,38 +166,6 @@ def all_may_be_delayed_and_wait_for_one_of_themselves(rank: int) -> None:
             ddp.zero_grad()
             ddp(ones(rank)).backward()
             assert grads(model) == [[MEAN], [MEAN]]
-
-
-class Twice(nn.Module):
-    """Uses weight ``b`` before and after weight ``a``, each time in a checkpoint that makes its gradient on its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = scale(), scale()
-        for weight in self.parameters():
-            nn.init.ones_(weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(
-            checkpoint(self.b, self.a(checkpoint(self.b, x, use_reentrant=True)), use_reentrant=True)
-        )
-
-
-@facts
-def a_second_gradient_after_the_reduction_is_an_error_unless_the_graph_is_static(rank: int) -> None:
-    model = Twice()
-    ddp = delayed(model, "a.weight", "b.weight", static_graph=True)
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(ones(rank).requires_grad_()).backward()
-        assert grads(model) == [[MEAN], [2 * MEAN]]
-    model = Twice()
-    ddp = delayed(model, "a.weight", "b.weight")
-    output = ddp(ones(rank).requires_grad_())
-    with pytest.raises(RuntimeError, match=r"ready only once.*b\.weight"):
-        output.backward()
-    with pytest.raises(RuntimeError, match="finished reduction"):
-        torch.optim.SGD([model.b.weight], lr=1.0).step()
 
 
 test = facts.tests()
