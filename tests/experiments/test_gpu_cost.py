@@ -1,4 +1,4 @@
-"""The study `gpu-cost`: what an operator counts, what hooks count on a CPU, and the page."""
+"""What is counted of an operator, and of hooks on a CPU; the bounds of PowerSGD are ratchets."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from commhooks.compressors.powersgd import low_rank, orthonormal
 from commhooks.language import memory
 from commhooks.scheduling import packing
 from experiments.studies.bench.given import Shape
-from experiments.studies.gpu_cost import page
 from experiments.studies.gpu_cost.counting import Cost, Counting
-from experiments.studies.gpu_cost.rank import count, fake_group
+from experiments.studies.gpu_cost.rank import MODELS, count, fake_group
 
 CPU = torch.device("cpu")
 SMALL = [(96, 64), (64,)]
@@ -81,8 +80,8 @@ def let_work_be_queued(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("shapes", "launches"),
     [
-        pytest.param(page.MODELS["GPT block"], 64, id="GPT block"),
-        pytest.param(page.MODELS["ResNet-18"], 200, id="ResNet-18"),
+        pytest.param(MODELS["GPT block"], 64, id="GPT block"),
+        pytest.param(MODELS["ResNet-18"], 200, id="ResNet-18"),
         pytest.param([(5_000, 800)], 35, id="embedding"),
     ],
 )
@@ -105,4 +104,3 @@ def test_pytorchs_hooks_count_what_their_code_says(group: dist.ProcessGroup) -> 
     assert cast.cost.bytes == (4 + 2 + 4 + 2 + 4) * ELEMENTS
     assert low_rank.cost.collectives == 3  # what is not compressed, P and Q
     assert low_rank.residual_bytes == 4 * ELEMENTS
-    assert all(one.host_seconds < 0.1 for one in (dense, cast, low_rank))

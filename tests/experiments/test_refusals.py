@@ -17,7 +17,6 @@ from commhooks.experiments.sweeps.plan import plan
 from commhooks.experiments.tasks import load_task
 from commhooks.experiments.tasks.optimizers import make_optimizer
 from commhooks.experiments.training.stock import check_stock
-from experiments.studies.bench.overlap import OverlapSettings
 from experiments.studies.leaderboard.contenders import contenders
 from tests.experiments.test_ablation import ABLATION
 from tests.experiments.test_plan import planned
@@ -47,10 +46,6 @@ def sharded(**changes: Any) -> object:
 
 def run(**changes: Any) -> object:
     return RunSettings(task=Spec("gpt"), **changes)
-
-
-def overlap(**changes: Any) -> object:
-    return OverlapSettings(**{"link": LinkSettings(bits_per_second=100e6), **changes})
 
 
 def cluster(hosts: int, **settings: Any) -> object:
@@ -185,13 +180,6 @@ REFUSED: dict[Callable[..., object], list[tuple[Any, str]]] = {
         ([{"hook": "fp16"}], "a run needs a task"),
         ([{"task": 5}], r"task must be text \(got 5\)"),
         ([{"task": "gpt", "steps": "ten"}], r"steps must be a whole number \(got 'ten'\)"),
-    ],
-    overlap: [
-        ({"link": LinkSettings()}, "overlap needs"),
-        ({"ranks": 1}, "overlap needs"),
-        ({"rounds": 0}, "overlap needs"),
-        ({"ddp": "pytorch"}, "ddp must be 'core' or 'torch'"),
-        ({"bucket_cap_mb": 0.0}, "bucket_cap_mb must be above zero"),
     ],
     cluster: [
         ({"hosts": 0}, r"a cluster has 1 to 250 hosts, one address each \(got 0\)"),
