@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from pathlib import Path
 from typing import Any
@@ -111,22 +110,11 @@ def trained(steps: int = 2, **options: Any) -> Any:
     return ddp
 
 
-REBUILT = [["c.weight", "b.weight"], ["a.weight"]]
 OTHER = [["b.weight"], ["a.weight", "c.weight"]]
 
 
 def buckets(ddp: Any) -> list[list[str]]:
     return [list(bucket.names) for bucket in ddp.reducer.layout.buckets]
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_plan_is_plain_data_and_comes_back_from_a_file() -> None:
-    plan = trained().bucket_plan()
-    assert plan == {"limits": [6], "buckets": REBUILT, "rebuilt": True}
-    file = io.BytesIO()
-    torch.save(plan, file)
-    file.seek(0)
-    assert torch.load(file, weights_only=True) == plan
 
 
 @pytest.mark.usefixtures("alone")
@@ -230,23 +218,6 @@ def a_reduction_that_the_program_ends_gives_means_then_and_no_step_before(rank: 
         ddp.zero_grad()
         ddp(ones(rank)).sum().backward()
         assert grads(ddp) == [[MEAN]] * 3
-
-
-@facts
-def a_reduction_is_not_ended_in_a_hook_that_runs_before_the_last_gradient_is_noted(rank: int) -> None:
-    ddp = trained(0)
-    ddp.require_manual_backward_finalization = True
-    left = list(ddp.parameters())
-
-    def hook(_: Tensor) -> None:
-        left.pop()
-        if not left:
-            ddp.finalize_backward()
-
-    for parameter in ddp.parameters():
-        parameter.register_post_accumulate_grad_hook(hook)
-    with pytest.raises(RuntimeError, match="before all gradients were there; .*post_accumulate_grad_hook is too early"):
-        ddp(ones(rank)).sum().backward()
 
 
 test = facts.tests()

@@ -6,12 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from commhooks.experiments.planning import Profile
 from commhooks.experiments.planning.errors import ProfileError
-from commhooks.experiments.planning.keeping import Kept
 from tests.experiments import profiling_in_ranks
 from tests.experiments.standing_ranks import RANKS, StandingRanks
 
@@ -101,17 +98,6 @@ def test_a_step_that_fails_on_one_rank_ends_the_profile_on_all(standing: Standin
             assert "rank 1: LookupError: the data is gone" in error
             assert error.startswith("ProfileError: could not take a ")
             assert (is_as_before, is_gone) == (True, True)
-
-
-def test_buffers_that_a_forward_pass_replaces_are_put_back() -> None:
-    model = nn.Linear(2, 2)
-    model.register_buffer("average", torch.ones(2))
-    model.register_buffer("last", None)
-    average, kept = model.get_buffer("average"), Kept(model)
-    model.average, model.last = torch.zeros(2), torch.zeros(2)
-    kept.restore()
-    assert model.get_buffer("average") is average and average.tolist() == [1, 1]
-    assert dict(model.named_buffers()).keys() == {"average"}
 
 
 def test_what_cannot_be_profiled_is_refused_in_words(standing: StandingRanks) -> None:
