@@ -5,8 +5,6 @@ What ends with different ranks on purpose is registered with `LOCAL`, what says 
 
 from __future__ import annotations
 
-import copy
-import gc
 import io
 import time
 from typing import Any
@@ -330,21 +328,6 @@ def a_generator_and_its_critic_train(run: Run) -> None:
             squares(critic(generator(run.batch())) - 1).backward()
 
 
-@sound()
-def a_wrapped_teacher_runs_forward_alone(run: Run) -> None:
-    teacher = run.wrap(Net())
-    for _ in run.steps():
-        batch = run.batch()
-        squares(run.model(batch) - teacher(batch).detach()).backward()
-
-
-@sound()
-def a_model_of_one_rank_trains_beside_the_guarded_one(run: Run) -> None:
-    alone = TorchDDP(nn.Linear(4, 2), process_group=group_of_this_rank(run))
-    for _ in run.steps(5, run.optimizer_of([*run.model.parameters(), *alone.parameters()])):
-        run.backward(lambda x: alone(run.model(x)))
-
-
 @sound(LOCAL)
 def groups_of_one_rank_train_alone(run: Run) -> None:
     model = run.wrap(Net(), process_group=group_of_this_rank(run))
@@ -474,16 +457,6 @@ sound.calls(
     activations_are_checkpointed=lambda run: run.train_module(Checkpointed(reentrant=False)),
     activations_are_checkpointed_in_nested_backward_passes=lambda run: run.train_module(Checkpointed(reentrant=True)),
 )
-
-
-@sound()
-def a_model_is_saved_copied_and_wrapped_again_after_its_wrapper_is_gone(run: Run) -> None:
-    module = Net()
-    run.train(run.wrap(module), run.optimizer_of(module.parameters()), steps=2)
-    torch.save(module, io.BytesIO())
-    run.backward(copy.deepcopy(module))
-    gc.collect()
-    run.train(run.wrap(module), run.optimizer_of(module.parameters()))
 
 
 @sound()
