@@ -1,6 +1,6 @@
 """Two changes to the site's search: pages count by their folder, and numbers are found.
 
-A page's own `search: boost:` takes precedence over its folder's. Decisions and reproductions use every word of the
+A page's own `search: boost:` takes precedence over its folder's. Studies and the reference use every word of the
 guide, and there are more of them; without a factor they come first.
 """
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.pages import Page
 
-BOOSTS = {"guide": 2.0, "reference": 0.2, "benchmarks": 0.2, "decisions": 0.05, "reproductions": 0.05}
+BOOSTS = {"guide": 2.0, "reference": 0.2, "benchmarks": 0.2, "reproductions": 0.05}
 """Factors of a page's score, by the first folder of its path; pages elsewhere count once."""
 _AMBIGUOUS = "e=e+s+o.id"  # in the theme's script: a node's edges as text
 
