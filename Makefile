@@ -21,7 +21,7 @@ CORES := $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 WORKERS := $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo leaderboard test test-fast test-all test-eager test-frameworks test-processors test-torch test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard models mutants gpu gpu-cost many-ranks clean
+.PHONY: help demo leaderboard test test-fast test-all test-eager test-frameworks test-processors test-torch test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard models mutants gpu gpu-cost many-ranks release-rehearsal clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
@@ -60,6 +60,7 @@ help:
 	@echo "make gpu          the tests that need a CUDA device; they are skipped where there is none"
 	@echo "make gpu-cost     count the launches, bytes and host waits of every hook, on the virtual device;"
 	@echo "                  writes docs/guide/gpu-cost.md (half an hour)"
+	@echo "make release-rehearsal  carry out RELEASING.md with an index on this machine; what would be uploaded goes to build/release/dist"
 	@echo "make clean        remove .venv and everything that was built"
 
 # torch first and by name: with it in place, the rest is resolved against the version that constraints.txt names.
@@ -81,6 +82,11 @@ $(FRAMEWORKS_STAMP): pyproject.toml constraints.txt constraints-frameworks.txt
 
 demo: $(STAMP)
 	$(BIN)/commhooks compare --out runs/demo --overwrite
+
+release-rehearsal:
+	rm -rf build/release
+	mkdir -p build
+	PYTHON=$(PYTHON) .ci/rehearse-release build/release
 
 leaderboard: $(STAMP)
 	$(BIN)/python -m experiments.studies leaderboard --out runs/leaderboard --overwrite --docs docs/guide/leaderboard \

@@ -32,20 +32,6 @@ def gradient(ddp: nn.Module) -> float:
 
 
 @facts
-def no_sync_round_both_passes_accumulates(rank: int) -> None:
-    for mode in MODES:
-        ddp = wrap(scale(), **mode)
-        for _ in range(3):
-            ddp.zero_grad()
-            with ddp.no_sync():
-                ddp(ones(rank)).sum().backward()
-                ddp(10 * ones(rank)).sum().backward()
-                assert gradient(ddp) == 11 * (rank + 1), mode
-            ddp(100 * ones(rank)).sum().backward()
-            assert gradient(ddp) == 111 * MEAN, mode
-
-
-@facts
 def no_sync_round_the_forward_pass_accumulates(rank: int) -> None:
     for mode in MODES:
         ddp = wrap(scale(), **mode)
@@ -74,28 +60,6 @@ def no_sync_round_the_backward_pass_accumulates(rank: int) -> None:
                 loss.backward(retain_graph=True)
             loss.backward()
             assert gradient(ddp) == 21 * MEAN, mode
-
-
-@facts
-def the_flag_that_no_sync_sets_can_be_set_by_hand(rank: int) -> None:
-    ddp = wrap(scale())
-    ddp.require_backward_grad_sync = False
-    ddp(ones(rank)).sum().backward()
-    assert gradient(ddp) == rank + 1
-    ddp.require_backward_grad_sync = True
-    ddp(ones(rank)).sum().backward()
-    assert gradient(ddp) == 2 * MEAN
-
-
-@facts
-def no_sync_nests_and_ends_with_an_exception(rank: int) -> None:
-    ddp = wrap(scale())
-    with pytest.raises(KeyError), ddp.no_sync():  # noqa: PT012 (the raise stands for the user's own)
-        with ddp.no_sync():
-            pass
-        assert ddp.require_backward_grad_sync is False
-        raise KeyError
-    assert ddp.require_backward_grad_sync is True
 
 
 @facts
@@ -219,16 +183,6 @@ def join_can_throw_on_every_rank_instead(rank: int) -> None:
     with pytest.raises(RuntimeError, match="exhausted"), ddp.join(throw_on_early_termination=True):  # noqa: PT012 (which pass raises depends on the rank)
         for _ in range(1 + 2 * rank):
             ddp(ones(rank)).sum().backward()
-
-
-@facts
-def a_disabled_join_changes_nothing(rank: int) -> None:
-    ddp = wrap(scale())
-    with ddp.join(enable=False):
-        for _ in range(2):
-            ddp.zero_grad()
-            ddp(ones(rank)).sum().backward()
-            assert gradient(ddp) == MEAN
 
 
 @facts

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import itertools
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_core.buckets import ParameterSpec
-from ddp_core.features.bucket_plan import plan_from_names
 from tests.ddp_core.facts import Facts
-from tests.ddp_core.models import MEAN, Branches, Words, grads, ones, scale, wrap
+from tests.ddp_core.models import MEAN, grads, ones, scale, wrap
 from tests.world import run_world
 
 facts = Facts()
@@ -183,34 +179,6 @@ def test_a_plan_that_does_not_fit_changes_nothing(why: str) -> None:
         assert ddp.bucket_plan()["rebuilt"] == (steps > 0)
 
 
-def test_a_bucket_holds_one_kind_and_a_sparse_gradient_travels_alone() -> None:
-    specs = [ParameterSpec(4, "float"), ParameterSpec(4, "double"), *[ParameterSpec(4, "float", alone=True)] * 2]
-    names = ["a", "b", "c", "d"]
-    assert plan_from_names([["d"], ["b"], ["c"], ["a"]], names, specs) == [(3,), (1,), (2,), (0,)]
-    for unfit in ([["a", "b"], ["c"], ["d"]], [["a", "c"], ["b"], ["d"]], [["a"], ["b"], ["c", "d"]]):
-        assert plan_from_names(unfit, names, specs) is None
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_model_with_sparse_gradients_takes_its_plan() -> None:
-    first, second = (wrap(Words()) for _ in range(2))
-    for _ in range(2):
-        first(1).backward()
-    assert second.load_bucket_plan(first.bucket_plan())
-    second(1).backward()
-    assert grads(second) == [[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0], [1.0]]
-
-
-@pytest.mark.usefixtures("alone")
-def test_where_unused_parameters_are_searched_for_nothing_is_rebuilt_or_loaded() -> None:
-    ddp = trained(3, find_unused_parameters=True)
-    before = ddp.bucket_plan()
-    assert before["rebuilt"] is False
-    assert ddp.load_bucket_plan(before) is False
-    assert ddp.load_bucket_plan({"limits": [6], "buckets": OTHER, "rebuilt": True}) is False
-    assert ddp.bucket_plan() == before
-
-
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("mode", MODES)
 def test_no_plan_is_loaded_in_the_middle_of_a_backward_pass(mode: str) -> None:
@@ -233,25 +201,6 @@ def test_no_plan_is_loaded_in_the_middle_of_a_backward_pass(mode: str) -> None:
     assert len(refusals) == 2
     assert grads(ddp) == [[1.0]] * 3
     assert ddp.load_bucket_plan(plan)
-
-
-@pytest.mark.usefixtures("alone")
-def test_no_plan_is_loaded_over_a_reduction_that_did_not_finish() -> None:
-    ddp = wrap(Branches())
-    ddp(ones(), "a").backward()  # nothing comes for b
-    with pytest.raises(RuntimeError, match="cannot be loaded while gradients are being reduced"):
-        ddp.load_bucket_plan(ddp.bucket_plan())
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_copy_and_a_pickle_begin_anew_and_take_the_plan() -> None:
-    ddp = trained()
-    for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
-        assert other.bucket_plan()["rebuilt"] is False
-        assert other.load_bucket_plan(ddp.bucket_plan())
-        other.zero_grad()
-        other(ones()).sum().backward()
-        assert (buckets(other), grads(other)) == (REBUILT, [[1.0]] * 3)
 
 
 @facts

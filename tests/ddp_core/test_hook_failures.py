@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
-import gc
 import itertools
 import math
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -108,17 +106,6 @@ def test_without_hook_timeout_the_timeout_of_the_process_group_holds() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("seconds", [None, 30, 1e300])
-def test_a_future_that_another_thread_completes_is_not_waited_for_longer_than_it_takes(seconds: float | None) -> None:
-    ddp = wrap(scale())
-    ddp.register_comm_hook(None, completed_after(0.2, lambda f, b: f.set_result(b * 7)), hook_timeout=seconds)
-    begun = time.monotonic()
-    ddp(ones()).sum().backward()
-    assert grads(ddp) == [[7.0]]
-    assert 0.2 <= time.monotonic() - begun < 30, "it waited for the limit"
-
-
-@pytest.mark.usefixtures("alone")
 def test_a_future_that_fails_in_another_thread_raises_its_own_error_with_a_note() -> None:
     ddp = wrap(scale())
     ddp.register_comm_hook(None, completed_after(0.2, lambda f, _: f.set_exception(LookupError("no such luck"))))
@@ -149,34 +136,6 @@ def test_after_a_hook_raised_the_module_can_be_wrapped_again_though_the_first_wr
     assert launched == ["weight"]
     with pytest.raises(RuntimeError, match="interrupted by LookupError: no such luck"):
         ddp(ones())
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_future_that_is_done_costs_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    def done(state: object, bucket: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    ddp = wrap(scale())
-    ddp.register_comm_hook(None, done)
-    loss = ddp(ones()).sum()
-    monkeypatch.setattr(threading, "Event", None)
-    loss.backward()
-    assert grads(ddp) == [[1.0]]
-
-
-@pytest.mark.usefixtures("alone", "forget")
-def test_a_future_that_never_completes_keeps_neither_reducer_nor_parameters_alive() -> None:
-    ddp = wrap(scale())
-    ddp.register_comm_hook(None, endless, hook_timeout=0.1)
-    with pytest.raises(HookTimeoutError):
-        ddp(ones()).sum().backward()
-    left = [weakref.ref(ddp.reducer), weakref.ref(ddp.module.weight)]
-    del ddp
-    gc.collect()
-    assert len(futures) == 1 and not futures[0].done()
-    assert [reference() for reference in left] == [None, None]
 
 
 # ------------------------------------------------------------------------------------------------ the same mistake

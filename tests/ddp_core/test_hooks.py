@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 
@@ -186,14 +186,6 @@ def gradients_have_the_strides_of_their_parameters_and_names_tell_them(rank: int
 
 
 @facts
-def a_hook_gets_gradients_that_are_not_divided(rank: int) -> None:
-    ddp = wrap(scale())
-    ddp.register_comm_hook(None, lambda state, bucket: bucket.buffer())
-    ddp(ones(rank)).sum().backward()
-    assert grads(ddp) == [[rank + 1.0]]
-
-
-@facts
 def hooks_are_replaced_and_removed_between_steps(rank: int) -> None:
     ddp = wrap(scale())
 
@@ -217,33 +209,10 @@ def hooks_are_replaced_and_removed_between_steps(rank: int) -> None:
     assert gradient() == MEAN
 
 
-@facts
-def a_wrapper_may_replace_the_buffer(rank: int) -> None:
-    expected = means(rank)
-    for wrapper, tolerance in ((default_hooks.fp16_compress_wrapper, rounding_to_fp16()), (wrap_in_double, 0.0)):
-        ddp = hooked(None, wrapper(RETURNS["Future[Tensor]"]))
-        for _ in range(2):
-            for got, wanted in zip(step(ddp, rank), expected, strict=True):
-                assert got == pytest.approx(wanted, rel=0, abs=tolerance)
-
-
 def rounding_to_fp16() -> float:
     """Return how far a mean that travels in fp16 may be off."""
     terms = [grad for rank in range(2) for gradient in step(model_of_seed(), rank) for grad in gradient or []]
     return bounds.of_mean(2, torch.float16) * max(map(abs, terms))
-
-
-def wrap_in_double(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``hook`` work on twice the gradient, in float64."""
-
-    def wrapped(state: object, bucket: Any) -> Any:
-        narrow = bucket.buffer()
-        bucket.set_buffer(narrow.double() * 2)
-        assert bucket.gradients()[0].dtype == torch.float64
-        future = hook(state, bucket)
-        return future.then(lambda done: narrow.copy_(done.value() / 2))
-
-    return wrapped
 
 
 @facts
@@ -255,12 +224,6 @@ def the_hooks_of_pytorch_run_unmodified(rank: int) -> None:
         for _ in range(3):
             for got, wanted in zip(step(ddp, rank), expected, strict=True):
                 assert got == pytest.approx(wanted, rel=0, abs=tolerance)
-
-
-@facts
-def the_noop_hook_leaves_this_ranks_gradients(rank: int) -> None:
-    alone = model_of_seed()
-    assert step(hooked(None, debugging_hooks.noop_hook), rank) == step(alone, rank)
 
 
 @facts

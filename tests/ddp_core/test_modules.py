@@ -137,15 +137,6 @@ def buffers_of_a_module_that_replaced_the_wrapped_one_are_rank_zeros(rank: int) 
 
 
 @facts
-def limits_that_differ_between_ranks_give_rank_zeros_buckets(rank: int) -> None:
-    ddp = wrap(nn.Sequential(scale(), scale(), scale()), bucket_cap_mb=[25, 1e-6][rank])
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(ones(rank)).sum().backward()
-    assert [len(bucket.members) for bucket in ddp.reducer.layout.buckets] == [3]
-
-
-@facts
 def a_late_pass_of_one_rank_launches_no_delayed_gradients(rank: int) -> None:
     module = scale()
     ddp = wrap(
@@ -234,19 +225,6 @@ def codes_on_one_rank_alone_are_named(rank: int) -> None:
 
 
 @facts
-def tied_parameters_count_once(rank: int) -> None:
-    model: Any = nn.Sequential(scale(), scale())
-    model[1].weight = model[0].weight
-    model[0].weight.data.fill_(2.0)
-    for mode in MODES:
-        ddp = wrap(model, **mode)
-        ddp.zero_grad()
-        ddp(ones(rank)).sum().backward()
-        assert grads(ddp) == [[4 * MEAN]]
-        del ddp
-
-
-@facts
 def gradients_are_views_of_the_bucket_where_asked(rank: int) -> None:
     ddp = wrap(Branches(), gradient_as_bucket_view=True)
     for _ in range(3):
@@ -258,29 +236,6 @@ def gradients_are_views_of_the_bucket_where_asked(rank: int) -> None:
         assert grads(ddp) == [[7.0], [7.0]]
         ddp.zero_grad(set_to_none=False)
         assert bucket.flat.tolist() == [0, 0]
-
-
-@facts
-def autocast_trains(rank: int) -> None:
-    for mode in MODES:
-        ddp = wrap(scale(), **mode)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = ddp(ones(rank)).sum()
-        assert loss.dtype == torch.bfloat16
-        loss.backward()
-        assert ddp.module.weight.grad.dtype == torch.float32
-        assert grads(ddp) == [[MEAN]]
-
-
-@facts
-def inference_between_steps_disturbs_nothing(rank: int) -> None:
-    ddp = wrap(nn.Sequential(scale(), nn.BatchNorm1d(1)))
-    batch = torch.arange(4.0).view(4, 1) * (rank + 1)
-    for context in (torch.no_grad, torch.inference_mode):
-        ddp(batch).sum().backward()
-        with context():
-            ddp.eval()(batch)
-        ddp.train()(batch).sum().backward()
 
 
 @facts
@@ -297,19 +252,6 @@ def a_deep_copy_trains_apart(rank: int) -> None:
         assert grads(ddp) == [[MEAN]] * 2
         ddp(ones(rank)).backward()
         assert grads(ddp) == [[2 * MEAN]] * 2
-
-
-@facts
-def a_pickle_of_the_default_group_trains_on(rank: int) -> None:
-    for mode in MODES:
-        ddp = wrap(Branches(), bucket_cap_mb=3, **mode)
-        ddp(ones(rank)).backward()
-        again = pickle.loads(pickle.dumps(ddp))
-        assert again.settings == ddp.settings
-        again.zero_grad()
-        for _ in range(3):
-            again(ones(rank)).backward()
-        assert grads(again) == [[3 * MEAN]] * 2, mode
 
 
 @facts
@@ -335,14 +277,6 @@ def a_state_dict_has_the_prefix_and_fits_pytorchs(rank: int) -> None:
     changed = {key: value + 1 for key, value in torch.load(file).items()}
     ddp.load_state_dict(changed)
     assert ddp.module[0].weight.item() == changed["module.0.weight"].item()
-
-
-@facts
-def a_mesh_stands_for_its_group(rank: int) -> None:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    ddp = wrap(scale(), device_mesh=mesh)
-    ddp(ones(rank)).sum().backward()
-    assert grads(ddp) == [[MEAN]]
 
 
 @facts
@@ -444,16 +378,6 @@ def groups_of_some_ranks_average_apart(rank: int) -> None:
                 ddp(ones(rank)).sum().backward()
                 assert grads(ddp) == [[sum(r + 1 for r in members) / 2]]
             del ddp
-
-
-@facts_of_three
-def three_ranks_of_which_two_use_a_branch(rank: int) -> None:
-    ddp = wrap(Branches(), find_unused_parameters=True)
-    for step in range(3):
-        ddp.zero_grad()
-        ddp(ones(rank), "a" if rank == step else "ab").backward()
-        rounding = bounds.of_mean(3, torch.float32)
-        assert grads(ddp) == [[2.0], [pytest.approx((6 - (step + 1)) / 3, rel=rounding)]]
 
 
 @facts_of_three

@@ -46,21 +46,6 @@ class Quadratic(nn.Module):
         self.weight = nn.Parameter(start.clone())
 
 
-def test_factors_with_one_element_are_moments_and_no_counts() -> None:
-    team, states = [], []
-    for rank, connection in enumerate(lockstep_connections(2)):
-        torch.manual_seed(0)
-        model = nn.Linear(6, 1)
-        optimizer = torch.optim.Adafactor(model.parameters())
-        team.append(DiLoCo(model, optimizer, every=1, optimizer_state="mean", connection=connection))
-        states.append(optimizer.state)
-        model(torch.full((2, 6), rank + 1.0)).sum().backward()
-        optimizer.step()
-    step_in_lockstep(team)
-    one, other = (next(iter(of_rank.values())) for of_rank in states)
-    assert torch.equal(one["row_var"], other["row_var"]) and one["row_var"].numel() == 1
-
-
 @pytest.mark.parametrize("optimizer_state", ["local", "mean"])
 def test_post_local_sgd_with_momentum_is_a_reference_in_integers(optimizer_state: Any) -> None:
     """Bit for bit: 12 steps on small integers and powers of two are exact in fp32."""
@@ -147,17 +132,6 @@ def test_a_rank_whose_state_was_not_finite_keeps_its_count_of_steps() -> None:
     assert counts.dropped_rounds == 1 and counts.cleared > 0
     assert {int(state["step"]) for worker in team for state in moments(worker).values()} == {6}
     assert all(p.isfinite().all() for worker in team for p in worker.model.parameters())
-
-
-def test_weights_count_for_moments_too() -> None:
-    team = workers(2, momentum, every=1, outer=plain, weighted=True, optimizer_state="mean")
-    for worker, weight in zip(team, (3.0, 1.0), strict=True):
-        worker.diloco.weight = weight
-        worker.inner_step(0)
-    own = [moments(worker)["0"]["momentum_buffer"].double().clone() for worker in team]
-    step_in_lockstep([worker.diloco for worker in team])
-    found = moments(team[1])["0"]["momentum_buffer"]
-    assert torch.equal(found, ((3 * own[0] + own[1]) / 4).float()), "the products are exact in fp64"
 
 
 def test_what_has_no_mean_is_refused() -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from commhooks.experiments.commands.cli import app
-from commhooks.experiments.commands.purpose import COMMANDS, GROUPS
 
 ROOT = Path(__file__).parents[2]
-GUIDE = ROOT / "docs" / "guide" / "commands.md"
 SMALL = "compare --task digits:size=small"
 SIZES = "plan --parameters 2M --compute 50ms"
 ONCE = ", but takes one value: give it once."
@@ -137,23 +132,6 @@ def test_help_the_version_and_typos_import_neither_torch_nor_numpy_nor_scipy() -
     assert dict(zip(QUICK, imported, strict=True)) == dict.fromkeys(QUICK, "imported:")
 
 
-def test_help_shows_commands_by_what_they_are_for() -> None:
-    said = CliRunner().invoke(app, ["-h"], env={"COLUMNS": "120"}).output
-    words = [
-        word for group, commands in GROUPS.items() for word in (f"{group}:\n", *(f"  {name} " for name in commands))
-    ]
-    places = [said.index(word) for word in words]
-    assert places == sorted(places)
-    assert "--install-completion" in said
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself_in_two_spellings(command: str) -> None:
-    short, long = (CliRunner().invoke(app, [command, option]) for option in ("-h", "--help"))
-    assert (short.exit_code, short.output) == (0, long.output)
-    assert COMMANDS[command].split(",")[0].split(":")[0] in " ".join(long.output.split())
-
-
 def test_hooks_and_tasks_are_listed_and_described() -> None:
     listed = CliRunner().invoke(app, ["hooks"], env={"COLUMNS": "200"}).output
     assert "top-k" in listed and "the largest elements of each parameter's gradient" in listed
@@ -182,14 +160,3 @@ def test_the_shell_completes_names(words: str, expected: set[str]) -> None:
     variables = {"_COMMHOOKS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     ended = CliRunner().invoke(app, [], env=variables, prog_name="commhooks")
     assert set(ended.output.split()) == expected
-
-
-def test_the_guide_lists_every_command_with_its_options() -> None:
-    listed = dict(re.findall(r"^\| `([a-z -]+)` \| (.*)\|$", GUIDE.read_text(encoding="utf-8"), re.M))
-    whole: Any = typer.main.get_command(app)
-    commands = {name: whole.commands[name] for name in COMMANDS}
-    commands |= {f"cluster {name}": command for name, command in commands.pop("cluster").commands.items()}
-    assert {name: set(re.findall(r"--[a-z-]+", listed[name])) for name in commands} == {
-        name: {option for each in command.params for option in each.opts if option.startswith("--")}
-        for name, command in commands.items()
-    }

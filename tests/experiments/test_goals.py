@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
-import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,20 +14,15 @@ import torch.distributed as dist
 from rich.console import Console
 from torch._C._distributed_c10d import HashStore
 
-from commhooks.experiments import machine
-from commhooks.experiments.machine import OtherPrograms
-from commhooks.experiments.report.writing import write
 from commhooks.experiments.results.goals import GoingOn, Pursuit
-from commhooks.experiments.results.outcomes import settings_of, took_turns
+from commhooks.experiments.results.outcomes import settings_of
 from commhooks.experiments.runs import Goal, RunResult, RunSettings, StepRecord
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.sweeps import execute
-from commhooks.experiments.sweeps.live import Live
 from commhooks.experiments.sweeps.notes import notes_about
-from commhooks.experiments.sweeps.store import table_of
 from commhooks.experiments.sweeps.sweep import Sweep, report_again
-from commhooks.experiments.training.worker import RunDone, StepDone, Work, train_all
-from tests.experiments.synthetic import result, results
+from commhooks.experiments.training.worker import RunDone, Work, train_all
+from tests.experiments.synthetic import result
 
 STEPS = 4
 TASK = """
@@ -161,16 +153,6 @@ def test_a_run_goes_on_until_the_first_of_its_goals(goal: Goal, losses: list[flo
     assert made == more
 
 
-def test_the_goal_is_the_baselines_target_and_time() -> None:
-    first = result()
-    asked = GoingOn(baseline=Spec("all-reduce"), times=10, target=None)
-    (own,) = settings_of([first])
-    goal = asked.goal(first.steps)
-    assert goal == Goal(loss=own.targets[0], seconds=sum(step.seconds for step in first.steps), steps=400)
-    rising = [dataclasses.replace(step, loss=2 + step.step / 100) for step in first.steps]
-    assert asked.goal(rising).loss is None
-
-
 def test_a_hook_that_is_added_later_has_the_goal_of_the_baseline_that_is_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -218,29 +200,6 @@ def test_a_result_that_went_on_survives_its_file_and_an_earlier_one_has_no_goal(
 
 
 @pytest.mark.usefixtures("pictures_are_not_rendered")
-def test_runs_that_went_on_differently_far_are_reported(tmp_path: Path) -> None:
-    runs = [gone_on(one, 5 + 30 * one.settings.seed) if one.settings.hook.name == "powersgd" else one
-            for one in results(tasks=("gpt",), seeds=(0, 1))]  # fmt: skip
-    assert all(took_turns(runs[0], one) for one in runs)
-    path = write(runs, tmp_path, baseline=None, target_loss=None, command="")
-    assert "may go on after the steps asked for" in path.read_text()
-    table = table_of(runs)
-    assert list(table["steps"]) == [40] * 6
-    assert list(table["all_steps"]) == [40, 40, 45, 40, 40, 75]
-
-
-def test_the_terminal_shows_the_steps_beyond_those_asked_for_and_no_time_left() -> None:
-    run = gone_on(result(), 7)
-    live = Live([run.settings], {}, Console(width=120), clock=lambda: 0.0)
-    for step in run.steps:
-        live(run.settings, StepDone(0, step))
-    console = Console(width=120, file=io.StringIO())
-    with console.capture() as said:
-        console.print(live.drawn)
-    assert "40/40+7" in said.get() and "time left not known yet" in said.get()
-
-
-@pytest.mark.usefixtures("pictures_are_not_rendered")
 def test_a_busy_machine_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def on(cores: int, others: float | None, ranks: int = 2) -> RunResult:
         one = result(ranks=ranks)
@@ -262,24 +221,3 @@ def test_a_busy_machine_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.startswith("warning: The machine was busy")
     page = (tmp_path / "report" / "report.html").read_text()
     assert page.index("The machine was busy") < page.index("card finding")
-
-
-def test_what_other_programs_use_is_what_is_not_idle_and_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = {"busy": 100.0, "parent": 5.0, "clock": 0.0}
-    monkeypatch.setattr(machine, "_busy_seconds", lambda: now["busy"])
-    monkeypatch.setattr(machine, "_seconds_of", lambda process: now["parent"])
-    monkeypatch.setattr(time, "perf_counter", lambda: now["clock"])
-    others = OtherPrograms()
-    now |= {"busy": 120.0, "parent": 6.0, "clock": 10.0}
-    assert others.used(ranks_seconds=9.0) == pytest.approx((20 - 9 - 1) / 10)
-    assert others.used(ranks_seconds=50.0) == 0.0
-    monkeypatch.setattr(machine, "_busy_seconds", lambda: None)
-    assert others.used(ranks_seconds=9.0) is None
-
-
-def test_processor_time_is_read_where_the_system_has_it() -> None:
-    own, everyones = machine._seconds_of(os.getpid()), machine._busy_seconds()
-    assert (own is None) == (everyones is None)
-    if own is not None and everyones is not None:
-        assert own == pytest.approx(time.process_time(), abs=0.1) and everyones > own
-        assert machine._seconds_of(2**22 + 1) is None  # no such process

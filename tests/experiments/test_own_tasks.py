@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import load_task
-from commhooks.experiments.tasks.optimizers import make_optimizer
 
 ROOT = Path(__file__).parent.parent.parent
 HEAD = """
@@ -185,20 +182,6 @@ def test_a_file_that_cannot_be_used_says_why_and_where(name: str, text: str, mes
         load_task(f"{tmp_path / name}:task")
 
 
-@pytest.mark.parametrize("name", ["with space.py", "a=b.py", "a:b.py", "a,b (1).py", "x.py/mine.py", "neighbour's.py"])
-def test_a_file_may_have_any_name(name: str, tmp_path: Path) -> None:
-    text = write(tmp_path, "def task(width: int = 4):\n    return nn.Linear(4, width), data, loss\n", name)
-    task = load_task(f"{text}:width=3")
-    assert task.model.out_features == 3
-    assert Spec.parse(task.spec.label, "task") == task.spec
-
-
-def test_neighbours_of_a_file_are_found_in_its_functions_too(tmp_path: Path) -> None:
-    (tmp_path / "neighbour_of_mine.py").write_text("width = 2\n")
-    body = "def task():\n    import neighbour_of_mine\n    return nn.Linear(4, neighbour_of_mine.width), data, loss\n"
-    assert load_task(write(tmp_path, body)).model.out_features == 2
-
-
 def test_a_seed_decides_about_every_generator_and_leaves_them_as_they_were(tmp_path: Path) -> None:
     body = (
         "class Noisy(TensorDataset):\n"
@@ -238,12 +221,6 @@ def test_a_model_that_is_not_made_anew_is_refused(tmp_path: Path) -> None:
         load_task(name)
 
 
-def test_a_task_in_a_notebook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # pytest-xdist has none
-    with pytest.raises(ValueError, match="new processes, which do not see a notebook; write it into a file"):
-        load_task("__main__:task")
-
-
 def test_the_example_in_the_documentation_learns() -> None:
     path = ROOT / "docs/examples/own_task.py"
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 25
@@ -256,9 +233,3 @@ def test_the_example_in_the_documentation_learns() -> None:
         optimizer.zero_grad()
     assert task.evaluate()["loss"] < 0.8 * before
     assert task.source
-
-
-def test_an_optimizers_settings_arrive() -> None:
-    spec = Spec.parse("adamw:lr=1e-3,betas=0.8+0.95,fused=true", "optimizer")
-    found = make_optimizer(spec, nn.Linear(2, 2)).defaults
-    assert (found["lr"], found["betas"], found["fused"]) == (1e-3, (0.8, 0.95), True)

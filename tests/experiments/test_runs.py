@@ -10,48 +10,9 @@ from typing import Any
 
 import pytest
 
-from commhooks.experiments.results.summary import Spread, Typical, steps_to
+from commhooks.experiments.results.summary import Typical, steps_to
 from commhooks.experiments.runs import RunResult, RunSettings
-from commhooks.experiments.specs import Spec
-from commhooks.language.text import Spelling
 from tests.experiments.synthetic import result
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "settings"),
-    [
-        ("fp16", "fp16", {}),
-        ("powersgd:rank=4", "powersgd", {"rank": 4}),
-        ("powersgd: rank=4 , eps=1e-8,warm=false", "powersgd", {"rank": 4, "eps": 1e-8, "warm": False}),
-        ("x:wire=bf16", "x", {"wire": "bf16"}),
-        ("my.package:TopK", "my.package:TopK", {}),
-        ("my.package:TopK:ratio=0.1", "my.package:TopK", {"ratio": 0.1}),
-        ("TopK(ratio=0.1, indices=auto)", "TopK", {"indices": "auto", "ratio": 0.1}),
-        ("hierarchical:inner=(sign)", "hierarchical", {"inner": Spelling("sign")}),
-    ],
-)
-def test_a_hook_is_read_from_text(text: str, name: str, settings: dict[str, object]) -> None:
-    spec = Spec.parse(text)
-    assert (spec.name, dict(spec.settings)) == (name, settings)
-    assert Spec.parse(spec.label) == spec
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["gpt:size=base,width=64", "my.package:make:width=64", "a folder/my (own).py:make:path=a/b c", "tasks.py:make"],
-)
-def test_a_task_is_read_back_from_its_label(text: str) -> None:
-    spec = Spec.parse(text, "task")
-    assert Spec.parse(spec.label, "task") == spec
-    assert spec.name == text.rpartition(":")[0] if "=" in text else spec.name == text
-
-
-def test_settings_survive_their_text() -> None:
-    texts = {"hook": "powersgd:rank=2", "optimizer": "sgd:lr=0.1", "link": "10Mbit/s,latency=1ms", "compute": "0.5x"}
-    settings = RunSettings.from_dict({"task": "m.py:f:width=3", **texts, "ranks": 3, "seed": 7, "bucket_cap_mb": 4})
-    assert RunSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
-    assert settings.name == RunSettings.from_dict({**settings.to_dict(), "bucket_cap_mb": 4.0}).name
-    assert RunSettings.from_dict({"task": "gpt"}).to_dict() == {"task": "gpt"}
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
@@ -186,8 +147,3 @@ def test_a_target_is_reached_after_the_first_ten_steps_whose_mean_is_at_or_below
     assert [steps_to(target, steps) for target in (3.6, 3.5, 1.1, 1.0)] == [10, 12, 20, None]
     assert [steps_to(2.0, steps[:count]) for count in (3, 5)] == [None, None]
     assert steps_to(3.2, steps[:5]) == 5  # of a run with fewer, all
-
-
-def test_a_spread_is_the_median_and_the_quartiles() -> None:
-    assert Spread.of([3.0, 1.0, 2.0, 5.0, 4.0]) == Spread(3.0, 2.0, 4.0)
-    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)

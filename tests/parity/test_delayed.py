@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commhooks
 from tests.ddp_core.facts import Facts
-from tests.ddp_core.models import MEAN, Branches, Words, grads, ones, scale, wrap
+from tests.ddp_core.models import MEAN, Branches, grads, ones, scale, wrap
 from tests.parity.training import ddp_class, first_difference, snapshot
 
 facts = Facts(check_exit=False)  # PyTorch's DDP aborts in about 6 % of exits
@@ -100,17 +98,6 @@ def an_attached_compressor_leaves_them_alone(rank: int) -> None:
 
 
 @facts
-def where_all_are_delayed_nothing_can_be_attached(rank: int) -> None:
-    # PyTorch's class wants a parameter that is not delayed, be it a frozen one
-    model = Branches()
-    model.b.requires_grad_(False)
-    for which in ("ours", "torch"):
-        ddp = ddp_class(which)(model, **delaying(model, "a.weight", "a.weight"))
-        with pytest.raises(commhooks.AttachError, match="no gradient comes in a bucket"):
-            commhooks.attach(ddp, "powersgd")
-
-
-@facts
 def gradients_are_means_in_memory_that_stays(rank: int) -> None:
     model = Branches()
     ddp = delayed(model, "a.weight", "b.weight")
@@ -138,17 +125,6 @@ def replicas_start_equal_and_models_are_compared(rank: int) -> None:
     model.b = nn.Linear(1 + rank, 1)
     with pytest.raises(RuntimeError, match=r"'b\.weight'.*sizes"):
         delayed(model, "a.weight", "b.weight", "b.bias")
-
-
-@facts
-def no_sync_accumulates(rank: int) -> None:
-    model = Branches()
-    ddp = delayed(model, "a.weight", "b.weight")
-    with ddp.no_sync():
-        ddp(ones(rank)).backward()
-    assert grads(model) == [[rank + 1.0], [rank + 1.0]]
-    ddp(ones(rank)).backward()
-    assert grads(model) == [[2 * MEAN], [2 * MEAN]]
 
 
 @facts
@@ -231,16 +207,6 @@ def all_may_be_delayed_and_wait_for_one_of_themselves(rank: int) -> None:
             assert grads(model) == [[MEAN], [MEAN]]
 
 
-@facts
-def a_trigger_that_is_ready_too_early_does_no_harm(rank: int) -> None:
-    model = nn.Sequential(scale(), scale())
-    for weight in model.parameters():
-        nn.init.ones_(weight)
-    ddp = delayed(model, "1.weight", "0.weight")
-    ddp(ones(rank)).backward()
-    assert grads(model) == [[MEAN], [MEAN]]
-
-
 class Twice(nn.Module):
     """Uses weight ``b`` before and after weight ``a``, each time in a checkpoint that makes its gradient on its own."""
 
@@ -283,46 +249,6 @@ def a_rank_without_data_takes_part(rank: int) -> None:
             ddp(ones(rank)).backward()
     if rank == 1:
         assert grads(model) == [[2.0], [2.0]]
-
-
-@facts
-def kinds_of_gradients_may_be_mixed(rank: int) -> None:
-    model = Words()
-    ddp = delayed(model, "out.weight", "words.weight")
-    for between in (False, True):
-        ddp.zero_grad()
-        output = ddp(rank)
-        if between:  # then the gradient comes as a sparse one
-            ddp.zero_grad()
-        output.backward()
-        assert grads(model)[0] == [0.5] * 4 + [0.0] * 4
-    two = nn.ModuleDict({"a": scale(), "b": scale().double(), "c": scale()})
-    two.forward = lambda x: two["a"](x) + two["b"](x.double()) + two["c"](x)
-    ddp = delayed(two, "a.weight", "b.weight", "c.weight")
-    ddp(ones(rank)).backward()
-    assert grads(two) == [[MEAN]] * 3
-
-
-@facts
-def copies_and_pickles_delay_too(rank: int) -> None:
-    ddp = delayed(Branches(), "a.weight", "b.weight")
-    for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
-        twin(ones(rank)).backward()
-        assert grads(twin.module) == [[MEAN], [MEAN]]
-        assert [bucket.names for bucket in twin.reducer.layout.buckets] == [["a.weight"]]
-    assert grads(ddp.module) == [None, None]
-
-
-@facts
-def an_optimiser_in_the_backward_pass_steps_on_means(rank: int) -> None:
-    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-
-    model = Branches()
-    nn.init.zeros_(model.b.weight)
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
-    ddp = delayed(model, "a.weight", "b.weight")
-    ddp(ones(rank)).backward()
-    assert model.b.weight.item() == -MEAN
 
 
 test = facts.tests()

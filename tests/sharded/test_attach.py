@@ -319,69 +319,9 @@ def what_a_user_freezes_while_it_is_gathered_stays_frozen(rank: int) -> None:
     attachment.close()
 
 
-@facts
-def what_is_left_to_fsdp2_may_be_unfrozen(rank: int) -> None:
-    model = two_layers()
-    model[0].requires_grad_(False)
-    attachment = attach_sharded(model, "fp16", except_modules="0", hook_timeout=20.0)
-    for is_frozen in (True, False):
-        model[0].requires_grad_(not is_frozen)
-        model(torch.ones(4, 8)).square().sum().backward()
-    assert attachment.steps == 2
-    attachment.close()
-
-
 def sharded_groups(model: nn.Module) -> list[Any]:
     modules: list[Any] = [one for one in model.modules() if isinstance(one, FSDPModule)]
     return [group for one in modules for group in one._get_fsdp_state()._fsdp_param_groups]
-
-
-def with_head_in_fp32(*, apart: bool) -> Network:
-    """Return the network in bf16 with a head in fp32, which is an FSDP module of its own if it is sharded apart."""
-    model = Network().bfloat16()
-    model.head.float()
-    model.head.register_forward_pre_hook(lambda _, inputs: inputs[0].float())
-    model.first.register_forward_pre_hook(lambda _, inputs: inputs[0].bfloat16())
-    if apart:
-        fully_shard(model.head, mesh=everyone())
-    return sharded(model=model)
-
-
-@facts
-def a_layer_in_fp32_among_others_in_bf16_is_a_module_of_its_own(rank: int) -> None:
-    kept = []
-    for compressor, gather in ((None, None), ("all-reduce", None), ("all-reduce", "fp32"), ("int8", "int8")):
-        model = with_head_in_fp32(apart=True)
-        optimizer = sgd(model)
-        attachment = attach_sharded(model, compressor, gather=gather, hook_timeout=30.0) if compressor else None
-        train(model, optimizer, rank, 0, 3)
-        kept.append(shards(model))
-        if attachment is not None:
-            attachment.close()
-    assert {str(one.dtype) for one in kept[0].values()} == {"torch.bfloat16", "torch.float32"}
-    assert furthest(kept[0], kept[1]) == furthest(kept[0], kept[2]) == 0 < furthest(kept[0], kept[3]) < 0.05
-    model = with_head_in_fp32(apart=False)
-    for attach in (attach_sharded, attach_replicas):
-        told = told_by(lambda attach=attach: attach(model, "int8"))  # type: ignore[misc]  # mypy: cannot infer a lambda
-        assert told.error == "SettingsError" and "fully_shard on the module of either first" in told.text, told.text
-        assert "trains 'scale' in torch.bfloat16 and 'head.bias' in torch.float32" in told.text, told.text
-
-
-@on_ranks(4)
-def test_four_ranks_train_as_fsdp2_does_but_for_the_order_of_sums(rank: int) -> None:
-    assert furthest(trained(rank, None)[0], trained(rank, "all-reduce")[0]) < 1e-6
-
-
-FURTHEST = [("int8", 2e-3), ("int4", 2e-2), ("sign", 0.1), ("bf16", 1e-3), ("fp8", 1e-2)]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("codes", [FURTHEST[:3], *thorough([FURTHEST[3:]])], ids=str)
-def test_codes_train_about_as_well_for_fewer_bytes(rank: int, codes: Any) -> None:
-    _, plain = trained(rank, None, steps=20)
-    for name, most in codes:
-        _, loss = trained(rank, name, steps=20)
-        assert abs(loss / plain - 1) < most, (name, loss, plain)
 
 
 @facts
@@ -401,22 +341,6 @@ def bytes_are_those_of_the_rows_that_others_keep(rank: int) -> None:
         assert attachment.statistics().payload_bytes == sum(
             one.statistics().payload_bytes for one in attachment.values()
         )
-        attachment.close()
-
-
-@facts
-def saving_allocates_no_state_that_no_step_uses(rank: int) -> None:
-    for name in ("int8", "int4", "sign", "top-k"):
-        model = sharded()
-        optimizer = sgd(model)
-        attachment = attach_sharded(model, name)
-        train(model, optimizer, rank, 0, 1)
-        before = attachment.memory()
-        saved = attachment.state_dict()
-        assert attachment.memory() == before, name
-        attachment.load_state_dict(saved)
-        train(model, optimizer, rank, 1, 2)
-        assert attachment.memory() == before, name
         attachment.close()
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import itertools
 import os
 import re
 import signal
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_module
 from torch.utils.checkpoint import checkpoint
 
 from commhooks import DiLoCo, Handle, attach_replicas, attach_sharded, load_distributed
@@ -271,19 +268,6 @@ def the_guide_tells_what_is_sent(rank: int, policy: str) -> None:
 
 
 @four
-def flexdemo_trains_within_sites_on_means_between_them(rank: int) -> None:
-    """DeMo's momentum takes the place of the optimizer's."""
-    mesh = sites()
-    model = sharded(mesh=mesh["shards"])
-    attachment, optimizer = attached(model, mesh, "demo", "fused"), torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = [train(model, optimizer, rank, 0, 1) for _ in range(STEPS)]
-    assert_replicas_are_equal(model, mesh)
-    assert sum(of_every_rank(losses[-1])) < sum(of_every_rank(losses[0])) / 2, losses
-    assert attachment.statistics().payload_bytes < attachment.statistics().gradient_bytes / 8
-    attachment.close()
-
-
-@four
 def both_hops_are_compressed_in_any_order_of_attaching(rank: int, policy: str) -> None:
     mesh = sites()
     for within_first in (True, False):
@@ -435,21 +419,6 @@ def modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit_for_
 
 
 @two
-def a_watched_optimizer_may_step_while_a_module_keeps_its_gradients(rank: int, policy: str) -> None:
-    """Also on the zeros that `zero_grad(set_to_none=False)` leaves in `.grad`."""
-    for to_none in (True, False):
-        model, optimizer, attachment = replica(alone(), "int8", policy)
-        attachment.watch(optimizer)
-        for step in range(5):
-            accumulating("one at every step of another", model, step)
-            backward(model, rank, step)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=to_none)
-        assert_ranks_agree(model)
-        attachment.close()
-
-
-@two
 def what_was_kept_before_a_backward_pass_that_failed_is_dropped_as_native_hsdp_drops_it(rank: int, policy: str) -> None:
     found = []
     for name in (None, "all-reduce"):
@@ -517,28 +486,6 @@ def detaching_gives_kept_gradients_back_as_a_detached_ddp_has_them(rank: int, po
         told = [str(one.message) for one in warned if "kept gradients aside" in str(one.message)]
         assert len(told) == (kept and rank == 0) and ("and 2 other modules" in told[0] if told else True), told
         assert furthest(gradients(model), {name: means[name] + kept * own[name] for name in own}) < 1e-5, then
-
-
-@two
-def what_would_act_on_gradients_that_are_kept_is_named(rank: int) -> None:
-    complaints = {
-        "hook": "register_post_accumulate_grad_hook: FSDP2 would call the hook of 'head.weight' with zeros; accumulate",
-        "end": "set_manual_backward_finalization; accumulate gradients with set_requires_gradient_sync(False)",
-    }
-    for acts, complaint in list(complaints.items())[: 1 + CAN_END_BY_HAND]:
-        model: Any = sharded(mesh=alone()["shards"])
-        attachment = attached(model, alone(), "int8", "fifo")
-        model.set_requires_all_reduce(False)
-        if acts == "hook":
-            model.head.weight.register_post_accumulate_grad_hook(lambda _: None)
-            told = told_by(functools.partial(backward, model, rank))
-        else:
-            model.set_manual_backward_finalization(True)
-            backward(model, rank)
-            told = told_by(model.finalize_backward)
-        assert told.error in {"CompressorError", "CollectiveError"}, told
-        assert f"set_requires_all_reduce(False) cannot be combined with {complaint}" in told.text, told
-        attachment.close()
 
 
 @two
@@ -650,44 +597,6 @@ def replicas_meet_at_the_end_of_each_pass_if_the_module_that_wants_an_average_is
         one, other = of_every_rank((attachment.steps, gradients(model.right)))
         assert one[0] == other[0] == step + 1 and furthest(one[1], other[1]) == 0
         model.zero_grad()
-    attachment.close()
-
-
-@four
-def the_ranks_of_a_site_have_gradients_of_the_same_parameters(rank: int, policy: str) -> None:
-    """Of an embedding that wants no average, one shard alone may be owed a residual; clipping takes collectives."""
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
-    for module in (*model, model):
-        fully_shard(module, mesh=sites()["shards"])
-    attachment = attached(model, sites(), "top-k", policy)
-    for step in range(4):
-        model[0].set_requires_all_reduce(step % 2 == 0)
-        model(torch.tensor([0, 1, 2]) + rank // 2).sin().sum().backward()
-        of_site = of_every_rank([name for name, one in model.named_parameters() if one.grad is not None])
-        assert of_site[0] == of_site[1] and of_site[2] == of_site[3], of_site
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        model.zero_grad()
-    attachment.close()
-
-
-@two
-def parameters_frozen_since_attaching_are_named(rank: int, policy: str) -> None:
-    mesh = alone()
-    model = sharded(mesh=mesh["shards"])
-    attachment = attached(model, mesh, "int8", policy)
-    model.first.bias.requires_grad_(False)
-    told = told_by(lambda: train(model, sgd(model), rank, 0, 1))
-    assert told.error in {"CompressorError", "CollectiveError"} and told.text, told.text
-    where = "first: " if policy == "fifo" else ""
-    assert f"{where}parameters were frozen or unfrozen since attach_replicas, or grad_dtype was set; close" in told.text
-    of_one_size = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).requires_grad_(False))
-    fully_shard(of_one_size, mesh=mesh["shards"])
-    attached(of_one_size, mesh, "int8", policy)
-    of_one_size[0].requires_grad_(False)
-    of_one_size[1].requires_grad_(True)
-    told = told_by(lambda: of_one_size(torch.ones(1, 4)).sum().backward())
-    assert "parameters were frozen or unfrozen since attach_replicas" in told.text, told.text
     attachment.close()
 
 
@@ -811,25 +720,6 @@ def what_acts_on_one_replica_alone_is_named(rank: int) -> None:
             model.zero_grad()
 
 
-@two
-def a_module_that_runs_thrice_is_averaged_once(rank: int) -> None:
-    """If it sends zeros, FSDP2 reduces it three times in a pass, and adds up; nothing was there before the pass."""
-    mesh, found = alone(), []
-    for policy in POLICIES:
-        torch.manual_seed(0)
-        layer = nn.Linear(20, 20)
-        model: Any = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), layer, nn.Linear(20, 7))
-        for module in (layer, model):
-            fully_shard(module, mesh=mesh["shards"])
-        model.set_reduce_scatter_unused_params(True)
-        optimizer, attachment = sgd(model), attached(model, mesh, "all-reduce", policy)
-        train(model, optimizer, rank, 0, 3)
-        assert attachment.steps == (3 if policy == "fused" else 9)
-        found.append(shards(model))
-        attachment.close()
-    assert furthest(*found) < 1e-6
-
-
 @four
 def memory_is_that_of_shards_and_residuals_follow_the_loss_scale(rank: int, policy: str) -> None:
     model = sharded(mesh=sites()["shards"])
@@ -854,21 +744,6 @@ def memory_is_that_of_shards_and_residuals_follow_the_loss_scale(rank: int, poli
 
 
 @two
-def detaching_frees_residuals_at_once(rank: int, policy: str) -> None:
-    model, optimizer, attachment = replica(alone(), "int8", policy)
-    train(model, optimizer, rank, 0, 2)
-    exchangers = [weakref.ref(one) for one in attachment.values()]
-    gc.collect()
-    gc.disable()
-    try:
-        attachment.close()
-        del attachment
-        assert not any(one() for one in exchangers)
-    finally:
-        gc.enable()
-
-
-@two
 def training_goes_on_after_a_backward_pass_that_failed(rank: int, policy: str) -> None:
     """On every rank, as for a batch that is too large."""
     model, optimizer, attachment = replica(alone(), "int8", policy)
@@ -880,19 +755,6 @@ def training_goes_on_after_a_backward_pass_that_failed(rank: int, policy: str) -
     train(model, optimizer, rank, 1, 3)
     assert_ranks_agree(model)
     attachment.close()
-
-
-@two
-def a_backward_pass_that_failed_is_named_as_the_cause_if_fsdp2_was_not_told(rank: int) -> None:
-    """FSDP2 then leaves the end of every later pass out, and with it the average."""
-    for kind in (Network, Checkpointed):
-        model = sharded(mesh=alone()["shards"], model=kind())
-        attachment = attached(model, alone(), "int8", "fused")
-        train(model, sgd(model), rank, 0, 1)
-        fails_in_its_backward_pass(model, model.first, rank)
-        told = told_by(functools.partial(model, batch(rank, 0)[0]))
-        assert told.error == "CompressorError" and "call reset_iter_state() on the root FSDP module" in told.text, told
-        attachment.close()
 
 
 @two
@@ -1032,33 +894,6 @@ def buffers_and_frozen_parameters_that_differ_between_replicas_are_named(rank: i
 
 
 @two
-def buffers_that_are_dtensors_are_shared_too(rank: int) -> None:
-    """`distribute_module` makes all buffers DTensors; of those, DiLoCo averages what this rank keeps."""
-    mesh = alone()
-    group, model = mesh["replicas"].get_group(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
-    model.register_buffer("table", torch.full((2,), float(rank)), persistent=False)
-    model[1].running_mean.fill_(rank)  # type: ignore[operator]  # a Tensor or a Module
-    distribute_module(model, mesh["shards"])
-    buffers: Any = dict(model.named_buffers())
-
-    def numbers() -> list[float]:
-        return [float(buffers[name].to_local()[0]) for name in ("1.running_mean", "table")]
-
-    diloco = DiLoCo(model, sgd(model), every=1, process_group=group)
-    assert numbers() == [0.0, 0.0]
-    buffers["1.running_mean"].to_local().fill_(rank)
-    diloco.step()
-    assert numbers() == [0.5, 0.0]
-    diloco.close()
-    for buffer in buffers.values():
-        buffer.to_local().fill_(rank)
-    fully_shard(model[0], mesh=mesh["shards"])
-    attachment = attach_replicas(model, "all-reduce", process_group=group)
-    assert numbers() == [0.0, 0.0]
-    attachment.close()
-
-
-@two
 def frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> None:
     model = OnCodes(rank)
     fully_shard(model.head, mesh=alone()["shards"])
@@ -1071,28 +906,6 @@ def frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> None:
     of_ranks = of_every_rank(shards(model.head))
     assert furthest(*of_ranks) == 0 and model.marks() == [rank, 0]
     attachment.close()
-
-
-@two
-def an_optimizer_that_steps_on_gradients_of_one_rank_is_stopped(rank: int, policy: str) -> None:
-    model, optimizer, attachment = replica(alone(), "int8", policy)
-    attachment.watch(optimizer)
-    train(model, optimizer, rank, 0, 1)
-    model.set_all_reduce_hook(None)
-    model.first.set_all_reduce_hook(None)
-    model.second["wide"].set_all_reduce_hook(None)
-    told = told_by(lambda: train(model, optimizer, rank, 1, 2))
-    assert told.error == "NotAveragedError" and "set no other all-reduce hook" in told.text, told.text
-    assert not attachment.is_attached
-    attachment.close()
-
-
-@on_ranks(1)
-def test_one_rank_trains_as_a_distributed_data_parallel_with_a_hook_does(rank: int) -> None:
-    """With itself, that is: without loss as without."""
-    plain = trained(rank, alone()["shards"], None, steps=3)[0]
-    for policy in POLICIES:
-        assert furthest(plain, trained(rank, alone(), "all-reduce", policy, steps=3)[0]) == 0
 
 
 test_on_two_ranks, test_on_four_ranks = two.tests(), four.tests()

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import SettingsError
 from commhooks.tensors import cloned
 from tests.ddp_core.facts import Facts
 from tests.sharded.models import Network, adamw, batch, furthest, sharded, shards, sites, train
@@ -116,21 +115,6 @@ def if_one_element_on_one_of_four_ranks_is_not_finite_all_four_drop_the_round(ra
         own.step()
     assert furthest(shards(model), {name: before[name].to_local() for name in shards(model)}) == 0
     assert own.statistics().dropped_rounds == 1
-
-
-@facts
-def what_keeps_parts_of_a_model_is_averaged_with_those_alone_that_keep_the_same(rank: int) -> None:
-    optimizer, own = diloco(model := sharded_in_its_site())
-    own.close()
-    with torch.no_grad():
-        model(batch(0, 999)[0])  # after which the root's parameters stay gathered
-    commhooks.DiLoCo(model, optimizer, every=EVERY, process_group=sites().get_group("replicas")).close()
-    for wrong, words in (
-        ({"process_group": None}, r"ranks \[0, 1\]|ranks \[2, 3\]"),
-        ({"process_group": sites().get_group("shards")}, "keep parts"),
-    ):
-        with pytest.raises(SettingsError, match=words):
-            diloco(sharded_in_its_site(), **wrong)
 
 
 class Orthogonal(torch.optim.Optimizer):

@@ -94,13 +94,6 @@ def test_what_two_attempts_save_at_once_loads(keep: int | None, same_steps: bool
     check_two_attempts(tmp_path, 12, keep, same_steps)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("keep", [None, 2])
-@pytest.mark.parametrize("same_steps", [True, False])
-def test_of_900_saves_of_two_attempts_all_load(keep: int | None, same_steps: bool, tmp_path: Path) -> None:
-    print(f"\nkeep={keep}, same steps: {same_steps}:", dict(check_two_attempts(tmp_path, 450, keep, same_steps)))
-
-
 @on_ranks(RANKS)
 @pytest.mark.parametrize("reader", range(RANKS))
 def test_a_load_whose_checkpoint_is_removed_meanwhile_takes_the_next_one(
@@ -295,12 +288,6 @@ def test_a_killed_save_is_cleared_away_and_a_living_one_is_not(tmp_path: Path) -
     assert not any(root.glob(".*"))
 
 
-def test_a_save_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
-    with mock.patch.object(os, "fsync", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        save_checkpoint(tmp_path, step=1, model=PLAIN)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.processes
 def test_what_another_machine_left_is_cleared_away_once_it_is_old(tmp_path: Path) -> None:
     killed = start(save_slowly, tmp_path / "run", tmp_path / "never")
@@ -345,18 +332,6 @@ def test_a_save_that_another_process_breaks_names_it(still_saves: bool, tmp_path
     may_end.touch()
     others[0].join(30)
     assert others[0].exitcode == 0
-
-
-def test_a_damaged_manifest_hides_no_error(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, step=1, model=PLAIN)
-    (path / "manifest.json").write_text("[" * 100_000)
-
-    def lose(_: int) -> None:
-        shutil.rmtree(next(tmp_path.glob(".writing-*")))
-        raise OSError(errno.EIO, "Input/output error")
-
-    with mock.patch.object(os, "fsync", lose), pytest.raises(CheckpointError, match="Input/output error"):
-        save_checkpoint(tmp_path, step=2, model=PLAIN)
 
 
 # --- killed in the middle of a save -----------------------------------------------------------------------------------
