@@ -45,7 +45,7 @@ def warn_of_kernels(of_ranks: Sequence[bytes], what: str) -> None:
     told = (
         f"commhooks: the devices of {' and of '.join(apart)} are of different models, whose arithmetic differs in the "
         f"last bits. {what} relies on it for what must be equal on all ranks, so the ranks will drift apart by "
-        "roundings. Give all of them one kind of device, or read docs/guide/questions.md."
+        "roundings. Give all of them one kind of device, or read docs/guide/troubleshooting.md."
     )
     if told not in _warned:
         _warned.add(told)

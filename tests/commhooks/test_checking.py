@@ -31,7 +31,7 @@ OF_EXAMPLES: dict[str, Compressor | Codec] = {
 IN_PAGES = [
     ("compressors.md", "RandomK"),
     ("compressor-interface.md", "MeanMomentum"),
-    ("own-codec.md", "BFloat16"),
+    ("compressors.md", "BFloat16"),
 ]
 
 
@@ -55,7 +55,7 @@ def test_the_compressors_that_the_guide_defines_obey_every_law(
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # dataclasses look their module up
     for block in blocks_of(ROOT / "docs" / "guide" / page):
-        if not block.title and name not in vars(module):
+        if not block.title and f"class {name}(" in block.code:
             exec(compile(block.code, block.place, "exec", dont_inherit=True), vars(module))
     found = check(vars(module)[name]())
     assert [str(one) for one in found if one.is_bad] == []
