@@ -15,7 +15,6 @@ from commhooks.experiments.report.writing import write
 from commhooks.experiments.results.outcomes import settings_of
 from commhooks.experiments.runs import RunResult, RunSettings
 from commhooks.experiments.specs import Spec
-from commhooks.experiments.sweeps.plan import plan
 from commhooks.experiments.tasks import load_task
 from commhooks.experiments.training.seldom import settings_of as arguments_of
 from tests.experiments.on_two_ranks import train_on_two_ranks
@@ -47,17 +46,6 @@ def test_what_a_comparison_trains_is_what_diloco_does_by_default() -> None:
     assert (made.pop("every"), made.pop("compressor")) == (6, commhooks.make_compressor("int4"))
     parameters = inspect.signature(commhooks.DiLoCo).parameters
     assert made == {name: parameters[name].default for name in made} and "outer" in made
-
-
-def test_parentheses_around_a_name_alone_make_no_other_hook() -> None:
-    bare, within = (Spec.parse(f"diloco:every=6,compressor={name}") for name in ("int4", "(int4)"))
-    assert bare == within and within.label == "diloco:compressor=int4,every=6"
-    assert "compressor=(int4:block=64)" in Spec.parse("diloco:every=6,compressor=(int4:block=64)").label
-
-
-def test_settings_of_a_ddp_are_said_to_have_no_effect() -> None:
-    with pytest.warns(UserWarning, match="diloco:every=4 trains a plain module: ddp and bucket_cap_mb have no effect"):
-        plan(["digits:size=tiny"], ["diloco:every=4"], links=["10Mbit/s"], steps=STEPS, ddp="torch")
 
 
 def test_a_run_whose_exchanges_go_on_between_steps_takes_no_turns() -> None:

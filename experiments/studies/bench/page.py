@@ -11,7 +11,12 @@ from experiments.studies.bench.rows import MET, MISSED, WITHIN, Row
 from experiments.studies.bench.sections import SECTIONS, Section
 from experiments.studies.blocks import Block, Table, circumstances, markdown
 
-BEGINNING = """# Benchmarks
+BEGINNING = """---
+measured: {commits}
+measures: [commhooks/compressors, commhooks/engine, commhooks/native, commhooks/scheduling, ddp_core]
+---
+
+# Benchmarks
 
 How fast this package is, as ratios. Each figure is divided by a peer that was measured in turns with it, in the same
 run: PyTorch's own class or hook, a memory copy, or the time of another hook. Lower is better throughout. The times
@@ -40,7 +45,8 @@ work grows]({name}/growth.md), [`fused` and `fifo`]({name}/policies.md), [checkp
 def pages(results: Results, name: str) -> dict[str, str]:
     """Return the pages of the file `name`.json in Markdown, by their paths from its folder."""
     results = {key: results[key] for key in SECTIONS if key in results}  # without those that are frozen
-    overview = [BEGINNING.format(name=name), *_summary(results, name)]
+    commits = sorted({measured.commit for measured in results.values()})
+    overview = [BEGINNING.format(name=name, commits=commits), *_summary(results, name)]
     sections = {
         f"{name}/{key}.md": markdown(_section(section, results[key])).rstrip() + "\n"
         for key, section in SECTIONS.items()
@@ -63,9 +69,14 @@ def _summary(results: Results, name: str) -> Iterator[Block]:
     """Yield how many targets each section met, and what missed its target."""
     yield Table(
         "",
-        ["", "figures", "targets", MET, WITHIN, MISSED],
+        ["", "figures", "targets", MET, WITHIN, MISSED, "commit"],
         [
-            [f"[{section.title}]({name}/{key}.md)", str(len(results[key].rows)), *map(str, _counts(results[key].rows))]
+            [
+                f"[{section.title}]({name}/{key}.md)",
+                str(len(results[key].rows)),
+                *map(str, _counts(results[key].rows)),
+                f"`{results[key].commit[:8]}`",
+            ]
             for key, section in SECTIONS.items()
             if key in results
         ],
@@ -74,19 +85,18 @@ def _summary(results: Results, name: str) -> Iterator[Block]:
         yield f"Not measured yet: {', '.join(absent)}."
     targets, met, within, missed = _counts([row for measured in results.values() for row in measured.rows])
     yield (
-        f"Of {targets} figures with a target, {met} met it, {within} did so within the spread, and "
-        f"{missed} missed it{':' if missed else '.'}"
+        f"Of {targets} figures with a target, {met} met it, {within} did so within the spread, and {missed} missed it."
     )
-    lines = [
-        f"- [{section.title}]({name}/{key}.md): {row.key}: {figure(row.spread)}, target {row.target:.2f}."
-        f"{f' {row.note}' if row.note else ''}"
-        for key, section in SECTIONS.items()
-        if key in results
-        for row in results[key].rows
-        if row.target is not None and row.verdict == MISSED
-    ]
-    if lines:
-        yield "\n".join(lines)
+    for key, section in SECTIONS.items():
+        found = [row for row in results[key].rows if row.verdict == MISSED] if key in results else []
+        lines = [
+            f"- {row.key}: {figure(row.spread)}, target {row.target:.2f}.{f' {row.note}' if row.note else ''}"
+            for row in found
+            if row.target is not None
+        ]
+        if lines:
+            yield f"## Missed: {section.title}"
+            yield "\n".join(lines)
 
 
 def _counts(rows: Sequence[Row]) -> tuple[int, int, int, int]:
