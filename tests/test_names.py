@@ -6,10 +6,8 @@ import ast
 import importlib
 import importlib.util
 import pickle
-import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -28,13 +26,6 @@ def test_a_name_is_a_class_or_function_that_pickles_by_reference_and_no_module()
         assert importlib.util.find_spec(f"commhooks.{name}") is None, f"importing the module would hide {name}"
 
 
-def test_no_name_of_a_room_is_one_of_its_modules() -> None:
-    for room in names._ROOMS:
-        offered = importlib.import_module(f"commhooks.{room}")
-        modules = {path.stem for folder in getattr(offered, "__path__", ()) for path in Path(folder).glob("*.py")}
-        assert not modules & set(offered.__all__), room
-
-
 def test_type_checkers_see_the_names_that_are_resolved() -> None:
     tree = ast.parse(Path(commhooks.__file__).read_text(encoding="utf-8"))
     guard = next(node for node in tree.body if isinstance(node, ast.If))
@@ -44,25 +35,6 @@ def test_type_checkers_see_the_names_that_are_resolved() -> None:
     at_once = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert seen == names._MODULE_OF | dict.fromkeys(names._ROOMS, "commhooks")
     assert sorted((seen.keys() | at_once) - {"TYPE_CHECKING", "VERSION"} - rooms) == commhooks.__all__
-
-
-def test_import_star_takes_what_all_lists_and_warns_of_nothing() -> None:
-    scope: dict[str, object] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        exec("from commhooks import *", scope)
-    assert sorted(scope.keys() - {"__builtins__"}) == commhooks.__all__
-
-
-def test_dir_shows_names_and_rooms() -> None:
-    shown = dir(commhooks)
-    assert {*commhooks.__all__, *names._ROOMS, "__version__"} <= set(shown)
-
-
-def test_rooms_are_attributes_and_what_does_not_exist_is_none() -> None:
-    assert commhooks.wrappers.ErrorFeedback is commhooks.ErrorFeedback
-    with pytest.raises(AttributeError, match="module 'commhooks' has no attribute 'atach'"):
-        commhooks.atach  # type: ignore[attr-defined]  # noqa: B018  # 'Module has no attribute "atach"'
 
 
 HEAVY = ("scipy", "matplotlib", "rich", "typer", "pandas", "sklearn", "torch._dynamo", "torch.utils.tensorboard")
@@ -88,12 +60,3 @@ def test_a_new_process_loads_a_saved_hook_and_imports_no_room_that_it_does_not_u
     unused = ("checkpoints", "control", "integrations", "testing")
     assert not {f"commhooks.{room}" for room in unused} & set(modules.split())
     assert not set(HEAVY) & set(modules.split())
-
-
-def test_every_name_is_described_on_one_page_of_the_reference() -> None:
-    pages = [*(ROOT / "docs/reference").rglob("*.md")]
-    described = [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.M)]
-    assert len(described) == len(set(described))
-    found = {name: getattr(commhooks, name).__module__ for name in commhooks.__all__}
-    places = {name: {f"commhooks.{name}", module, f"{module.split('.')[0]}.{name}"} for name, module in found.items()}
-    assert [name for name, any_of in places.items() if not any_of & {*described}] == []

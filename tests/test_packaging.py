@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -17,7 +16,6 @@ from typing import NamedTuple
 
 import pytest
 from setuptools import Distribution
-from typer.testing import CliRunner
 
 import commhooks
 from commhooks.experiments.commands import front, needs, purpose
@@ -26,7 +24,6 @@ from commhooks.native import compiled
 from tests.tiers import THOROUGH
 
 ROOT = Path(__file__).parent.parent
-OTHERS = needs.EXPERIMENTS.keys() - {"typer", "rich", "scipy"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -187,48 +184,3 @@ def test_help_without_the_extra_names_every_command_and_what_to_install(bare: Ba
         assert words in said
     assert bare() == (2, said)
     assert bare("--version") == (0, purpose.version() + "\n")
-
-
-@pytest.mark.parametrize("command", [name for name in purpose.COMMANDS if name != needs.WITHOUT_EXTRA])
-@pytest.mark.parametrize("rest", [[], ["--help"], ["--rate", "1Gbit/s"]], ids=["alone", "help", "options"])
-def test_a_command_without_the_extra_says_so_in_one_sentence(bare: Bare, command: str, rest: list[str]) -> None:
-    sentence = f"commhooks {command} needs typer, scikit-learn, not installed here: pip install typer scikit-learn\n"
-    assert bare(command, *rest) == (2, sentence)
-
-
-@pytest.mark.processes
-def test_the_environment_is_told_without_the_extra(bare: Bare, tmp_path: Path) -> None:
-    code, said = bare("env")
-    assert code == 0 and said.startswith("commhooks ") and "compiled passes" in said
-    code, said = bare("env", "--json", "-")
-    assert code == 0 and json.loads(said)["commhooks"]["version"] == commhooks.__version__
-    code, said = bare("env", "--json", str(tmp_path / "missing" / "env.json"))
-    assert code == 1 and said.startswith("error: ")
-    assert bare("env", "--rate")[0] == 2
-
-
-@pytest.mark.parametrize("command", ["compare", "report", "plan"])
-def test_a_command_with_typer_and_rich_alone_says_what_else_it_needs(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in OTHERS else there(name))
-    words = [command, "."] if command == "report" else [command]
-    ended = CliRunner().invoke(app, words)
-    assert ended.exit_code == 2
-    assert ended.output == f"commhooks {command} needs {needs.not_installed()}\n"
-    assert "matplotlib, scikit-learn, tensorboard, jinja2, pandas, pyyaml" in ended.output
-    assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
-
-
-def test_a_command_that_does_not_exist_is_refused_without_the_extra_too(bare: Bare) -> None:
-    code, said = bare("train")
-    assert code == 2
-    assert "'train'" in said
-    assert "compare" in said
-
-
-def test_the_version_is_told() -> None:
-    ended = CliRunner().invoke(app, ["--version"])
-    assert (ended.exit_code, ended.output) == (0, purpose.version() + "\n")
-    assert commhooks.__version__ in ended.output

@@ -40,28 +40,3 @@ def package(tmp_path: Path) -> Path:
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
     return tmp_path
-
-
-def test_imports_name_files_and_a_package_only_for_what_it_defines(package: Path) -> None:
-    assert imports_of(sources_of("sample", package)) == {
-        "sample": {"sample.three"},
-        "sample.one": {"sample.two"},
-        "sample.two": {"sample", "sample.one"},
-        "sample.three": set(),
-    }
-
-
-def test_circles_are_found_and_what_only_leads_to_one_is_not() -> None:
-    chain = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str](), "e": {"f"}, "f": {"g"}, "g": {"e"}}
-    assert circles(chain) == [["b", "c"], ["e", "f", "g"]]
-
-
-def test_a_folder_counts_with_all_that_is_inside_it() -> None:
-    imports = {"p": {"p.one"}, "p.one": {"p.two.x"}, "p.two": set[str](), "p.two.x": {"p.two"}, "p.two.y.z": {"p.one"}}
-    assert between_folders(imports) == {"p": {"p.one"}, "p.one": {"p.two"}, "p.two": {"p.one"}}
-
-
-def test_words_are_names_and_strings_without_comments_and_longer_texts(package: Path) -> None:
-    (package / "sample" / "four.py").write_text('"""Of cuda."""\n\nx = a.is_cuda or b == "nccl"  # cuda\n')
-    four = next(source for source in sources_of("sample", package) if source.module == "sample.four")
-    assert words_of(four) == {"x", "a", "is_cuda", "b", "nccl", "Of cuda."}

@@ -7,13 +7,11 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from commhooks.experiments.versions import FSDP2, PYTHON, TORCH, missing, numbers_of, private_names, promised, tried
+from commhooks.experiments.versions import FSDP2, PYTHON, TORCH, missing, private_names
 from tests import versions
 from tests.structure import ROOT, Source, sources_of
 
@@ -106,18 +104,6 @@ def test_every_listed_name_exists_in_this_version() -> None:
     assert lacking == {}
 
 
-def test_a_name_is_missing_in_no_alternative_and_may_be_an_attribute_of_instances_or_inside_a_function() -> None:
-    in_class = "torch.nn.parallel:DistributedDataParallel._use_python_reducer"
-    in_inner = (
-        "torch.distributed.optim.apply_optimizer_in_backward:_apply_optimizer_in_backward._in_backward_optimizers"
-    )
-    assert (
-        missing([in_class, in_inner, "torch:_gone | torch:Tensor._version", "torch._C._distributed_c10d:Store"]) == []
-    )
-    gone = ["torch:_gone", "torch._gone:anything", "torch:Tensor._gone", "torch:_gone | torch:Tensor._gone.more"]
-    assert missing(gone) == gone
-
-
 def test_the_promise_is_the_same_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["requires-python"] == f">={PYTHON}".split(" to ")[0]
@@ -130,71 +116,9 @@ def test_the_promise_is_the_same_everywhere() -> None:
             assert said in text, page
 
 
-def test_versions_are_compared_as_numbers() -> None:
-    assert [version in TORCH for version in ("2.5.1", "2.6.0+cu124", "2.10.0", "2.15.3", "2.16.0")] == [
-        *(False, True, True, True, False)
-    ]
-    assert promised("3.12.1", "2.10.0").startswith("within the promise: Python 3.11 to 3.13, PyTorch 2.6 to 2.15")
-    assert promised("3.14.0", "2.5.0").startswith("Python 3.14.0 is newer than promised and PyTorch 2.5.0 is older")
-
-
-def test_what_was_tried_is_found_by_the_numbers_of_its_version() -> None:
-    for row in json.loads(versions.ROWS.read_text(encoding="utf-8")):
-        assert tried(f"{row['torch']}+cpu", row["python"]) == row
-    assert tried("1.0.0", "3.11.0") is None
-
-
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_is_the_one_that_the_rows_make() -> None:
     rows = json.loads(versions.ROWS.read_text(encoding="utf-8"))
     assert versions.PAGE.read_text(encoding="utf-8") == versions.page(rows), "python -m tests.versions writes it"
-
-
-def test_tests_are_counted_by_part_and_modules_that_cannot_be_imported_fail() -> None:
-    report = ElementTree.fromstring(
-        "<testsuites><testsuite>"
-        '<testcase classname="tests.ddp_core.test_hooks" name="test_a[1]"/>'
-        '<testcase classname="tests.ddp_core.test_hooks" name="test_b"><failure/></testcase>'
-        '<testcase classname="tests.commhooks.test_hooks" name="test_c"><skipped/></testcase>'
-        '<testcase classname="" name="tests.sharded.test_attach"><error/></testcase>'
-        '<testcase classname="tests.test_examples" name="test_a_sharded_model_resumes_bit_for_bit"/>'
-        "</testsuite></testsuites>"
-    )
-    counted = versions.counted(report, ["ddp_core", "hooks", "FSDP2"])
-    assert counted["parts"] == {"ddp_core": [1, 1, 0], "hooks": [0, 0, 1], "FSDP2": [1, 1, 0]}
-    assert counted["failed"] == ["tests.ddp_core.test_hooks.test_b", "tests.sharded.test_attach"]
-
-
-def test_every_part_names_tests_that_exist() -> None:
-    for place in " ".join(versions.PARTS.values()).split():
-        file, _, test = place.partition("::")
-        assert (ROOT / file).exists() and (not test or f"def {test}(" in (ROOT / file).read_text(encoding="utf-8")), (
-            place
-        )
-
-
-def test_rows_accumulate_and_a_second_try_replaces_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "ROWS", tmp_path / "versions.json")
-    monkeypatch.setattr(versions, "PAGE", tmp_path / "versions.md")
-    row = {
-        "python": "3.11.7",
-        "date": "2026-01-01",
-        "minutes": 1.0,
-        "failed": ["tests.x"],
-        "parts": {"README": [3, 1, 2]},
-    }
-    for torch_version, python in (("2.10.0", "3.11.7"), ("2.9.0", "3.11.7"), ("2.9.0", "3.12.1"), ("2.9.0", "3.11.9")):
-        versions.add(row | {"torch": torch_version, "python": python})
-    rows = json.loads((tmp_path / "versions.json").read_text(encoding="utf-8"))
-    assert [(one["torch"], one["python"]) for one in rows] == [
-        *(("2.9.0", "3.11.9"), ("2.10.0", "3.11.7"), ("2.9.0", "3.12.1"))
-    ]
-    page = (tmp_path / "versions.md").read_text(encoding="utf-8")
-    assert "3, **1 failed**, 2 skipped" in page and "- PyTorch 2.10.0, Python 3.11.7: `tests.x`" in page
-
-
-def test_fsdp2_is_tried_with_versions_that_it_is_for_alone() -> None:
-    assert "FSDP2" not in versions.parts_with("2.12.1") and versions.parts_with("2.13.0") == list(versions.PARTS)
-    assert numbers_of("2.15.0+cu130") == (2, 15, 0)

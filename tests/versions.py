@@ -65,7 +65,7 @@ PARTS = {
     ),
     "README": (
         "tests/test_docs.py::test_a_whole_script_runs_under_torchrun "
-        "tests/test_docs.py::test_every_file_that_the_readme_links_to_exists "
+        "tests/test_docs.py::test_the_readme_has_no_relative_link_and_every_file_that_it_names_exists "
         "tests/test_examples.py::test_plain_ddp_resumes_bit_for_bit "
         "tests/test_examples.py::test_a_compressor_of_your_own_trains_on_pytorchs_ddp"
     ),

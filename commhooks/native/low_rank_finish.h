@@ -6,7 +6,9 @@
 
 /* Store past the caches, since a line would be read before it is written. `to` is aligned. */
 INLINE void store_past(float *to, F v) {
-#if defined(__AVX512F__)
+#if defined(__clang__) && defined(__SSE__) /* which has no GCC names for these */
+    __builtin_nontemporal_store(v, (F *)to);
+#elif defined(__AVX512F__)
     _mm512_stream_ps(to, (__m512)v);
 #elif defined(__AVX__)
     __builtin_ia32_movntps256(to, v);

@@ -116,19 +116,6 @@ def test_every_layout_goes_into_the_bucket_and_comes_back(kind: type[Bucket], di
         bucket.reset()
 
 
-@pytest.mark.parametrize("kind", [Bucket, ViewBucket])
-def test_what_a_hook_hands_back_elsewhere_arrives(kind: type[Bucket]) -> None:
-    members = parameters()
-    bucket = bucket_of(members, kind)
-    put_gradients(bucket.members)
-    bucket.gather(range(len(members)), None)
-    mean = torch.randn_like(bucket.flat)
-    bucket.scatter(mean.clone())
-    for member, expected in zip(bucket.members, views_of(mean, bucket.members), strict=True):
-        assert member.grad is not None
-        assert torch.equal(member.grad, expected)
-
-
 def test_zeros_travel_for_an_absent_gradient_and_the_untouched_keep_theirs() -> None:
     members = {"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(3)), "c": nn.Parameter(torch.ones(1))}
     bucket = bucket_of(members)
@@ -155,22 +142,6 @@ def test_a_hook_sees_the_parameters_their_names_and_views_with_their_strides() -
         assert view.stride() == strides_for(member)
     window.gradients()[0].fill_(3.0)
     assert window.buffer()[:12].tolist() == [3.0] * 12
-
-
-def test_gradients_follow_a_replaced_buffer() -> None:
-    members = {"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(2, 2))}
-    window = GradBucket(0, True, torch.zeros(6), list(members.values()), list(members))
-    window.set_buffer(torch.arange(8, dtype=torch.float16)[2:])
-    assert window.buffer().dtype == torch.float16
-    assert [view.tolist() for view in window.gradients()] == [[2, 3], [[4, 5], [6, 7]]]
-
-
-def test_lists_given_to_a_hook_are_its_own() -> None:
-    bucket = bucket_of(parameters())
-    window = GradBucket(0, True, bucket.flat, bucket.members, bucket.names)
-    window.names().clear()
-    window.parameters().clear()
-    assert len(window.names()) == len(window.parameters()) == len(bucket.members)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
-from ddp_core.buckets import MIB, ParameterSpec, Plan, assign_buckets
-from ddp_core.construction import choose_limits
+from ddp_core.buckets import ParameterSpec, Plan, assign_buckets
 
 DTYPES = {"half": torch.float16, "single": torch.float32, "double": torch.float64}
 
@@ -52,14 +50,6 @@ def test_every_parameter_is_in_exactly_one_bucket(case: Case) -> None:
 
 
 @given(ordered())
-def test_a_bucket_is_of_one_kind_and_a_sparse_gradient_alone(case: Case) -> None:
-    drawn = case[0]
-    for bucket in assign_buckets(*case):
-        assert len({drawn[index].kind for index in bucket}) == 1
-        assert len(bucket) == 1 or not any(drawn[index].alone for index in bucket)
-
-
-@given(ordered())
 def test_a_bucket_closes_with_the_parameter_that_reaches_its_limit(case: Case) -> None:
     drawn, limits, _ = case
     for buckets in by_kind(drawn, assign_buckets(*case)).values():
@@ -90,24 +80,3 @@ def test_plans_are_those_of_pytorch(case: Case) -> None:
     # buckets that never filled come from a hash map there: their order among themselves says nothing
     assert sorted(map(tuple, theirs)) == sorted(ours)
     assert order is not None or [tuple(bucket) for bucket in theirs] == ours
-
-
-def test_the_small_first_bucket_is_for_those_who_name_no_size() -> None:
-    assert choose_limits(None, None, one_bucket_at_first=False) == ((MIB, 25 * MIB), (MIB, 25 * MIB))
-    assert choose_limits(2, None, one_bucket_at_first=False) == ((2 * MIB,), (2 * MIB,))
-    assert choose_limits(2, [0.5, 3], one_bucket_at_first=False) == ((MIB // 2, 3 * MIB),) * 2
-
-
-def test_one_bucket_per_kind_until_the_order_is_known() -> None:
-    first, then = choose_limits(None, None, one_bucket_at_first=True)
-    big = [ParameterSpec(100 * MIB, "single")] * 3 + [ParameterSpec(8, "double")]
-    assert assign_buckets(big, first) == [(0, 1, 2), (3,)]
-    assert then == (MIB, 25 * MIB)
-
-
-@pytest.mark.parametrize("cap", [0, -1, float("nan"), -0.5])
-def test_a_size_that_is_not_positive_is_refused(cap: float) -> None:
-    with pytest.raises(ValueError, match=r"bucket_cap_mb must be a positive number of MiB \(got"):
-        choose_limits(cap, None, one_bucket_at_first=False)
-    with pytest.raises(ValueError, match="bucket_cap_mb must be a positive"):
-        choose_limits(None, [1, cap], one_bucket_at_first=True)

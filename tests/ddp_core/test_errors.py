@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.ddp_core.models import Branches, ones, scale, wrap
+from tests.ddp_core.models import Branches, ones, wrap
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -65,118 +63,6 @@ def test_the_error_is_kept_for_the_logging_data() -> None:
     with pytest.raises(RuntimeError, match=r"b\.weight"):
         ddp(ones())
     assert "b.weight" in ddp._get_ddp_logging_data()["error"]
-
-
-def test_a_scaled_step_is_no_mistake() -> None:
-    ddp = wrap(Branches())
-    optimizer, scaler = sgd(ddp), torch.amp.GradScaler("cpu", init_scale=4.0)
-    for factor in (1.0, float("inf"), 1.0):
-        scaler.scale(ddp(ones()) * factor).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-
-
-def test_a_scaled_step_after_a_parameter_was_left_out_is_one() -> None:
-    ddp = wrap(Branches())
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(ddp(ones(), "a")).backward()
-    with pytest.raises(RuntimeError, match=r"b\.weight"):
-        scaler.step(sgd(ddp))
-
-
-def test_two_optimisers_over_one_model_are_no_mistake() -> None:
-    ddp = wrap(Branches())
-    optimizers = [torch.optim.Adam(ddp.module.a.parameters()), sgd(ddp.module.b)]
-    for _ in range(3):
-        ddp(ones()).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def test_two_backward_passes_that_share_the_parameters_out_are_no_mistake() -> None:
-    class Pair(Branches):
-        def forward(self, x: Tensor, use: str = "ab") -> tuple[Tensor, Tensor]:  # type: ignore[override]  # 'Return type ... incompatible': another module, the same weights
-            return self.a(x), self.b(x)
-
-    ddp = wrap(Pair())
-    optimizer = sgd(ddp)
-    for _ in range(3):
-        a, b = ddp(ones())
-        a.sum().backward()
-        b.sum().backward()
-        optimizer.step()
-
-
-def test_several_backward_passes_that_each_step_are_no_mistake() -> None:
-    ddp = wrap(Branches())
-    optimizer = sgd(ddp)
-    for use, _ in itertools.product(("ab",), range(3)):
-        ddp(ones(), use).backward()
-        optimizer.step()
-        loss = ddp(ones(), use)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-
-
-def test_accumulation_that_uses_a_part_of_the_model_is_no_mistake() -> None:
-    ddp = wrap(Branches())
-    optimizer = sgd(ddp)
-    with ddp.no_sync():
-        ddp(ones(), "a").backward()
-        optimizer.step()
-    ddp(ones(), "ab").backward()
-    optimizer.step()
-
-
-def test_a_step_of_somebody_else_is_no_mistake() -> None:
-    ddp, other = wrap(Branches()), scale()
-    ddp(ones(), "a").backward()
-    other(ones()).sum().backward()
-    sgd(other).step()
-
-
-def test_adversaries_that_train_in_turn_are_no_mistake() -> None:
-    generator, critic = wrap(scale()), wrap(Branches())
-    for_generator, for_critic = sgd(generator), sgd(critic)
-    for freeze, _ in itertools.product((False, True), range(2)):
-        for_critic.zero_grad()
-        (critic(ones()) - critic(generator(ones()).detach())).backward()
-        for_critic.step()
-        for_generator.zero_grad()
-        critic.requires_grad_(not freeze)
-        critic(generator(ones())).backward()
-        for_generator.step()
-        critic.requires_grad_(True)
-
-
-def test_an_optimiser_with_a_closure_is_no_mistake() -> None:
-    ddp = wrap(Branches())
-    optimizer = torch.optim.LBFGS(ddp.parameters(), max_iter=3)
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = (ddp(ones()) - 1).square()
-        loss.backward()
-        return float(loss.item())
-
-    for _ in range(2):
-        optimizer.step(closure)
-    assert ddp(ones()).item() == pytest.approx(1, abs=1e-3)
-
-
-def test_a_forward_pass_without_a_backward_pass_is_no_mistake() -> None:
-    ddp = wrap(Branches())
-    optimizer = sgd(ddp)
-    ddp(ones())
-    with torch.no_grad():
-        ddp(ones(), "a")
-    ddp(ones()).backward()
-    ddp.eval()(ones(), "b")
-    optimizer.step()
-    ddp.train()(ones()).backward()
-    optimizer.step()
 
 
 def test_an_unfinished_reduction_can_be_given_up() -> None:

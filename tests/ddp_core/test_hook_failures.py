@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
-import gc
 import itertools
-import math
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +20,7 @@ from torch.futures import Future
 
 from ddp_core import HookTimeoutError
 from tests.ddp_core.facts import Facts
-from tests.ddp_core.models import MEAN, grads, ones, scale, wrap
+from tests.ddp_core.models import grads, ones, scale, wrap
 from tests.tiers import thorough
 from tests.waiting import has_ended, until
 from tests.world import Outcome, run_world_outcomes
@@ -59,17 +56,6 @@ def completed_after(seconds: float, complete: Callable[[Future[Any], Any], None]
 
 
 # ------------------------------------------------------------------------------------------------ one rank
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("seconds", [0, -1, 0.0, math.nan, math.inf, True, "5", datetime.timedelta(seconds=5)])
-def test_a_timeout_that_is_no_positive_finite_number_is_refused(seconds: Any) -> None:
-    ddp = wrap(scale())
-    with pytest.raises(ValueError, match=r"register_comm_hook\(hook_timeout=.*\): hook_timeout must be") as caught:
-        ddp.register_comm_hook(None, endless, hook_timeout=seconds)
-    assert f"(hook_timeout={seconds!r})" in str(caught.value)
-    ddp(ones()).sum().backward()  # the refused hook left nothing behind
-    assert grads(ddp) == [[1.0]]
 
 
 @pytest.mark.usefixtures("alone", "forget")
@@ -108,17 +94,6 @@ def test_without_hook_timeout_the_timeout_of_the_process_group_holds() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("seconds", [None, 30, 1e300])
-def test_a_future_that_another_thread_completes_is_not_waited_for_longer_than_it_takes(seconds: float | None) -> None:
-    ddp = wrap(scale())
-    ddp.register_comm_hook(None, completed_after(0.2, lambda f, b: f.set_result(b * 7)), hook_timeout=seconds)
-    begun = time.monotonic()
-    ddp(ones()).sum().backward()
-    assert grads(ddp) == [[7.0]]
-    assert 0.2 <= time.monotonic() - begun < 30, "it waited for the limit"
-
-
-@pytest.mark.usefixtures("alone")
 def test_a_future_that_fails_in_another_thread_raises_its_own_error_with_a_note() -> None:
     ddp = wrap(scale())
     ddp.register_comm_hook(None, completed_after(0.2, lambda f, _: f.set_exception(LookupError("no such luck"))))
@@ -149,34 +124,6 @@ def test_after_a_hook_raised_the_module_can_be_wrapped_again_though_the_first_wr
     assert launched == ["weight"]
     with pytest.raises(RuntimeError, match="interrupted by LookupError: no such luck"):
         ddp(ones())
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_future_that_is_done_costs_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    def done(state: object, bucket: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    ddp = wrap(scale())
-    ddp.register_comm_hook(None, done)
-    loss = ddp(ones()).sum()
-    monkeypatch.setattr(threading, "Event", None)
-    loss.backward()
-    assert grads(ddp) == [[1.0]]
-
-
-@pytest.mark.usefixtures("alone", "forget")
-def test_a_future_that_never_completes_keeps_neither_reducer_nor_parameters_alive() -> None:
-    ddp = wrap(scale())
-    ddp.register_comm_hook(None, endless, hook_timeout=0.1)
-    with pytest.raises(HookTimeoutError):
-        ddp(ones()).sum().backward()
-    left = [weakref.ref(ddp.reducer), weakref.ref(ddp.module.weight)]
-    del ddp
-    gc.collect()
-    assert len(futures) == 1 and not futures[0].done()
-    assert [reference() for reference in left] == [None, None]
 
 
 # ------------------------------------------------------------------------------------------------ the same mistake
@@ -233,16 +180,6 @@ def every_mistake_is_named_at_once(rank: int) -> None:
         assert PLACE in f"{caught.value} {getattr(caught.value, '__notes__', '')}", mistake
         with pytest.raises(RuntimeError, match="(?s)interrupted by .*wrap again"):
             ddp(ones(rank))
-
-
-@facts
-def ranks_go_on_with_a_new_wrapper_after_the_same_mistake_on_all(rank: int) -> None:
-    ddp = mistaken(MISTAKES["wrong shape"])
-    with pytest.raises(RuntimeError, match="expected a tensor"):
-        ddp(ones(rank)).sum().backward()
-    again = wrap(scale())
-    again(ones(rank)).sum().backward()
-    assert grads(again) == [[MEAN]]
 
 
 test_on_two_ranks = facts.tests()

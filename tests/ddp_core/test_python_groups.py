@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.futures import Future
 
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import MEAN, Branches, grads, ones, scale, wrap
@@ -73,63 +70,6 @@ def test_parameters_that_are_not_used_and_delayed_ones(works: str) -> None:
     )
     ddp(ones()).backward()
     assert grads(model) == [[1.0], [1.0]]
-
-
-def test_without_init_sync_nothing_is_sent() -> None:
-    group = Lonely()
-    ddp = wrap(mlp(), process_group=group, init_sync=False)
-    assert not group.calls
-    assert ddp._get_ddp_logging_data()["backend_name"] == "lonely"
-    with pytest.raises(RuntimeError, match="only supported when using DDP with the default process group"):
-        copy.deepcopy(ddp)
-
-
-class Failing(Lonely):
-    """A group that cannot sum the second time."""
-
-    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> dist.Work:  # type: ignore[override]  # 'Signature incompatible'
-        if self.calls["allreduce"]:
-            raise ConnectionError("the manager is gone")
-        return super().allreduce(tensors, options)
-
-
-@pytest.mark.parametrize("delayed", [False, True])
-def test_a_group_that_fails_ends_the_training(delayed: bool) -> None:
-    model = nn.Sequential(scale(), scale())
-    options: dict[str, Any] = {}
-    if delayed:
-        options["delay_all_reduce_named_params"] = [("1.weight", model[1].weight)]
-        options["param_to_hook_all_reduce"] = model[0].weight
-    ddp = wrap(model, process_group=Failing(), **options)
-    if not delayed:
-        ddp(ones()).backward()
-    with pytest.raises(ConnectionError, match="manager is gone"):
-        ddp(ones()).backward()
-    for go_on in (functools.partial(ddp, ones()), torch.optim.SGD(model.parameters(), lr=0.1).step):
-        with pytest.raises(RuntimeError, match="interrupted by ConnectionError: the manager is gone"):
-            go_on()
-
-
-def passes_on(group: Any, bucket: Any) -> Any:
-    return group.allreduce([bucket.buffer()], dist.AllreduceOptions())
-
-
-def divides(group: Any, bucket: Any) -> Future[Tensor]:
-    future: Future[Tensor] = passes_on(group, bucket).get_future()
-    return future.then(lambda done: done.value()[0] / group.size())
-
-
-@pytest.mark.parametrize(
-    ("works", "hook"),
-    [("wait alone", passes_on), *((works, hook) for works in ("subclass", "wrapper") for hook in (passes_on, divides))],
-)
-def test_hooks_hand_on_what_such_a_group_returns(works: str, hook: Any) -> None:
-    group, model = Lonely(works), scale()
-    ddp = wrap(model, process_group=group)
-    ddp.register_comm_hook(group, hook)
-    ddp(ones()).backward()
-    assert grads(model) == [[1.0]]
-    assert group.calls["allreduce"] == 1
 
 
 @pytest.mark.usefixtures("alone")

@@ -43,22 +43,6 @@ def test_every_tensor_gets_the_sources_elements_in_messages_that_are_not_too_lar
         assert nbytes <= (JOINED if is_mixed else MOST) or len(chunk) == 1
 
 
-def test_tensors_without_elements_keep_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch 2.8 and older give them a shape of (0,) when messages are taken apart."""
-    taken_apart: Callable[[Tensor, list[Tensor]], list[Tensor]] = vars(replicas)["unflatten"]
-
-    def as_in_old_versions(message: Tensor, alike: list[Tensor]) -> list[Tensor]:
-        return [part if part.numel() else part.reshape(0) for part in taken_apart(message, alike)]
-
-    monkeypatch.setattr(replicas, "unflatten", as_in_old_versions)
-    monkeypatch.setattr(replicas, "finish", lambda work: None)
-    monkeypatch.setattr(replicas, "broadcast", _recorder(lambda message: message.zero_()))
-    tensors = [torch.zeros(3, 0), torch.ones(2), torch.zeros(0, 3)]
-    replicas.broadcast_coalesced(tensors, cast(dist.ProcessGroup, None), 0)
-    assert torch.equal(tensors[1], torch.zeros(2))
-    replicas.broadcast_coalesced([torch.zeros(3, 0)], cast(dist.ProcessGroup, None), 0)
-
-
 def _recorder(take: Callable[[Tensor], object]) -> Any:
     def broadcast(group: object, message: Tensor, source: int) -> None:
         take(message)

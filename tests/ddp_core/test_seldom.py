@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core import GradBucket
-from tests.ddp_core.models import Branches, grads, ones, scale, wrap
+from tests.ddp_core.models import Branches, ones, scale, wrap
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -52,35 +52,6 @@ def test_a_static_graph_leaves_out_buckets_that_no_rank_uses_and_refuses_to_join
     assert seen == [0, 0, 0]  # the first iteration, in one bucket, is when it is learned what is used
     with pytest.raises(NotImplementedError, match="skip_all_reduce_unused_params"):
         ddp.join()
-
-
-def test_callbacks_for_the_end_of_a_static_graphs_first_backward_pass_see_means() -> None:
-    def half(state: object, bucket: GradBucket) -> Tensor:
-        return bucket.buffer() / 2
-
-    ddp = wrap(scale(), static_graph=True)
-    ddp.register_comm_hook(None, half)
-    seen: list[object] = []
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    ddp.module.weight.register_hook(lambda _: queue(lambda: seen.append(grads(ddp))))
-    ddp(ones()).sum().backward()
-    assert seen == [[[0.5]]]
-
-
-def test_a_sparse_gradient_that_nobody_reduces_is_allowed() -> None:
-    ddp = wrap(nn.Embedding(4, 2))
-    places = torch.tensor([0, 1])
-
-    def looked_up() -> Tensor:
-        return nn.functional.embedding(places, ddp.module.weight, sparse=True)
-
-    ddp.module.forward = lambda _: looked_up()
-    ddp.module(places).sum().backward()
-    with ddp.no_sync():
-        ddp(places).sum().backward()
-    ddp.zero_grad()
-    with pytest.raises(RuntimeError, match="sparse gradient"):
-        ddp(places).sum().backward()
 
 
 def test_names_of_pytorchs_class_can_be_set_and_a_copy_made_while_a_buffer_hook_is_under_way() -> None:

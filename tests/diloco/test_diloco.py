@@ -7,7 +7,7 @@ import functools
 import gc
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -18,12 +18,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import commhooks
 from commhooks import CheckpointError, DiLoCo, SettingsError
-from commhooks.diloco.cutting import cut, turns
-from commhooks.diloco.inner import Inner
-from commhooks.diloco.outer import NAMED
+from commhooks.diloco.cutting import cut
 from commhooks.diloco.starting import Schedule
 from commhooks.errors import CompressorError
-from commhooks.exchange.options import check_timeout
 from commhooks.lockstep import lockstep_connections, step_in_lockstep
 from tests.commhooks.resuming import distance
 from tests.diloco.workers import Worker, network, train_in_lockstep, workers
@@ -100,23 +97,6 @@ def test_ten_rounds_of_three_fragments_are_those_of_a_reference_in_numpy(delay: 
     for number, fragment in enumerate(team[0]._fragments):
         (found,) = fragment.outer.values()
         numpy.testing.assert_allclose(found.numpy(), outer[number], rtol=0, atol=60 * 7 * 2**-24 * 4)
-
-
-pytorchs = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-
-
-def test_the_published_outer_step_is_that_of_pytorchs_sgd() -> None:
-    """Bound: in each step four operations round, and the momentum and the copies sum up at most 10 times that."""
-    steps, generator = 100, torch.Generator().manual_seed(0)
-    ours, theirs = (torch.zeros(1000) for _ in range(2))
-    optimizers, largest = (NAMED["published"]([ours]), pytorchs([theirs])), 0.0
-    for _ in range(steps):
-        ours.grad = theirs.grad = torch.randn(1000, generator=generator)
-        for optimizer in optimizers:
-            optimizer.step()
-        momentum = optimizers[0].state[ours]["momentum_buffer"]
-        largest = max(largest, float(ours.abs().max()), float(momentum.abs().max()))
-    assert (ours - theirs).abs().max() <= steps * 4 * 10 * 2**-24 * largest
 
 
 @pytest.mark.parametrize(
@@ -217,13 +197,6 @@ def test_a_weight_that_cannot_work_is_refused_where_it_is_set_and_nothing_is_los
     assert (weighted.diloco.weight, plain_one.diloco.weight) == (512, 1)
 
 
-def test_the_host_computes_the_same_outer_copies() -> None:
-    there, here = (workers(2, every=3, compressor="top-k", fragments=2, on_host=on_host) for on_host in (True, False))
-    for team in (there, here):
-        train_in_lockstep(team, 0, 7)
-    assert distance(there[0].save(), here[0].save()) == 0
-
-
 # --- narrow models, buffers, tied and frozen parameters ---------------------------------------------------------------
 
 
@@ -310,70 +283,6 @@ def test_floating_buffers_are_averaged_and_others_are_rank_0s(delay: int) -> Non
         torch.testing.assert_close(own["mean"], torch.full((4,), 3.0))
 
 
-def test_buffers_under_way_are_those_of_the_ranks_that_sent_them() -> None:
-    """A resumed run may have more ranks: of two, the mean of rank 0's bytes is a half, of three it would be a third."""
-    saving, resuming = ([with_buffers(rank) for rank in range(count)] for count in (2, 3))
-    team = team_of(saving, every=2, delay=1)
-    step_in_lockstep(team)
-    state = copy.deepcopy(team[0].state_dict())
-    team = team_of(resuming, every=2, delay=1)
-    for worker in team:
-        worker.load_state_dict(copy.deepcopy(state), world_size="keep")
-    step_in_lockstep(team)
-    for model in resuming:
-        assert int(model.get_buffer("count")) == 5 and model.get_buffer("mean").tolist() == [1.0] * 4
-
-
-def test_complex_buffers_are_averaged_behind_an_odd_number_of_elements() -> None:
-    """Complex numbers cannot be views of a message at an odd place."""
-    first = nn.Linear(3, 3)
-    models = [first, copy.deepcopy(first)]
-    for rank, model in enumerate(models):
-        model.register_buffer("odd", torch.full((3,), 2.0 * rank))
-        for dtype in (torch.complex64, torch.complex128):
-            model.register_buffer(str(dtype)[6:], torch.full((2,), 4.0 * rank - 2j, dtype=dtype))
-    team = team_of(models, every=1)
-    step_in_lockstep(team)
-    for model in models:
-        odd, *others = (buffer for _, buffer in model.named_buffers())
-        assert odd.tolist() == [1.0] * 3
-        assert all(torch.equal(other.to(torch.complex128), torch.full((2,), 2 - 2j)) for other in others)
-
-
-def take_round(team: Sequence[DiLoCo]) -> None:
-    for _ in range(team[0].schedule.every):
-        step_in_lockstep(team)
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-def test_buffers_that_a_module_replaces_are_averaged_too(delay: int) -> None:
-    """As in a DistributedDataParallel: many modules assign a new tensor instead of writing into the old one."""
-    models: list[Any] = [with_buffers(rank) for rank in range(2)]
-    team = team_of(models, every=2, delay=delay)
-    for step in range(2):
-        for rank, model in enumerate(models):
-            model.mean, model.count = torch.full((4,), 4.0 * rank), torch.tensor(rank + step)
-        step_in_lockstep(team)
-    for model in models:
-        assert model.mean.tolist() == [2.0] * 4 and model.count == 1 - delay
-    models[0].mean = torch.zeros(3)
-    with pytest.raises(CompressorError, match=r"rank 0: buffer 'mean' is of shape \(3,\) .*, and was of shape \(4,\)"):
-        take_round(team)
-
-
-def test_a_saved_buffer_that_is_added_later_is_named_and_one_that_is_not_saved_may_come() -> None:
-    """Each rank would keep its own, as a parameter that is added would be."""
-    for first in (nn.Linear(2, 2), with_buffers(0)):
-        first.register_buffer("later", torch.zeros(0))
-        (worker,) = team_of([first], every=2)
-        first.register_buffer("later_cache", torch.zeros(2), persistent=False)
-        worker.step()
-        first.later = torch.zeros(2)
-        for _ in range(2):
-            with pytest.raises(CompressorError, match="buffer 'later' was added since DiLoCo was made.*persistent=Fal"):
-                worker.step()
-
-
 @pytest.mark.parametrize("heaviest", [3.0, 1e30])
 def test_buffers_are_weighed_as_fragments_are(heaviest: float) -> None:
     """A rank of weight 0 is left out, whatever its buffers are; if all have weight 0, each keeps its own."""
@@ -396,23 +305,6 @@ def test_buffers_are_weighed_as_fragments_are(heaviest: float) -> None:
         own["mean"].fill_(rank)
     step_in_lockstep(team)
     assert [own["mean"].tolist() for own in buffers] == [[rank] * 4 for rank in range(3)]
-
-
-def test_mixing_may_be_a_number_of_numpy() -> None:
-    (diloco,) = team_of([nn.Linear(2, 2)], every=2, mixing=numpy.float32(0.5))
-    assert diloco.schedule.mixing == 0.5 and type(diloco.schedule.mixing) is float
-    diloco.close()
-    check_timeout("attach", numpy.float32(2.5))  # a number, but no float
-
-
-def test_tied_parameters_count_once_and_frozen_ones_are_left_out() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
-    model[2].weight = model[0].weight
-    model[1].bias.requires_grad_(False)
-    (diloco,) = team_of([model], every=2)
-    assert [name for own in diloco.schedule.fragments for name in own] == ["0.weight", "0.bias", "1.weight"]
-    shared = diloco.model_state()
-    assert shared.keys() == model.state_dict().keys() and torch.equal(shared["2.weight"], shared["0.weight"])
 
 
 # --- fragments --------------------------------------------------------------------------------------------------------
@@ -439,24 +331,6 @@ def test_layers_are_dealt_to_fragments_or_cut_into_runs_of_about_equal_size() ->
         "head.weight",
         "head.bias",
     ]
-
-
-def test_even_fragments_differ_by_at_most_one_parameter() -> None:
-    """Four layers in three fragments leave one with two; parameters can be dealt out more evenly."""
-    parts = {"attend": 300, "merge": 100, "widen": 400, "narrow": 400, "bias": 1}
-    named = sized(**{f"{n}_{part}": elements for n in range(4) for part, elements in parts.items()})
-    even = cut(named, 3, "even")
-    sizes = [sum(named[name].numel() for name in own) for own in even]
-    assert sorted(itertools.chain(*even)) == sorted(named) and max(sizes) - min(sizes) <= 400
-    assert sizes == [1602, 1601, 1601]
-    assert all(own == [name for name in named if name in own] for own in even), "in the model's order"
-    assert max(sum(named[name].numel() for name in own) for own in cut(named, 3, "strided")) == 2402
-    assert cut(sized(a=0, b=0, c=5), 3, "even") == [["c"], ["a"], ["b"]], "none is left without a parameter"
-
-
-@pytest.mark.parametrize(("fragments", "every", "expected"), [(3, 30, [10, 20, 30]), (2, 5, [2, 5]), (1, 1, [1])])
-def test_turns_are_evenly_spaced(fragments: int, every: int, expected: list[int]) -> None:
-    assert turns(fragments, every) == expected
 
 
 @pytest.mark.parametrize(("delay", "overlaps"), [(0, False), (9, False), (10, True), (25, True)])
@@ -505,19 +379,6 @@ def test_after_an_inf_the_round_is_dropped_and_training_goes_on(compressor: str,
     assert distance(first, other) == 0
 
 
-def test_in_a_dropped_round_all_ranks_go_back_to_the_outer_copies() -> None:
-    team = workers(2, every=6)
-    train_in_lockstep(team, 0, 11)
-    outer = {name: held.clone() for name, held in team[0].diloco._fragments[0].outer.items()}
-    team[0].inner_step(11)
-    spoil(team[1], math.nan)
-    team[1].optimizer.step()
-    with pytest.warns(UserWarning, match="round 1 of fragment 0 of 1 was dropped"):
-        step_in_lockstep([worker.diloco for worker in team])
-    assert team[0].diloco.statistics().dropped_rounds == 1
-    assert all(distance(dict(worker.model.state_dict()), outer) == 0 for worker in team)
-
-
 def test_a_step_that_a_gradient_scaler_leaves_out_counts() -> None:
     team = workers(2, every=3)
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in team]
@@ -532,22 +393,6 @@ def test_a_step_that_a_gradient_scaler_leaves_out_counts() -> None:
     counts = [worker.diloco.statistics() for worker in team]
     assert [(one.steps, one.rounds, one.dropped_rounds, one.cleared) for one in counts] == [(9, 3, 0, 0)] * 2
     assert distance(dict(team[0].model.state_dict()), dict(team[1].model.state_dict())) == 0
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Rprop, torch.optim.SGD])
-def test_an_optimizer_takes_its_next_step_after_its_state_was_cleared(kind: Any) -> None:
-    weight, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
-    optimizer = kind([weight, other], lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
-    inner = Inner(optimizer, lambda _: None)
-    for gradient in (math.inf, 1.0):
-        weight.grad, other.grad = torch.full((3,), gradient), torch.ones(3)
-        optimizer.step()
-        inner.clear([weight, other])
-        with torch.no_grad():
-            weight.fill_(1.0)
-    assert inner.cleared == 1
-    states = [t for t in optimizer.state[weight].values() if isinstance(t, Tensor)]
-    assert states and all(bool(t.isfinite().all()) for t in states)
 
 
 def test_a_second_step_that_was_not_counted_raises_before_it_is_taken() -> None:
@@ -573,23 +418,6 @@ def test_freezing_or_unfreezing_in_between_is_refused() -> None:
     worker.model.register_parameter("extra", nn.Parameter(torch.ones(1)))
     with pytest.raises(CompressorError, match="'extra' now requires a gradient"):
         train_in_lockstep([worker], 4, 6)
-
-
-def test_with_another_schedule_what_is_due_is_used_when_it_was_due() -> None:
-    """A turn at which the last exchange is still under way is passed over."""
-    before, after = workers(2, every=6, delay=3), workers(2, every=4, delay=3)
-    train_in_lockstep(before, 0, 4)
-    for old, new in zip(before, after, strict=True):
-        saved = old.save()
-        new.diloco.load_state_dict(saved["diloco"], settings="change")
-        new.model.load_state_dict(saved["model"])
-        new.optimizer.load_state_dict(saved["optimizer"])
-    rounds = []
-    for step in range(4, 13):
-        train_in_lockstep(after, step, step + 1)
-        rounds.append((after[0].diloco._fragments[0].due, after[0].diloco.statistics().rounds))
-    # After steps 5 to 13: due at 6; used; passed over at 5, for 8; sent at 9, for 12; used, and sent at 13, for 16.
-    assert rounds == [(6, 0), *[(None, 1)] * 3, *[(12, 1)] * 3, (None, 2), (16, 2)]
 
 
 def test_a_state_that_was_loaded_stays_as_it_is() -> None:
@@ -645,62 +473,6 @@ def test_evaluation_at_the_outer_copies_drains_them_and_leaves_no_trace(schedule
     for fragment in sorted(due, key=lambda one: one.due or 0):  # what was seen is what they become, turn by turn
         fragment.foresee(last.outer_optimizer)
         assert all(torch.equal(seen[0][name], outer) for name, outer in fragment.outer.items())
-
-
-def test_an_exception_in_an_evaluation_gives_the_model_its_own_values_back() -> None:
-    (worker,) = workers(1, every=4)
-    train_in_lockstep([worker], 0, 2)
-    own = copy.deepcopy(dict(worker.model.state_dict()))
-    with pytest.raises(ZeroDivisionError), worker.diloco.outer_parameters():
-        raise ZeroDivisionError
-    assert distance(dict(worker.model.state_dict()), own) == 0
-
-
-def test_nothing_that_needs_a_ranks_own_parameters_runs_while_they_are_put_aside() -> None:
-    (worker,) = workers(1, every=4)
-    train_in_lockstep([worker], 0, 2)
-    own, saved = copy.deepcopy(dict(worker.model.state_dict())), worker.save()
-    with worker.diloco.outer_parameters():
-        with worker.diloco.outer_parameters():
-            assert distance(dict(worker.model.state_dict()), dict(network().state_dict())) == 0
-        assert distance(dict(worker.model.state_dict()), dict(network().state_dict())) == 0, "until the outermost ends"
-        with pytest.raises(CheckpointError, match=r"saving within outer_parameters\(\): the parameters are the outer"):
-            worker.diloco.state_dict()
-        with pytest.raises(CheckpointError, match=r"rank 0: .* it is loaded within outer_parameters\(\)"):
-            worker.load(saved)
-        with pytest.raises(CompressorError, match=r"rank 0: DiLoCo.step within outer_parameters\(\)"):
-            worker.diloco.step()
-    assert distance(dict(worker.model.state_dict()), own) == 0 and worker.diloco.steps == 2
-
-
-def test_a_closed_one_counts_no_steps() -> None:
-    (worker,) = workers(1, every=4)
-    worker.diloco.close()
-    worker.diloco.close()
-    worker.inner_step(0)
-    worker.inner_step(1)  # the optimizer is its owner's again
-    with pytest.raises(CompressorError, match="this DiLoCo was closed"):
-        worker.diloco.step()
-
-
-def test_bytes_of_buffers_count_in_the_last_turn_and_steps_of_an_earlier_process_do_not() -> None:
-    made = [nn.Sequential(nn.Linear(9, 2), nn.BatchNorm1d(1000, affine=False), nn.Linear(1, 2)) for _ in range(2)]
-    made[1].load_state_dict(made[0].state_dict())
-    team = team_of(made, every=4, fragments=2, delay=2)
-    for _ in range(6):
-        step_in_lockstep(team)
-    counts = team[0].statistics()
-    buffers = 4 * (2 * 1000 + 8 + 1)  # mean, variance, 8 bytes of an integer, and the count of ranks
-    assert counts.traffic.gradient_bytes == 4 * 20 + 2 * (4 * 4 + buffers), "after steps 4, and 2 and 6"
-    assert counts.bytes_per_step == counts.traffic.moved_bytes / 6
-    assert counts.peak_bytes_per_step == (4 * 4 + buffers + 2 * 32) / 2, "with a header of each"
-    resumed = team_of(made, every=4, fragments=2, delay=2)
-    for worker, before in zip(resumed, team, strict=True):
-        worker.load_state_dict(before.state_dict())
-    for _ in range(4):
-        step_in_lockstep(resumed)
-    counts = resumed[0].statistics()
-    assert counts.steps == 10 and counts.bytes_per_step == counts.traffic.moved_bytes / 4
 
 
 def test_bytes_are_those_of_one_exchange_in_every_round() -> None:
@@ -765,7 +537,6 @@ def spoilt(state: dict[str, Any], where: str, value: Any = None) -> dict[str, An
     ("where", "value", "complaint"),
     [
         ("shared/due", None, "DiLoCo's state is damaged: due: expected dict, got nothing"),
-        ("shared/due", 3, "DiLoCo's state is damaged"),
         ("shared/due", {"7": {"at": 9, "mean": {}}}, "means of part 7 were under way, and there are 1 parts"),
         ("shared/due/0/mean", None, r"DiLoCo's state is damaged: due\['0'\]\['mean'\]: expected dict, got nothing"),
         ("shared/due/0/mean/2.bias", None, "means under way: checkpoint has no '2.bias'"),
@@ -777,8 +548,6 @@ def spoilt(state: dict[str, Any], where: str, value: Any = None) -> dict[str, An
         ("shared/due/0/at", 2, "a mean was due at step 2, which was over at step 2"),
         ("shared/outer/2.bias", None, "outer copies: checkpoint has no '2.bias'"),
         ("shared/outer/2.bias", torch.zeros(1), r"outer copies: '2.bias' was saved with shape \(1,\), now"),
-        ("shared/step", "two", "DiLoCo's state is damaged"),
-        ("shared/schedule", 3, "DiLoCo's state is damaged"),
         ("shared/outer_optimizer", {}, r"outer_optimizer\['param_groups'\]: expected list, got nothing"),
         ("shared/outer_optimizer/param_groups", [], "outer optimizer: saved with 0 groups of parameters, now 1"),
         ("shared/outer_optimizer_class", None, "outer_optimizer_class: expected str, got nothing"),
@@ -804,15 +573,10 @@ def test_a_damaged_state_is_refused_and_changes_nothing(where: str, value: Any, 
     [
         ({"every": 0}, r"DiLoCo\(every=0\): every must be an int of at least 1"),
         ({"every": 4, "delay": 4}, r"DiLoCo\(delay=4\): delay must be an int from 0 to 3"),
-        ({"every": 4, "delay": -1}, r"DiLoCo\(delay=-1\)"),
         ({"every": 4, "mixing": 1.5}, r"DiLoCo\(mixing=1.5\): mixing must be a number in \[0, 1\]"),
-        ({"every": 4, "mixing": "0.5"}, r"DiLoCo\(mixing='0.5'\): mixing must be a number"),
-        ({"every": True}, r"DiLoCo\(every=True\): every must be an int"),
         ({"every": 4, "delay": False}, r"DiLoCo\(delay=False\): delay must be an int"),
         ({"every": 4, "fragments": 2.5}, r"DiLoCo\(fragments=2.5\): fragments must be an int or shell patterns"),
-        ({"every": 4, "fragments": None}, r"DiLoCo\(fragments=None\): fragments must be an int or shell patterns"),
         ({"every": 4, "fragments": [["0.*"], 3]}, r"DiLoCo\(fragments=\[\['0.\*'\], 3\]\): fragments must be an int"),
-        ({"every": 4, "fragments": True}, r"DiLoCo\(fragments=True\)"),
         ({"every": 4, "weighted": 2.5}, r"DiLoCo\(weighted=2.5\): weighted must be True or False"),
         ({"every": 4, "on_host": "no"}, r"DiLoCo\(on_host='no'\): on_host must be True or False"),
         ({"every": 100, "fragments": 9}, "at most as many as the trained parameters, 8"),
@@ -881,24 +645,6 @@ def test_an_optimizer_is_used_by_one_diloco_until_that_is_closed_or_gone() -> No
     make().close()
 
 
-def test_workers_that_differ_do_not_begin() -> None:
-    connections = lockstep_connections(2)
-    one, other = Worker(0, every=3, connection=connections[0]), Worker(1, every=4, connection=connections[1])
-    with pytest.raises(SettingsError, match="workers differ: .*every=4.* and .*every=3"):
-        step_in_lockstep([one.diloco, other.diloco])
-    connections = lockstep_connections(2)
-    one, other = (
-        Worker(0, every=3, connection=connections[0]),
-        Worker(1, every=3, connection=connections[1], model=network().requires_grad_()),
-    )
-    with torch.no_grad():
-        next(iter(other.diloco._fragments[0].outer.values())).add_(1)
-    with pytest.raises(SettingsError, match="the workers' models must begin equal"):
-        step_in_lockstep([one.diloco, other.diloco])
-    with pytest.raises(CompressorError, match="workers of one process meet in step_in_lockstep"):
-        one.diloco.step()
-
-
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -939,24 +685,6 @@ def test_a_replaced_parameter_is_named_at_each_later_step() -> None:
             train_in_lockstep([worker], step, step + 1)
 
 
-@pytest.mark.parametrize(
-    "shows",
-    [lambda diloco: diloco.outer_parameters().__enter__(), DiLoCo.state_dict, DiLoCo.model_state],
-    ids=["evaluation", "save", "model state"],
-)
-def test_a_replaced_parameter_is_named_where_outer_copies_are_shown(shows: Callable[[DiLoCo], object]) -> None:
-    """Its own value would be shown in place of the outer copy. One frozen meanwhile is shown as ever."""
-    (worker,) = workers(1, every=100)
-    train_in_lockstep([worker], 0, 1)
-    first: Any = worker.model[0]  # type: ignore[index]  # a Sequential
-    first.weight.requires_grad_(False)
-    with worker.diloco.outer_parameters():
-        worker.diloco.model_state()
-    first.bias = nn.Parameter(first.bias.detach().clone())
-    with pytest.raises((CompressorError, CheckpointError), match="'0.bias' was replaced: DiLoCo exchanges the"):
-        shows(worker.diloco)
-
-
 def test_what_joins_or_leaves_its_optimizer_is_named() -> None:
     """Each rank would train a newcomer alone, and nobody one that left."""
     (worker,) = workers(1, every=100)
@@ -969,12 +697,3 @@ def test_what_joins_or_leaves_its_optimizer_is_named() -> None:
     del worker.optimizer.param_groups[2], worker.optimizer.param_groups[0]["params"][1]
     with pytest.raises(CompressorError, match="'0.bias' requires a gradient, but AdamW does not train it"):
         train_in_lockstep([worker], 3, 4)
-
-
-def test_a_step_that_is_refused_in_an_evaluation_is_counted_as_the_optimizers() -> None:
-    (worker,) = workers(1, every=100)
-    train_in_lockstep([worker], 0, 1)
-    with worker.diloco.outer_parameters(), pytest.raises(CompressorError, match="within outer_parameters"):
-        train_in_lockstep([worker], 1, 2)
-    train_in_lockstep([worker], 2, 4)  # nobody had begun, so nothing was lost
-    assert worker.diloco.steps == 3

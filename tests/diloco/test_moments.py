@@ -15,7 +15,6 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from commhooks import DiLoCo, ModelAverager, SettingsError
 from commhooks.errors import CompressorError
 from commhooks.lockstep import lockstep_connections, step_in_lockstep
-from commhooks.scheduling.lanes import HEADER_BYTES
 from tests.commhooks.ranks import of_every_rank
 from tests.commhooks.resuming import distance, roundtrip
 from tests.commhooks.told import told_by
@@ -44,21 +43,6 @@ class Quadratic(nn.Module):
     def __init__(self, start: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(start.clone())
-
-
-def test_factors_with_one_element_are_moments_and_no_counts() -> None:
-    team, states = [], []
-    for rank, connection in enumerate(lockstep_connections(2)):
-        torch.manual_seed(0)
-        model = nn.Linear(6, 1)
-        optimizer = torch.optim.Adafactor(model.parameters())
-        team.append(DiLoCo(model, optimizer, every=1, optimizer_state="mean", connection=connection))
-        states.append(optimizer.state)
-        model(torch.full((2, 6), rank + 1.0)).sum().backward()
-        optimizer.step()
-    step_in_lockstep(team)
-    one, other = (next(iter(of_rank.values())) for of_rank in states)
-    assert torch.equal(one["row_var"], other["row_var"]) and one["row_var"].numel() == 1
 
 
 @pytest.mark.parametrize("optimizer_state", ["local", "mean"])
@@ -109,29 +93,6 @@ def test_each_fragments_moments_become_their_mean_at_its_turn_mixed_as_the_param
     assert {int(state["step"]) for worker in team for state in moments(worker).values()} == {2}
 
 
-def test_moments_are_counted_and_are_twice_the_parameters_with_adam() -> None:
-    """And a round of them is judged: those of a rank where they are not finite do not count, and are replaced."""
-    local, mean = workers(2, every=2, outer=plain), workers(2, every=2, outer=plain, optimizer_state="mean")
-    for team in (local, mean):
-        train_in_lockstep(team, 0, 1)
-        train_in_lockstep(team, 1, 2)
-    payload = [team[0].diloco.statistics().traffic.payload_bytes for team in (local, mean)]
-    small = 4 * (1 + 2 * 3) + 2 * HEADER_BYTES  # a weight and each rank's digest; and whose turn it is, of two lanes
-    assert payload[1] == 3 * payload[0] + small
-    assert distance(moments(mean[0]), moments(mean[1])) == 0 < distance(moments(local[0]), moments(local[1]))
-    for worker in mean:
-        worker.inner_step(2)
-    expected = moments(mean[0])
-    for state in mean[1].optimizer.state.values():
-        state["exp_avg"].view(-1)[0] = math.inf
-    step_in_lockstep([worker.diloco for worker in mean])
-    for worker in mean:  # a second step, of gradients 0, would change moments
-        worker.diloco.check_step()
-    step_in_lockstep([worker.diloco for worker in mean])
-    assert distance(moments(mean[0]), expected) == 0 == distance(moments(mean[1]), expected)
-    assert mean[0].diloco.statistics().dropped_rounds == 0
-
-
 def test_a_rank_whose_state_was_not_finite_keeps_its_count_of_steps() -> None:
     """Cleared, it would count anew, and the next round would be refused."""
     team = workers(2, every=2, fragments=2, outer=plain, optimizer_state="mean")
@@ -147,17 +108,6 @@ def test_a_rank_whose_state_was_not_finite_keeps_its_count_of_steps() -> None:
     assert counts.dropped_rounds == 1 and counts.cleared > 0
     assert {int(state["step"]) for worker in team for state in moments(worker).values()} == {6}
     assert all(p.isfinite().all() for worker in team for p in worker.model.parameters())
-
-
-def test_weights_count_for_moments_too() -> None:
-    team = workers(2, momentum, every=1, outer=plain, weighted=True, optimizer_state="mean")
-    for worker, weight in zip(team, (3.0, 1.0), strict=True):
-        worker.diloco.weight = weight
-        worker.inner_step(0)
-    own = [moments(worker)["0"]["momentum_buffer"].double().clone() for worker in team]
-    step_in_lockstep([worker.diloco for worker in team])
-    found = moments(team[1])["0"]["momentum_buffer"]
-    assert torch.equal(found, ((3 * own[0] + own[1]) / 4).float()), "the products are exact in fp64"
 
 
 def test_what_has_no_mean_is_refused() -> None:

@@ -20,7 +20,6 @@ from torch import nn
 import commhooks
 import ddp_core
 from commhooks import CheckpointError, DiLoCo, ModelAverager
-from commhooks.communicators import failure_store
 from commhooks.compressors import AllReduceMean
 from tests.commhooks.ranks import of_every_rank
 from tests.commhooks.resuming import distance, roundtrip
@@ -104,47 +103,6 @@ def ranks_take_rank_0s_model_whatever_its_dtypes(rank: int) -> None:
             assert torch.equal(buffer.to(torch.complex64), torch.ones(2, 3, dtype=torch.complex64)), buffer.dtype
         diloco.step()
     diloco.close()
-
-
-class Unsaved(nn.Module):
-    """Has, beside a trained layer, what no state_dict has and what a DistributedDataParallel is told to ignore."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.register_buffer("table", torch.full((2, 3), float(rank)), persistent=False)
-        self.register_buffer("cache", torch.full((rank + 1,), float(rank)), persistent=False)
-        self.register_buffer(f"of_rank_{rank}", torch.full((2,), float(rank)), persistent=False)
-        self.own = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
-        self.register_buffer("private", torch.full((2,), float(rank)))
-        self.frozen = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
-        self._ddp_params_and_buffers_to_ignore = ["own", "private"]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layer(x)
-        return y
-
-    def marks(self) -> dict[str, float]:
-        """Return the number of the rank from which each of these comes."""
-        return {name: float(one.view(-1)[0]) for name, one in self.named_buffers()} | {
-            name: float(getattr(self, name)[0]) for name in ("own", "frozen")
-        }
-
-
-@facts
-def ranks_take_rank_0s_unsaved_buffers_and_nothing_that_is_to_be_ignored(rank: int) -> None:
-    """As in a DistributedDataParallel, but for caches whose size differs between ranks: those stay as they are."""
-    expected = {"table": 0.0, "cache": rank, f"of_rank_{rank}": rank, "private": rank, "own": rank, "frozen": 0.0}
-    for make in (DiLoCo, ModelAverager):
-        model = Unsaved(rank)
-        made = make(model, torch.optim.SGD(model.layer.parameters(), lr=0.1), every=1)
-        for _ in range(2):
-            assert model.marks() == expected
-            if isinstance(made, DiLoCo):
-                made.step()
-            else:
-                made.average_parameters(model.layer.parameters())
-        made.close()
 
 
 @facts
@@ -330,22 +288,6 @@ def test_a_round_that_failed_is_not_forgotten_by_whoever_catches_the_error(rank:
             worker.diloco.close()
 
 
-@on_ranks(2, check_exit=False)
-def test_an_average_that_failed_is_not_forgotten_by_whoever_catches_the_error(rank: int) -> None:
-    model = network()
-    optimizer = adamw(model)
-    averager = ModelAverager(model, optimizer, every=2)
-    if rank:
-        averager._diloco.outer_optimizer.register_step_pre_hook(_fail)
-    texts = []
-    for step in range(7):
-        Worker.gradients(model, rank, step)
-        optimizer.step()
-        texts.append(told_by(lambda: averager.average_parameters(model.parameters())).text)
-    assert "not taken" in texts[-1] and "of its own" in texts[-1], texts
-    averager.close()
-
-
 def _fail(*_: object) -> None:
     raise RuntimeError("of its own")
 
@@ -363,31 +305,6 @@ def test_a_rank_that_dies_is_named_with_the_round_and_the_fragment() -> None:
     assert dead.exit_code == -signal.SIGKILL
     assert alive.value.error in ("CollectiveError", "RuntimeError"), alive.value
     assert "rank 0, round 2, fragment 0 of 2" in alive.value.text and "No answer from rank 1" in alive.value.text
-
-
-def is_silent_for_longer_than_an_answer_takes(rank: int) -> dict[str, Any]:
-    worker = Worker(rank, every=4, compressor="int4", fragments=2, delay=1, hook_timeout=30.0)
-    worker.train(0, 9)
-    if rank == 1:  # a child wakes it up again
-        pid = os.getpid()
-        if os.fork() == 0:
-            time.sleep(1.2 * failure_store.ANSWER_SECONDS)
-            os.kill(pid, signal.SIGCONT)
-            os._exit(0)
-        os.kill(pid, signal.SIGSTOP)
-    worker.train(9, 20)
-    result = result_of(worker)
-    worker.diloco.close()
-    return result
-
-
-def test_a_rank_that_is_silent_for_longer_than_an_answer_takes_changes_nothing() -> None:
-    team = workers(2, every=4, compressor="int4", fragments=2, delay=1)
-    train_in_lockstep(team, 0, 20)
-    for worker, found in zip(
-        team, run_world(is_silent_for_longer_than_an_answer_takes, 2, check_exit=False), strict=True
-    ):
-        assert distance(found, result_of(worker)) == 0
 
 
 # --- sites ------------------------------------------------------------------------------------------------------------

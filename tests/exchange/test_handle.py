@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import gc
 import warnings
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,9 +13,9 @@ from torch import Tensor, nn
 
 import commhooks
 import ddp_core
-from commhooks import AttachError, DiLoCo, Exchanger, PowerSGDState, SettingsError, StartAfter
+from commhooks import DiLoCo, Exchanger, SettingsError
 from commhooks.compressors import PowerSGD, TopK
-from commhooks.errors import CommHooksError, CompressorError, HookTypeError
+from commhooks.errors import CompressorError, HookTypeError
 from commhooks.exchange import Channel, Feed, Handle, open_exchange
 from commhooks.exchange.buckets import FlatBucket, allocated
 from commhooks.exchange.options import CANNOT_APPLY, DEFAULTS, Options, settings_of
@@ -29,11 +26,6 @@ from tests.ddp_core.facts import Facts
 
 GROUPS = {"a": {"x": torch.zeros(64, 64)}, "b": {"y": torch.zeros(64, 64)}}
 facts = Facts(world_size=2)
-
-
-def ddp() -> ddp_core.DistributedDataParallel:
-    torch.manual_seed(0)
-    return ddp_core.DistributedDataParallel(nn.Linear(64, 64))
 
 
 def step(model: nn.Module, rank: int) -> None:
@@ -127,49 +119,6 @@ def no_channel_switches_if_ranks_name_other_compressors_or_channels(rank: int) -
 
 
 @facts
-def equal_groups_of_two_names_are_told_apart(rank: int) -> None:
-    named = {name: Exchanger(GROUPS, "all-reduce", name=name, hook_timeout=20.0) for name in "PQ"}
-    told = told_by(lambda: named["PQ"[rank]]["a"].average({"x": torch.ones(64, 64)}))
-    assert told.error == "AttachError" and "P a" in told.text and "Q a" in told.text, told
-
-
-@facts
-def a_state_made_with_no_group_gathers_over_the_default_one(rank: int) -> None:
-    state, model = PowerSGDState(None, start_powerSGD_iter=0), ddp()
-    state.bind(model)
-    model.register_comm_hook(state, commhooks.powerSGD_hook)
-    step(model, rank)
-    assert len(state.gathered()["local"]) == 2
-    state.close()
-    assert not state.is_attached
-
-
-@facts
-def the_state_of_several_channels_is_gathered_too(rank: int) -> None:
-    exchanger = Exchanger(GROUPS, "top-k", hook_timeout=20.0)
-    for label, tensors in GROUPS.items():
-        exchanger[label].average({name: torch.full_like(tensor, rank) for name, tensor in tensors.items()})
-    state = exchanger.gathered()
-    assert {len(one["local"]) for one in state["groups"].values()} == {2}
-    exchanger.load_state_dict(state)
-    exchanger.close()
-
-
-@facts
-def a_warning_that_is_an_error_leaves_nothing_attached(rank: int) -> None:
-    model = ddp()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        told = told_by(lambda: commhooks.attach(model, Late(inner=PowerSGD(), steps=0)))
-    assert told.error == "UserWarning" and "loses what it does not send" in told.text, told
-    with commhooks.attach(model, "fp16") as handle:
-        step(model, rank)
-        assert handle.steps == 1
-    assert told_by(handle.open).error == "AttachError" and not handle.is_attached
-    step(model, rank)
-
-
-@facts
 def a_model_that_is_hardly_compressed_is_told_of_once(rank: int) -> None:
     model = ddp_core.DistributedDataParallel(nn.ParameterDict({"experts": torch.zeros(8, 64, 96)}))
     first = PowerSGD(rank=4, matrices="first-dimension")
@@ -191,18 +140,6 @@ def a_model_that_is_hardly_compressed_is_told_of_once(rank: int) -> None:
 
 
 @facts
-def a_closed_diloco_is_freed_without_a_collection(rank: int) -> None:
-    model = nn.Linear(4, 4)
-    diloco = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
-    diloco.close()
-    gone = weakref.ref(diloco)
-    gc.disable()
-    del diloco
-    assert gone() is None
-    gc.enable()
-
-
-@facts
 def an_unknown_option_is_the_same_error_in_every_way_in(rank: int) -> None:
     model, unknown = nn.Linear(2, 2), dict[str, Any](polcy="fifo")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -220,48 +157,6 @@ def an_unknown_option_is_the_same_error_in_every_way_in(rank: int) -> None:
 test_on_two_ranks = facts.tests()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Late(StartAfter):
-    """A user's own class around one of ours."""
-
-
-def test_a_subclass_of_a_wrapper_is_written_as_itself() -> None:
-    assert str(Late(inner=TopK(ratio=0.5), steps=1)).startswith(f"{__name__}:Late:")
-
-
-def test_a_state_without_a_process_group_counts_nothing_and_says_what_is_missing() -> None:
-    state = PowerSGDState(None)
-    assert state.steps == state.statistics().steps == 0 and not state.metrics()
-    assert str(state) == "PowerSGDState: there is no process group yet"
-    with pytest.raises(CommHooksError, match="init_process_group"):
-        state.replace("int8")
-    with pytest.raises(CommHooksError, match="init_process_group"):
-        state.set_grad_scale(2.0)
-    state.close()
-
-
-def test_a_member_for_one_channel_names_the_channels_of_several() -> None:
-    exchanger = Exchanger(GROUPS, "fp16", connection=lockstep_connections(1)[0])
-    with pytest.raises(SettingsError, match="name one of a, b"):
-        exchanger.average({})
-    exchanger.close()
-    alone = Exchanger(GROUPS["a"], "fp16", connection=lockstep_connections(1)[0])
-    with pytest.raises(SettingsError, match="there is no channel b that could switch; gradients can"):
-        alone.replace({"b": "int8"})
-    with pytest.raises(AttachError, match="open: this Exchanger was closed"):
-        exchanger.open()
-
-
-def test_a_bucket_of_other_tensors_than_the_feed_named_is_refused() -> None:
-    """Its state would neither be saved nor loaded."""
-    named = {"w": torch.zeros(64)}
-    handle = held({"a": named})
-    handle["a"].engine.run(bucket_of(named))
-    other = held({"a": named})
-    with pytest.raises(AttachError, match=r"other tensors than were named: .* of shape \(64,\)\. .* the very tensors"):
-        other["a"].engine.run(bucket_of({"w": torch.zeros(64)}))
-
-
 def test_a_bucket_is_refused_while_its_last_mean_is_under_way() -> None:
     handle = held(GROUPS)
     bucket = bucket_of(GROUPS["a"])
@@ -274,34 +169,6 @@ def test_a_bucket_is_refused_while_its_last_mean_is_under_way() -> None:
     engine.run(bucket)
     with pytest.raises(CompressorError, match=r"bucket 0 \(parameters x\) was handed in again before the future"):
         engine.run(bucket)
-
-
-def test_a_feed_whose_names_cannot_work_is_refused() -> None:
-    with pytest.raises(SettingsError, match="give: 'w' is in two channels, a and b"):
-        held({"a": {"w": torch.zeros(2)}, "b": {"w": torch.zeros(2)}})
-    with pytest.raises(SettingsError, match=r"give: there is nothing to average: the feed's like\(\) names no channel"):
-        held({})
-
-
-def test_a_flat_bucket_holds_tensors_of_one_kind() -> None:
-    with pytest.raises(SettingsError, match=r"of one dtype.*got torch.float32 on cpu, torch.float64 on cpu"):
-        bucket_of({"x": torch.zeros(1), "y": torch.zeros(1, dtype=torch.float64)})
-    with pytest.raises(SettingsError, match="got no tensors"):
-        bucket_of({})
-
-
-def test_a_feed_of_ones_own_is_named_in_errors_and_has_no_wrapper_to_guard() -> None:
-    with pytest.raises(SettingsError, match=r"give\(policy='lifo'\)"):
-        open_exchange(Given(GROUPS), "int8", policy="lifo")  # type: ignore[arg-type]  # "Literal['lifo']"
-    with pytest.raises(SettingsError, match=r"give\(guard='raise'\): guard cannot apply: .* use watch"):
-        open_exchange(Given(GROUPS), "int8", guard="raise")
-
-
-def test_a_channel_that_is_not_there_is_told_with_those_that_are() -> None:
-    handle = held(GROUPS)
-    with pytest.raises(KeyError, match="give: there is no channel 'c', only a, b"):
-        handle["c"]
-    assert "c" not in handle and handle.get("c") is None
 
 
 def test_what_belongs_to_the_line_and_what_has_a_wrong_value_is_refused() -> None:

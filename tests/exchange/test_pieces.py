@@ -84,23 +84,6 @@ def test_two_looks_at_one_optimizer_leave_no_mode_behind() -> None:
         watch.remove()
 
 
-def test_a_closure_is_not_looked_into() -> None:
-    parameter = torch.zeros(4, 6)
-    parameter.grad = torch.ones(4, 6)
-    optimizer = Custom([parameter], lambda g: g @ g.mT)
-    watch = PiecesWatch(optimizer, {"w": half_of((8, 6))}, "Do.")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step(lambda: None)
-        optimizer.step(closure=lambda: None)
-    watch.remove()
-
-
-def test_a_kernel_is_a_matrix_of_its_rows() -> None:
-    (one,) = told(lambda g: g.flatten(1) @ g.flatten(1).mT, (4, 3, 2, 2))
-    assert "'w', 4 x 12, as the whole matrix, which is 8 x 12" in one
-
-
 @pytest.mark.parametrize(
     ("of", "named"),
     [

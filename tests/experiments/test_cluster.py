@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -16,17 +14,15 @@ from commhooks.experiments.cluster import (
     Cluster,
     ClusterError,
     clusters,
-    interface_bytes,
     iproute,
     preflight,
     records,
     why_not,
 )
-from commhooks.experiments.cluster.records import Owner
 from commhooks.experiments.commands import cluster as commands
 from commhooks.experiments.commands.terminal import errors_in_words
 from commhooks.experiments.launch import run_world
-from tests.experiments.rank_functions import MEGABYTE, sum_a_megabyte, work_together
+from tests.experiments.rank_functions import MEGABYTE, sum_a_megabyte
 
 NOT_MADE = Cluster("not-made", 2)
 needs_namespaces = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
@@ -63,40 +59,6 @@ def test_what_goes_wrong_with_a_cluster_ends_a_command_in_words(
     (tmp_path / "demo.json").write_text('{"name": "de')
     with pytest.raises(ClusterError, match=r"demo.json is not the record of a cluster .*: delete it"):
         records.records()
-
-
-def test_more_ranks_than_hosts_are_an_error() -> None:
-    with pytest.raises(ValueError, match="5 ranks need 3 hosts with 2 on each, but cluster 'not-made' has 2"):
-        run_world(work_together, 5, 0, print, timeout=1, cluster=NOT_MADE, ranks_per_host=2)
-
-
-def test_a_process_that_ended_owns_nothing_even_if_another_has_its_number() -> None:
-    owner = Owner.this_process()
-    assert owner.is_alive
-    assert not dataclasses.replace(owner, started="1").is_alive
-    assert not dataclasses.replace(owner, boot="another").is_alive
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has waited for it yet
-    assert not dataclasses.replace(owner, pid=child, started=_start_of(child)).is_alive
-    os.waitpid(child, 0)
-
-
-def _start_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-
-
-def test_an_interface_counts_what_it_sends_and_receives() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        one.bind(("127.0.0.1", 0))
-        sent, received = interface_bytes("lo")
-        for _ in range(100):
-            one.sendto(bytes(1000), one.getsockname())
-        more_sent, more_received = interface_bytes("lo")
-    assert more_sent - sent >= 102_800 and more_received - received >= 102_800  # 28 bytes of headers each
-    with pytest.raises(ValueError, match="no interface 'eth77' here; expected one of .*lo"):
-        interface_bytes("eth77")
 
 
 @needs_namespaces

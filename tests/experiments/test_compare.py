@@ -167,26 +167,11 @@ def test_every_run_leaves_its_result_and_its_row(folder: Path, continued: Contin
     assert all(hook.partition(":")[0] in continued.printed for hook in HOOKS)
 
 
-def test_a_result_says_what_it_was_measured_with(results: dict[str, RunResult]) -> None:
-    result = results["all-reduce"]
-    assert result.settings.link.bits_per_second == 10e6
-    assert {"python", "torch", "commhooks"} <= set(result.versions)
-    assert {"processor", "cores", "load"} <= set(result.machine)
-    assert [found.step for found in result.evaluations] == [12]
-    assert result.replicas_identical
-
-
 def test_the_parts_of_every_step_add_up_to_it(results: dict[str, RunResult]) -> None:
     for result in results.values():
         for step in result.steps:
             assert step.compute + step.compression + step.waiting == pytest.approx(step.seconds, abs=1e-6)
             assert min(step.compute, step.compression, step.waiting) > -1e-6
-
-
-def test_no_step_is_faster_than_its_bytes(results: dict[str, RunResult]) -> None:
-    for result in results.values():
-        for step in result.steps:
-            assert step.seconds >= 8 * step.moved_bytes / 10e6
 
 
 def test_bytes_are_those_that_the_hooks_promise(results: dict[str, RunResult]) -> None:
@@ -217,10 +202,6 @@ def test_pytorchs_hooks_move_the_bytes_of_ours_and_learn_the_same(odd: dict[str,
     assert ours.steps[-1].payload_bytes < ours.steps[0].payload_bytes / 2
 
 
-def test_the_order_of_collectives_does_not_change_the_numbers(odd: dict[str, RunResult]) -> None:
-    assert losses(odd[ODD_HOOKS[4]]) == losses(odd[ODD_HOOKS[2]])
-
-
 def test_a_probe_finds_the_error_that_a_hook_makes(odd: dict[str, RunResult]) -> None:
     for result in odd.values():
         assert [probe.step for probe in result.probes] == [2, 4, 6]
@@ -234,13 +215,6 @@ def test_a_probe_finds_the_error_that_a_hook_makes(odd: dict[str, RunResult]) ->
     assert errors["norm.weight"] == 0 < 0.1 < errors["middle.weight"]  # vectors are sent whole
     residuals = {layer.name: layer.residual for layer in low_rank.layers}
     assert (residuals["norm.weight"] or 0) == 0 < (residuals["middle.weight"] or 0)
-
-
-def test_help_teaches_with_examples() -> None:
-    ended = CliRunner().invoke(app, ["compare", "--help"])
-    assert ended.exit_code == 0
-    for word in ("commhooks compare --task gpt", "torchrun", "--hook", "--rate", "100Mbit/s"):
-        assert word in ended.output
 
 
 @contextmanager

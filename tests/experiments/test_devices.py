@@ -54,13 +54,6 @@ def test_nccl_is_for_ranks_with_a_gpu_of_their_own_and_links_that_nobody_slows(
         assert backend_for(device, LinkSettings.parse(link), ranks) == backend
 
 
-def test_a_rate_asked_of_nccl_is_refused_with_the_reason() -> None:
-    with pytest.raises(
-        ValueError, match=r"over NCCL between GPUs; an emulated rate waits on the host, and so needs Gloo"
-    ):
-        LinkSettings.parse("real:1Gbit/s")
-
-
 def test_runs_on_different_devices_have_other_scenes_keys_and_words() -> None:
     one, other = (RunSettings.from_dict({"task": "digits", "device": device}) for device in ("cpu", "cuda"))
     assert one.scene != other.scene and one.key != other.key

@@ -21,7 +21,6 @@ from commhooks.experiments import planning
 from commhooks.experiments.accuracy import Accuracy
 from commhooks.experiments.commands.cli import app
 from commhooks.experiments.planning.costs import Costs
-from commhooks.experiments.planning.errors import ProfileError
 from commhooks.experiments.planning.probes import Probe
 from commhooks.experiments.planning.profiles import GradientProfile, Profile
 from commhooks.experiments.runs import RunResult, RunSettings
@@ -33,7 +32,7 @@ from commhooks.making import compressor_in_file
 from commhooks.saving.contents import read_contents
 from commhooks.saving.rules import LoadRules
 from tests.commhooks.mirrored import given
-from tests.commhooks.test_plan import a_probe, a_profile, hook, parts
+from tests.commhooks.test_plan import a_probe, a_profile, hook
 from tests.commhooks.told import told_by
 from tests.experiments.synthetic import result
 from tests.tiers import in_turn
@@ -214,19 +213,6 @@ def test_a_number_that_nothing_has_is_refused_and_nothing_hangs(name: str, numbe
         Costs.read(file)
 
 
-def test_a_step_that_would_never_end_raises() -> None:
-    link = planning.Link(rate=1e9, latency=1e308)
-    with pytest.raises(ValueError, match="the step would never end"):
-        planning.predict(planning.profile_from_tables(1e6, 4, compute=0.1, hooks=["fp16"], copy=4e-10), link)
-
-
-def test_a_profile_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
-    slow = dataclasses.replace(hook("fp16", 0.12, 1), step=parts(-1.0))
-    a_profile(slow).write(tmp_path / "profile.json")
-    with pytest.raises(ProfileError, match="the profile contradicts itself: a step would take -.* s"):
-        planning.plan(Profile.read(tmp_path / "profile.json"), a_probe())
-
-
 @pytest.mark.parametrize("text", ["a:b=(" * 10_000, "a(b=" * 10_000 + ")" * 10_000])
 def test_a_text_of_nested_brackets_is_refused_in_words(text: str) -> None:
     with pytest.raises(SettingsError, match="does not parse: its brackets are nested too deeply"):
@@ -259,18 +245,6 @@ def test_results_are_reported_as_text_and_without_an_import(planted: Path) -> No
     printed = shown("report", str(planted), "--out", str(planted / "out"))
     assert "[link=http://x]here[/link]" in "".join(printed.split())
     assert (planted / "out" / "report.html").exists() and not (planted / "imported").exists()
-
-
-def test_a_terminal_shows_names_from_plans_as_text(tmp_path: Path) -> None:
-    probe, profile = a_probe(), a_profile(hook("fp16", 0.113, 2))
-    dataclasses.replace(probe, link=ESCAPES).write(tmp_path / "probe.json")
-    hooks = {**profile.hooks, ESCAPES: profile.hooks["fp16"]}
-    dataclasses.replace(profile, hooks=hooks, model=ESCAPES, link=ESCAPES).write(tmp_path / "profile.json")
-    files = ("--probe", str(tmp_path / "probe.json"), "--profile", str(tmp_path / "profile.json"))
-    assert "[link=http://x]here[/link]" in shown("plan", *files)
-    file = tmp_path / f"{ESCAPES.replace('/', '')}.json"
-    file.write_text("{}")
-    assert "its format is None" in shown("plan", "--probe", str(file), *files[2:])
 
 
 @on_ranks(2, check_exit=False)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
-import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,20 +13,15 @@ import torch.distributed as dist
 from rich.console import Console
 from torch._C._distributed_c10d import HashStore
 
-from commhooks.experiments import machine
-from commhooks.experiments.machine import OtherPrograms
-from commhooks.experiments.report.writing import write
 from commhooks.experiments.results.goals import GoingOn, Pursuit
-from commhooks.experiments.results.outcomes import settings_of, took_turns
+from commhooks.experiments.results.outcomes import settings_of
 from commhooks.experiments.runs import Goal, RunResult, RunSettings, StepRecord
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.sweeps import execute
-from commhooks.experiments.sweeps.live import Live
 from commhooks.experiments.sweeps.notes import notes_about
-from commhooks.experiments.sweeps.store import table_of
 from commhooks.experiments.sweeps.sweep import Sweep, report_again
-from commhooks.experiments.training.worker import RunDone, StepDone, Work, train_all
-from tests.experiments.synthetic import result, results
+from commhooks.experiments.training.worker import RunDone, Work, train_all
+from tests.experiments.synthetic import result
 
 STEPS = 4
 TASK = """
@@ -99,22 +90,6 @@ def test_a_run_that_goes_on_has_the_same_steps_and_evaluation_as_one_that_ends_t
     assert ours.outcomes[0].moved_bytes == theirs.outcomes[0].moved_bytes
 
 
-def test_the_last_learning_rate_is_kept_after_the_steps_that_a_schedule_is_for(
-    alone: None, task: Spec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rates: list[float] = []
-    step = torch.optim.SGD.step
-
-    def kept(self: Any, closure: None = None) -> Any:
-        rates.append(self.param_groups[0]["lr"])
-        return step(self, closure)
-
-    monkeypatch.setattr(torch.optim.SGD, "step", kept)
-    trained(task, goals={0: Goal(loss=None, seconds=math.inf, steps=6)})
-    assert rates[::2][:STEPS] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
-    assert rates[2 * STEPS :] == pytest.approx([2.5e-4, 2.5e-4])
-
-
 def test_the_baseline_of_the_scene_sets_the_goal_and_does_not_go_on(alone: None, task: Spec) -> None:
     found = trained(task, going_on=GoingOn(baseline=Spec("all-reduce"), times=3, target=1e-9))
     first, other = found["all-reduce"], found["fp16"]
@@ -161,16 +136,6 @@ def test_a_run_goes_on_until_the_first_of_its_goals(goal: Goal, losses: list[flo
     assert made == more
 
 
-def test_the_goal_is_the_baselines_target_and_time() -> None:
-    first = result()
-    asked = GoingOn(baseline=Spec("all-reduce"), times=10, target=None)
-    (own,) = settings_of([first])
-    goal = asked.goal(first.steps)
-    assert goal == Goal(loss=own.targets[0], seconds=sum(step.seconds for step in first.steps), steps=400)
-    rising = [dataclasses.replace(step, loss=2 + step.step / 100) for step in first.steps]
-    assert asked.goal(rising).loss is None
-
-
 def test_a_hook_that_is_added_later_has_the_goal_of_the_baseline_that_is_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -188,56 +153,6 @@ def test_a_hook_that_is_added_later_has_the_goal_of_the_baseline_that_is_there(
     assert works[0].goals == {0: going_on.goal(first.steps)}
     (path,) = (tmp_path / "results").iterdir()
     assert RunResult.read(path).goal == works[0].goals[0]
-
-
-def test_sweeps_end_their_runs_after_the_steps_asked_for(tmp_path: Path) -> None:
-    assert Sweep(runs=(result().settings,), out=tmp_path).going_on([]) is None
-    with pytest.raises(ValueError, match=r"go_on: expected a whole number of at least 1: .* \(got 0\)"):
-        Sweep(runs=(result().settings,), out=tmp_path, go_on=0)
-
-
-def gone_on(run: RunResult, more: int) -> RunResult:
-    """Return the run as if it had gone on for so many steps."""
-    last, when = run.steps[-1], run.steps[-1].ended
-    added = tuple(dataclasses.replace(last, step=last.step + n, ended=when + 100 * n) for n in range(1, more + 1))
-    evaluations = (*run.evaluations, dataclasses.replace(run.evaluations[-1], step=last.step + more))
-    goal = Goal(loss=0.5, seconds=100.0, steps=10 * len(run.steps))
-    return dataclasses.replace(run, steps=run.steps + added, evaluations=evaluations, goal=goal)
-
-
-def test_a_result_that_went_on_survives_its_file_and_an_earlier_one_has_no_goal(tmp_path: Path) -> None:
-    long = gone_on(result(), 25)
-    path = long.write(tmp_path)
-    assert RunResult.read(path) == long
-    with_none = dataclasses.replace(long, goal=None).write(tmp_path)
-    with pytest.raises(ValueError, match="it has 65 of 40 steps"):
-        RunResult.read(with_none)
-    old = result().write(tmp_path)
-    old.write_text(old.read_text().replace(',\n "goal": null', ""))
-    assert '"goal"' not in old.read_text() and RunResult.read(old) == result()
-
-
-@pytest.mark.usefixtures("pictures_are_not_rendered")
-def test_runs_that_went_on_differently_far_are_reported(tmp_path: Path) -> None:
-    runs = [gone_on(one, 5 + 30 * one.settings.seed) if one.settings.hook.name == "powersgd" else one
-            for one in results(tasks=("gpt",), seeds=(0, 1))]  # fmt: skip
-    assert all(took_turns(runs[0], one) for one in runs)
-    path = write(runs, tmp_path, baseline=None, target_loss=None, command="")
-    assert "may go on after the steps asked for" in path.read_text()
-    table = table_of(runs)
-    assert list(table["steps"]) == [40] * 6
-    assert list(table["all_steps"]) == [40, 40, 45, 40, 40, 75]
-
-
-def test_the_terminal_shows_the_steps_beyond_those_asked_for_and_no_time_left() -> None:
-    run = gone_on(result(), 7)
-    live = Live([run.settings], {}, Console(width=120), clock=lambda: 0.0)
-    for step in run.steps:
-        live(run.settings, StepDone(0, step))
-    console = Console(width=120, file=io.StringIO())
-    with console.capture() as said:
-        console.print(live.drawn)
-    assert "40/40+7" in said.get() and "time left not known yet" in said.get()
 
 
 @pytest.mark.usefixtures("pictures_are_not_rendered")
@@ -262,24 +177,3 @@ def test_a_busy_machine_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.startswith("warning: The machine was busy")
     page = (tmp_path / "report" / "report.html").read_text()
     assert page.index("The machine was busy") < page.index("card finding")
-
-
-def test_what_other_programs_use_is_what_is_not_idle_and_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = {"busy": 100.0, "parent": 5.0, "clock": 0.0}
-    monkeypatch.setattr(machine, "_busy_seconds", lambda: now["busy"])
-    monkeypatch.setattr(machine, "_seconds_of", lambda process: now["parent"])
-    monkeypatch.setattr(time, "perf_counter", lambda: now["clock"])
-    others = OtherPrograms()
-    now |= {"busy": 120.0, "parent": 6.0, "clock": 10.0}
-    assert others.used(ranks_seconds=9.0) == pytest.approx((20 - 9 - 1) / 10)
-    assert others.used(ranks_seconds=50.0) == 0.0
-    monkeypatch.setattr(machine, "_busy_seconds", lambda: None)
-    assert others.used(ranks_seconds=9.0) is None
-
-
-def test_processor_time_is_read_where_the_system_has_it() -> None:
-    own, everyones = machine._seconds_of(os.getpid()), machine._busy_seconds()
-    assert (own is None) == (everyones is None)
-    if own is not None and everyones is not None:
-        assert own == pytest.approx(time.process_time(), abs=0.1) and everyones > own
-        assert machine._seconds_of(2**22 + 1) is None  # no such process

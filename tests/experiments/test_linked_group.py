@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from commhooks.experiments.links.linked_group import LinkedGroup, LinkedWork
 from commhooks.experiments.links.waits import WaitClock
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.training.registration import wrap_in_ddp
-from commhooks.experiments.training.stock import check_stock, is_stock, register_stock, stock_names
+from commhooks.experiments.training.stock import register_stock
 from tests.ddp_core.facts import Facts
 from tests.parity.training import ddp_class
 
@@ -162,16 +161,6 @@ def collectives_of_torch_distributed_work_on_the_group(rank: int) -> None:
     group.close()
 
 
-@facts
-def a_collective_that_fails_is_an_error_in_either_ddp(rank: int) -> None:
-    for which in ("torch", "ours"):
-        group = linked()
-        ddp = ddp_over(group, which, broadcast_buffers=False)
-        group.inner = SimpleNamespace(allreduce=lambda *_: Failing())  # type: ignore[assignment]  # 'has type "SimpleNamespace"': as a group's
-        with pytest.raises(RuntimeError, match="ConnectionError: connection closed by peer"):
-            step(ddp)
-
-
 test = facts.tests()
 
 
@@ -184,14 +173,6 @@ def test_a_collective_that_fails_raises_for_whoever_waits_and_does_not_wait_for_
     assert work.is_completed()
     work.thread.join(10)
     assert not work.thread.is_alive()
-
-
-def test_names_of_pytorchs_hooks_are_told_from_ours() -> None:
-    for name in stock_names():
-        assert is_stock(Spec.parse(name))
-        check_stock(Spec(name))
-    for other in ("fp16", "torch.package:TopK:ratio=0.1", "torchlike"):
-        assert not is_stock(Spec.parse(other))
 
 
 def test_a_pytorch_whose_class_hangs_over_an_emulated_link_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

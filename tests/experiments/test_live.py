@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import subprocess
-import sys
-import threading
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.runs import RunResult
 from commhooks.experiments.sweeps.execute import RunFailed
-from commhooks.experiments.sweeps.live import Live, listeners
+from commhooks.experiments.sweeps.live import Live
 from commhooks.experiments.training.worker import Evaluated, RunDone, StepDone
 from tests.experiments.synthetic import DENSE_BYTES, result
 
@@ -102,26 +96,6 @@ def test_without_a_terminal_every_run_leaves_one_line_and_with_quiet_none() -> N
     assert second.endswith(f"link {slow.settings.link.label}: failed: ValueError: no")
 
 
-def test_without_a_terminal_a_line_a_minute_says_how_far_the_runs_are() -> None:
-    clock, (shown, out), one = Clock(), console(), result()
-    live = Live([one.settings], {}, shown, clock=clock)
-    take(live, one, slice(7), clock, 20.0)
-    lines = out.getvalue().splitlines()
-    begins = [f"{one.settings.label}: step {step}/40 · 0 of 1 run · 0:0{step // 3}:00" for step in (3, 6)]
-    assert [line.rpartition(" · ")[0] for line in lines] == begins
-    assert lines[1].endswith("about 0:11:20 left")  # 34 steps
-
-
-def test_the_time_left_counts_all_runs_at_the_pace_so_far() -> None:
-    clock = Clock()
-    runs = [result(hook, seed=seed) for seed in (0, 1) for hook in ("all-reduce", "fp16")]
-    live = Live([one.settings for one in runs], {runs[2].settings: runs[2]}, console()[0], clock=clock)
-    clock.now += 7  # the processes start
-    for one in runs[:2]:
-        take(live, one, slice(20), clock, 1.5)
-    assert "about 0:02:00 left" in drawn(live, 120)[0]  # 80 steps
-
-
 def test_under_torchrun_only_rank_0_shows_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     run = result()
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -134,65 +108,3 @@ def test_under_torchrun_only_rank_0_shows_anything(monkeypatch: pytest.MonkeyPat
         shown.append(out.getvalue())
     assert "40 steps" in shown[0]
     assert shown[1] == ""
-
-
-def test_a_terminal_has_its_cursor_again_after_ctrl_c() -> None:
-    run = result()
-    shown, out = console(terminal=True)
-    live = Live([run.settings], {}, shown)
-    with pytest.raises(KeyboardInterrupt), live:
-        raise KeyboardInterrupt
-    hide, show = "\x1b[?25l", "\x1b[?25h"
-    assert out.getvalue().rindex(show) > out.getvalue().rindex(hide)
-
-
-IN_A_TERMINAL = """
-import os, sys
-from commhooks.experiments.screen import Screen
-from commhooks.experiments.sweeps.live import Live
-from commhooks.experiments.training.worker import StepDone
-from tests.experiments.synthetic import result
-run = result()
-with Live([run.settings], {}, Screen()) as live:
-    live(run.settings, StepDone(0, run.steps[0]))
-    for _ in "two ranks":
-        os.system("echo 'a warning of a rank' >&2")
-    live(run.settings, StepDone(0, run.steps[1]))
-print("said afterwards", file=sys.stderr)
-"""
-
-
-def test_what_ranks_write_to_standard_error_stands_once_above_the_progress() -> None:
-    ours, its = pty.openpty()
-    command = [sys.executable, "-c", IN_A_TERMINAL]
-    with subprocess.Popen(command, stdout=its, stderr=its, cwd=Path(__file__).parents[2]) as one:
-        try:
-            os.close(its)
-            shown: list[bytes] = []
-            reader = threading.Thread(target=_read, args=(ours, shown), daemon=True)
-            reader.start()
-            assert one.wait(timeout=60) == 0
-            reader.join(10)
-        finally:
-            one.kill()
-    os.close(ours)
-    text = b"".join(shown).decode()
-    assert text.count("a warning of a rank\r\n") == 1
-    before, after = text.split("a warning of a rank\r\n")
-    assert before.endswith("\x1b[2K") and "of 1 run" in after  # the progress is removed, and drawn again below it
-    assert after.rstrip().endswith("said afterwards")
-
-
-def _read(terminal: int, shown: list[bytes]) -> None:
-    while True:
-        try:
-            shown.append(os.read(terminal, 4096))
-        except OSError:  # nobody has the other end any more
-            return
-
-
-def test_listeners_hear_every_message_in_order() -> None:
-    heard: list[tuple[int, RunSettings, object]] = []
-    settings = result().settings
-    listeners(lambda *message: heard.append((1, *message)), lambda *message: heard.append((2, *message)))(settings, "x")
-    assert heard == [(1, settings, "x"), (2, settings, "x")]

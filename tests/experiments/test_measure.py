@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from commhooks.experiments.devices import Stopwatch
-from commhooks.experiments.links.link import LinkSettings
 from commhooks.experiments.links.waits import Interval, WaitClock, merged, overlap
-from commhooks.experiments.runs import RunSettings
-from commhooks.experiments.specs import Spec
-from commhooks.experiments.training import registration
 from commhooks.experiments.training.measure import StepClock
 
 intervals = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1])))
@@ -58,28 +54,3 @@ def test_a_step_is_split_into_parts_that_add_up() -> None:
     clock.remove()
     assert (split.compute, split.waiting, split.compression, split.hidden) == (5.0, 3.5, 1.5, 0.5)
     assert split.compute + split.waiting + split.compression == pytest.approx(split.seconds)
-
-
-@pytest.mark.parametrize(
-    ("kind", "interface", "local_ranks", "counted"),
-    [
-        ("real", "eth0", "1", True),
-        ("real", "eth0", None, True),
-        ("real", "eth0,eth1", "1", True),
-        ("hosts", "eth0", "1", True),
-        ("real", "eth0", "2", False),
-        ("real", "lo", "1", False),
-        ("real", None, "1", False),
-        ("emulated", "eth0", "1", False),
-    ],
-)
-def test_an_interface_is_counted_only_if_it_sends_for_one_rank(
-    kind: str, interface: str | None, local_ranks: str | None, counted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registration, "interface_bytes", lambda name: {"eth0": (7, 8), "lo": (9, 10)}[name])
-    for name, value in (("GLOO_SOCKET_IFNAME", interface), ("LOCAL_WORLD_SIZE", local_ranks)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    settings = RunSettings(task=Spec("digits"), link=LinkSettings(kind=kind))
-    assert registration.sent_by_interface(settings) == (7 if counted else None)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import statistics
 
 import pytest
 
 from commhooks.experiments.report.findings import facts_of
-from commhooks.experiments.results.outcomes import Setting, setting_of, settings_of
-from commhooks.experiments.results.summary import Typical, smoothed_losses, steps_to, target_loss, total_seconds
+from commhooks.experiments.results.outcomes import Setting, settings_of
+from commhooks.experiments.results.summary import Typical, smoothed_losses, steps_to, total_seconds
 from commhooks.experiments.runs import RunResult
 from tests.experiments.synthetic import DENSE_BYTES, diverged, result, results, stepwise, with_slow_probes
 
@@ -25,11 +23,6 @@ def setting(runs: list[RunResult], **options: float) -> Setting:
 
 def without(hook: str, seed: int, runs: list[RunResult]) -> list[RunResult]:
     return [one for one in runs if (one.settings.hook.label, one.settings.seed) != (hook, seed)]
-
-
-def never(run: RunResult) -> RunResult:
-    """Return the run as if it had reached no target."""
-    return stepwise(run, lambda _: {"loss": 9.0})
 
 
 def with_diverged(hook: str, seed: int, runs: list[RunResult]) -> list[RunResult]:
@@ -101,32 +94,11 @@ def test_each_seed_has_the_target_of_its_own_baseline_so_that_the_baseline_alway
     assert set(setting(GPT, target=2.4).targets.values()) == {2.4}
 
 
-def test_a_target_that_one_seed_misses_is_reached_by_the_others() -> None:
-    found = setting(with_diverged("fp16", 1, GPT)).outcomes[1]
-    assert sorted(found.reached) == [0, 2]
-    assert found.diverged == (1,)
-
-
 def test_a_diverged_run_is_counted_and_its_loss_is_not_averaged() -> None:
     found = setting(with_diverged(POWER, 2, GPT))
     outcome = found.outcomes[2]
     assert outcome.held_out_loss.seeds == 2 and math.isfinite(outcome.held_out_loss.mean)
     assert found.best == "fp16"  # though the other was faster with two seeds
-
-
-def test_a_seed_that_the_baseline_misses_does_not_count_against_a_hook() -> None:
-    missed = [never(one) if one.settings.seed == 1 else one for one in GPT]
-    found = setting(missed, target=2.4)
-    assert sorted(found.outcomes[0].reached) == [0, 2]
-    assert sorted(found.versus[POWER].to_target.by_seed) == [0, 2] and found.best == POWER
-
-
-def test_times_to_the_target_are_those_of_the_seeds_in_which_both_reached_it() -> None:
-    missed = [never(one) if one.settings.seed and one.settings.hook.label == "all-reduce" else one for one in GPT]
-    found = setting(missed, target=2.4)
-    first, *_, best = found.outcomes
-    assert (sorted(first.reached), best.hook) == ([0], POWER)
-    assert set(best.reached) == set(SEEDS) and set(found.versus[POWER].to_target.by_seed) == {0}
 
 
 def test_a_link_whose_rate_changes_has_no_use_and_a_warning() -> None:
@@ -144,59 +116,3 @@ def test_if_the_baselines_loss_did_not_fall_there_is_no_target() -> None:
     first = setting(rising).outcomes[0]
     assert all(map(math.isnan, first.targets.values())) and not first.reached
     assert set(setting(rising, target=2.1).outcomes[0].reached) == set(SEEDS)
-
-
-def test_probed_steps_are_no_typical_steps() -> None:
-    run = result()
-    found = setting([with_slow_probes(run)]).outcomes[0]
-    assert found.step.mean == pytest.approx(Typical.of(run.steps[::2]).seconds)
-    assert found.step_spread.high < 1
-    assert found.seconds.mean > 20 * 9.0  # the whole run counts them
-
-
-def test_the_parts_of_a_typical_step_add_up_and_times_over_each_other_are_the_speed_ups() -> None:
-    found = setting(GPT)
-    first = found.outcomes[0]
-    for one in found.outcomes:
-        assert sum(one.parts.values()) == pytest.approx(one.step.mean)
-    for one in found.outcomes[1:]:
-        versus = found.versus[one.hook]
-        for name, speed_up in (("step", versus.step), ("seconds", versus.run), ("seconds_to_target", versus.to_target)):
-            times = [getattr(each, name) for each in (first, one)]
-            assert times[0].mean / times[1].mean == pytest.approx(speed_up.mean)
-            assert len({*times[1].by_seed.values()}) == 3 and 0 < times[1].ends[0] < times[1].mean < times[1].ends[1]
-
-
-def test_interface_bytes_are_compared_with_those_counted_and_with_the_rate() -> None:
-    assert setting(GPT).outcomes[0].overhead.seeds == 0
-    counted = [stepwise(one, lambda step: {"interface_bytes": step.moved_bytes * 2}) for one in GPT]
-    found = setting(counted).outcomes[0]
-    assert found.overhead.mean == pytest.approx(2)
-    assert found.link_use.mean == pytest.approx(16 * found.moved_bytes.mean / 1e8 / found.seconds.mean, rel=1e-3)
-
-
-def test_runs_made_at_another_time_did_not_take_turns() -> None:
-    later = [
-        stepwise(one, lambda step: {"ended": step.ended + 1e6}) if one.settings.hook.label == "fp16" else one
-        for one in GPT
-    ]
-    versus = setting(later).versus
-    assert (versus["fp16"].turns, versus[POWER].turns) == (False, True)
-
-
-def test_a_failed_run_belongs_to_its_setting() -> None:
-    lost = dataclasses.replace(GPT[1].settings, seed=7)
-    (found,) = settings_of(GPT, failures=[lost])
-    assert found.seeds == (0, 1, 2, 7)
-    assert found.outcomes[1].failed == (7,)
-    assert setting_of(lost) == found.settings
-
-
-def test_the_smoothed_loss_is_a_mean_over_up_to_ten_steps() -> None:
-    steps = result(steps=25).steps
-    found = smoothed_losses(steps)
-    assert [len(found), *found] == pytest.approx(
-        [25, *(statistics.fmean(step.loss for step in steps[max(0, end - 10) : end]) for end in range(1, 26))]
-    )
-    assert smoothed_losses(steps[:4]) == pytest.approx(found[:4])
-    assert target_loss([steps]) == pytest.approx(found[0] + 0.95 * (found[-1] - found[0]))

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from commhooks.experiments import stored
 from commhooks.experiments.commands.cli import app
 from commhooks.experiments.report import writing
 from commhooks.experiments.report.page import HEAD, PICTURES
@@ -28,7 +23,6 @@ from commhooks.experiments.sweeps.execute import Listener, Made
 from commhooks.experiments.sweeps.lock import LOCK, claimed
 from commhooks.experiments.sweeps.output import prepare_folder
 from commhooks.experiments.sweeps.store import write_failure
-from tests.commhooks.test_full_disk import largest_file
 from tests.experiments.synthetic import result, results
 
 ROOT = Path(__file__).parents[2]
@@ -98,18 +92,6 @@ def test_overwrite_replaces_them(out: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (out / "report.html").read_text() == HEAD + "new"
 
 
-def test_the_demo_runs_a_second_time(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without what a make around this one hands on: it would have this one tell of its folders.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    command = ["make", "-n", "--no-print-directory", "demo"]
-    recipe = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    words = shlex.split(recipe.stdout.splitlines()[-1])
-    assert words[1] == "compare"
-    monkeypatch.chdir(out.parents[1])
-    ended, trained = run(monkeypatch, *words[2:])
-    assert (ended.exit_code, trained) == (0, True), ended.output
-
-
 def holding_a_report(folder: Path) -> Path:
     (folder / "plots").mkdir()
     (folder / "plots" / f"digits.{KIND}.png").write_bytes(b"a picture")
@@ -148,36 +130,6 @@ def test_a_folder_with_other_files_is_left_alone(there: str, foreign: str, out: 
     assert files(folder) == before
 
 
-def test_the_command_says_so_before_it_trains(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (out / "thesis.tex").write_text("years of work")
-    ended, trained = run(monkeypatch, "--out", str(out), "--overwrite")
-    assert (ended.exit_code, trained) == (2, False) and "(thesis.tex)" in ended.output
-
-
-def test_a_folder_with_nothing_but_a_report_can_have_another_one(tmp_path: Path) -> None:
-    prepare_folder(holding_a_report(tmp_path))
-
-
-def test_pictures_are_their_reports_also_once_the_results_are_gone(out: Path) -> None:
-    for path in (out / "results").iterdir():
-        path.unlink()
-    prepare_folder(out)
-    prepare_folder(out, overwrite=True)
-    assert not files(out)
-
-
-@pytest.mark.parametrize("foreign", ["report.html", "plots/a.png", LOCK, "results"])
-def test_somebody_elses_file_is_not_replaced_unasked(
-    foreign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / foreign).parent.mkdir(exist_ok=True)
-    (tmp_path / foreign).write_text("years of work")
-    ended, trained = run(monkeypatch, "--out", str(tmp_path))
-    assert (ended.exit_code, trained) == (2, False)
-    assert foreign in ended.output
-    assert files(tmp_path) == {foreign: b"years of work"}
-
-
 def test_a_folder_in_use_is_left_to_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is killed leaves its lock file, and no lock."""
     script = f"""
@@ -199,22 +151,6 @@ with claimed(pathlib.Path({str(tmp_path)!r})):
     with claimed(tmp_path), pytest.raises(ValueError, match=f"in use by process {os.getpid()} "), claimed(tmp_path):
         pass
     assert not (tmp_path / LOCK).exists()
-
-
-def test_a_removal_that_was_interrupted_can_be_gone_on_with(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unlink = Path.unlink
-
-    def removed_and_interrupted(path: Path) -> None:
-        unlink(path)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", removed_and_interrupted)
-        for _ in range(len(files(out)) - 1):
-            with pytest.raises(KeyboardInterrupt):
-                prepare_folder(out, overwrite=True)
-    prepare_folder(out, overwrite=True)
-    assert not files(out)
 
 
 def _make_a_dangling_link(path: Path) -> None:
@@ -243,16 +179,6 @@ def test_what_cannot_be_written_to_is_refused_before_training(
         assert f"error: out: {folder} " in ended.output
 
 
-@pytest.mark.parametrize("link", ["results", "report.html", f"results/{result('fp16', task='digits').file_name}"])
-def test_what_a_link_leads_to_is_left_alone(link: str, out: Path, tmp_path: Path) -> None:
-    elsewhere = (out / link).rename(tmp_path / "elsewhere")
-    (out / link).symlink_to(elsewhere)
-    before = files(out)
-    with pytest.raises(ValueError, match="files of another kind"):
-        prepare_folder(out, overwrite=True)
-    assert files(out) == before
-
-
 @pytest.mark.parametrize("written", ["results", "failures", "report.html", "plots/a.step-time.pdf", "tables/a.csv"])
 def test_a_file_for_which_the_disk_has_no_room_is_named(
     written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -275,27 +201,3 @@ def test_a_file_for_which_the_disk_has_no_room_is_named(
     assert caught.value.filename == str(path)
     if written == "results":
         assert list(path.parent.iterdir()) == []  # what was begun takes no room
-
-
-def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> None:
-    """So another process that reads it meanwhile finds it whole."""
-    path = tmp_path / "found.json"
-    path.write_text("found before")
-    with largest_file(50):
-        ended = CliRunner().invoke(app, ["check", "fp16", "--law", "wire", "--json", str(path)])
-    assert ended.exit_code == 1 and os.strerror(errno.EFBIG) in ended.output, ended.output
-    assert path.read_text() == "found before"
-
-
-def test_a_file_that_is_written_twice_at_once_is_that_of_one_of_the_two(tmp_path: Path) -> None:
-    path, together = tmp_path / "found.json", threading.Barrier(2)
-
-    def write(digit: str) -> None:
-        together.wait()
-        for _ in range(200):
-            stored.write_text(path, digit * 1000)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(write, "12"))
-    assert set(path.read_text()) in ({"1"}, {"2"})
-    assert [one.name for one in tmp_path.iterdir()] == ["found.json"]

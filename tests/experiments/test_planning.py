@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from commhooks.experiments.commands.cli import app
-from commhooks.experiments.planning.plans import plan
-from commhooks.experiments.planning.request import Planned, numbers_in
-from commhooks.experiments.planning.showing import probe_table, validation_table
-from commhooks.experiments.planning.worlds import check_world
-from experiments.studies.predictions.command import Case, written
+from commhooks.experiments.planning.request import numbers_in
 from tests.commhooks.test_plan import a_probe, a_profile, hook
 from tests.commhooks.test_sharded_steps import profiled
 
@@ -52,11 +46,6 @@ def test_numbers_alone_give_accuracy_beside_speed_and_the_safest_gain_with_its_l
     assert "assumed" not in text, "the latency was given"
 
 
-def test_a_latency_that_is_not_given_is_said_to_be_assumed() -> None:
-    text = said(*SIZES, "--link", "200Mbit/s", "--hook", "fp16")
-    assert "The latency is assumed" in text and "ping HOST" in text
-
-
 @pytest.mark.parametrize("rate", ["1Mbit/s", "25Gbit/s"])
 def test_at_a_rate_at_which_nothing_was_checked_nothing_is_recommended(rate: str) -> None:
     text = said(*SIZES, "--link", f"{rate},latency=50us", "--hook", "fp16")
@@ -90,12 +79,6 @@ def test_a_plan_from_files_names_the_hook_and_the_line_that_attaches_it(files: l
     assert "The plain all-reduce is predicted 0.0 %" in text
     other = said("plan", "--profile", files[-1], "--link", "100Mbit/s,latency=0")
     assert "The plain all-reduce" not in other, "it was measured over another link"
-
-
-def test_ranks_on_one_host_are_said_to_measure_its_loopback(files: list[str], tmp_path: Path) -> None:
-    for hosts, link, is_loopback in (("aa", "unlimited", True), ("ab", "real", False), ("aa", "hosts:1Gbit/s", False)):
-        dataclasses.replace(a_probe(), hosts=tuple(hosts), link=link).write(tmp_path / "probe.json")
-        assert ("this is the loopback of one machine, not your link" in said(*files)) == is_loopback
 
 
 def test_a_plan_says_what_fsdp2_would_take(files: list[str], tmp_path: Path) -> None:
@@ -135,47 +118,3 @@ def test_a_task_is_measured_on_two_ranks_and_validated(monkeypatch: pytest.Monke
     assert set(raw["measured"]) == {"noop", "allreduce", "fp16"}
     assert raw["plans"][0]["plain_error"] is not None and raw["probe"] is None
     assert "real steps, in turns" in text and "all-reduce" in text
-
-
-def test_files_that_hold_something_else_are_named(files: list[str], tmp_path: Path) -> None:
-    (tmp_path / "probe.json").write_text("{}")
-    assert "probe.json: expected a file of format 1" in said(*files, code=2)
-
-
-def test_a_table_compares_real_steps_with_what_was_predicted() -> None:
-    profile, probe = a_profile(hook("fp16", 0.113, 2)), a_probe()
-    steps = {"allreduce": [0.1, 0.1, 0.12], "noop": [0.1]}
-    found = Planned((plan(profile, probe),), "Model", None, profile, probe, steps)
-    console = Console(record=True, width=100)
-    console.print(validation_table(found))
-    text = console.export_text()
-    assert "140 ms" in text and "+40.0 %" in text and "noop" not in text
-
-
-def test_a_link_that_changes_in_time_cannot_be_measured() -> None:
-    assert check_world(None, "1Gbit/s")[0] == 2
-    with pytest.raises(ValueError, match="changes over time, so no figure holds for it"):
-        check_world(2, "1Gbit/s+100Mbit/s@30s")
-
-
-def test_a_probe_shows_the_sizes_that_were_sent() -> None:
-    console = Console(record=True, width=120)
-    console.print(probe_table(a_probe(largest=3000)))
-    text = console.export_text()
-    assert "all-to-all" in text and "2.93 KiB" in text and "0.03 ms" in text
-    assert "MiB" not in text and "64 KiB" not in text, "no column is of a size that was not sent"
-
-
-def test_a_probe_for_a_profile_has_as_many_ranks(files: list[str]) -> None:
-    said_so = said("probe", "--profile", files[-1], "--ranks", "3", code=2)
-    assert "the profile is of 2 ranks, and the probe of 3: give --ranks 2" in said_so
-
-
-def test_the_study_counts_errors_in_each_way_of_predicting() -> None:
-    steps = {"all-reduce": (0.2, 0.2, 0.3), "fp16": (0.1,)}
-    right, wrong = {"all-reduce": 0.2, "fp16": 0.1}, {"all-reduce": 0.22, "fp16": 0.05}
-    ways = {"profile, probe": right, "profile, link": wrong, "tables, link": right}
-    text = written([Case("gpt", "hosts:1Gbit/s", ways, ways, steps, 1.5, "a machine")])
-    assert "**profile, probe**: the median error of 2 steps is 0.0 % (goal 5.0 %: met)" in text
-    assert "**profile, link**: the median error of 2 steps is 30.0 % (goal 5.0 %: missed), and 50.0 % are" in text
-    assert "1 of 20 settings were measured" in text

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
-import threading
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
 
-from commhooks import SettingsError
-from commhooks.communicators import Collective
-from commhooks.experiments import stored
 from commhooks.experiments.planning import Profile
 from commhooks.experiments.planning.errors import ProfileError
-from commhooks.experiments.planning.keeping import Kept
-from commhooks.experiments.planning.phases import PhaseWatch
-from commhooks.experiments.planning.place import Place, free_cores
-from commhooks.experiments.planning.showing import profile_sentences, profile_table
-from commhooks.experiments.timing.pretending import PretendingCommunicator
-from commhooks.language.requests import Group
-from commhooks.tensors import local
 from tests.experiments import profiling_in_ranks
 from tests.experiments.standing_ranks import RANKS, StandingRanks
-from tests.quantised import OnCodes
-from tests.world import on_ranks
 
 LABELS = {one.label for one in profiling_in_ranks.candidates()}
 
@@ -119,64 +100,6 @@ def test_a_step_that_fails_on_one_rank_ends_the_profile_on_all(standing: Standin
             assert (is_as_before, is_gone) == (True, True)
 
 
-def test_buffers_that_a_forward_pass_replaces_are_put_back() -> None:
-    model = nn.Linear(2, 2)
-    model.register_buffer("average", torch.ones(2))
-    model.register_buffer("last", None)
-    average, kept = model.get_buffer("average"), Kept(model)
-    model.average, model.last = torch.zeros(2), torch.zeros(2)
-    kept.restore()
-    assert model.get_buffer("average") is average and average.tolist() == [1, 1]
-    assert dict(model.named_buffers()).keys() == {"average"}
-
-
-@on_ranks(1)
-def test_a_buffer_that_is_a_dtensor_is_put_back(rank: int) -> None:
-    model = nn.Module()
-    model.register_buffer("average", distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()]))
-    kept = Kept(model)
-    model.get_buffer("average").zero_()
-    kept.restore()
-    assert local(model.get_buffer("average")).tolist() == [1, 1]
-
-
-def test_frozen_codes_need_not_be_put_back() -> None:
-    """A tensor that answers no operation cannot be copied, and no training step changes it."""
-    model = OnCodes(1)
-    kept, optimizer = Kept(model), torch.optim.SGD(model.parameters(), lr=0.1)
-    kept.keep_optimizer(optimizer)
-    before = model.head.weight.detach().clone()
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    assert not torch.equal(model.head.weight, before)
-    kept.restore()
-    assert torch.equal(model.head.weight, before) and model.marks() == [1, 1]
-
-
-def test_a_file_is_replaced_behind_a_link_and_a_device_is_written_to(tmp_path: Path) -> None:
-    file, link, device = (tmp_path / name for name in ("file", "link", "device"))
-    link.symlink_to(file)
-    stored.write_text(link, "both")
-    assert link.is_symlink() and file.read_text() == "both"
-    os.mkfifo(device)
-    writer = threading.Thread(target=stored.write_text, args=(device, "passed on"), daemon=True)
-    writer.start()
-    assert device.is_fifo() and device.read_text() == "passed on"
-    writer.join()
-
-
-def test_a_profile_as_one_of_more_ranks_sends_what_one_of_them_does(standing: StandingRanks, core: Said) -> None:
-    said: list[Profile] = []
-    standing.run(profiling_in_ranks.profiled_as, RANKS, 16, said.append, timeout=120.0)  # type: ignore[arg-type]  # it hears objects
-    ((found,), alone) = (said, core[0][1])
-    assert (found.ranks, alone.ranks) == (16, RANKS)
-    of_many, of_two = (profiling_in_ranks.pretended(one, "int8") for one in (found, alone))
-    assert of_two.keys() >= {"all-to-all", "all-gather"}
-    assert of_many == {"all-reduce": sum(one.bytes for one in found.gradients)}, "so many would send more in codes"
-    powersgd = [profiling_in_ranks.pretended(one, "powersgd:rank=1") for one in (found, alone)]
-    assert powersgd[0] == powersgd[1]
-
-
 def test_what_cannot_be_profiled_is_refused_in_words(standing: StandingRanks) -> None:
     said: list[dict[str, str]] = []
     standing.run(profiling_in_ranks.refused, RANKS, None, said.append, timeout=120.0)  # type: ignore[arg-type]  # it hears objects
@@ -213,85 +136,3 @@ def test_a_profile_survives_json_and_what_is_none_is_refused(core: Said, tmp_pat
             Profile.read(path)
     with pytest.raises(ProfileError, match="FileNotFoundError"):
         Profile.read(tmp_path / "nothing.json")
-
-
-def test_table_and_sentences_are_made_of_a_profile(core: Said) -> None:
-    found = core[0][1]
-    assert profile_table(found).row_count == len(found.hooks) + 1
-    assert profile_sentences(found)[0].startswith("Noop bound: at most ")
-
-
-def test_the_bound_is_plain_over_noop_and_says_when_little_is_to_be_won(core: Said) -> None:
-    found = core[0][1]
-
-    def with_plain(factor: float) -> Profile:
-        seconds = found.noop.seconds
-        same = dataclasses.replace(seconds, low=seconds.median, high=seconds.median)
-        longer = dataclasses.replace(
-            seconds, median=factor * seconds.median, low=factor * seconds.median, high=factor * seconds.median
-        )
-        return dataclasses.replace(
-            found,
-            plain=dataclasses.replace(found.plain, seconds=longer),
-            noop=dataclasses.replace(found.noop, seconds=same),
-        )
-
-    assert with_plain(1.08).verdict() == (
-        "at most 1.08× to be won (1.08 to 1.08): communication is not your bottleneck"
-    )
-    assert with_plain(2.0).verdict() == "at most 2.00× to be won (2.00 to 2.00): communication takes 50% of a step"
-
-
-def test_backward_passes_inside_another_one_belong_to_it() -> None:
-    model = nn.Linear(3, 1)
-
-    def twice() -> None:
-        for _ in range(2):
-            checkpointed = torch.utils.checkpoint.checkpoint(
-                model, torch.ones(2, 3).requires_grad_(), use_reentrant=True
-            )
-            checkpointed.sum().backward()
-
-    with PhaseWatch(list(model.parameters())) as watch:
-        phases = watch.watch(twice)
-        assert len(phases.backward) == 2
-        assert sum(phases.parts) == pytest.approx(phases.seconds)
-        with pytest.raises(SettingsError, match="no backward pass"):
-            watch.watch(lambda: model(torch.ones(1, 3)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    [("all-reduce", (3, 2)), ("all-gather", (3, 3, 2)), ("all-to-all", (3, 2)), ("reduce-scatter", (2,))],
-)
-def test_pretended_answers_have_the_shape_of_real_ones(kind: str, shape: tuple[int, ...]) -> None:
-    collective = Collective(kind, torch.arange(6.0).reshape(3, 2))  # type: ignore[arg-type]  # each is a kind
-    anew, in_place = (PretendingCommunicator(1, 3, in_place=own).start(collective).result for own in (False, True))
-    assert anew.shape == in_place.shape == shape and torch.equal(anew, in_place)
-    assert torch.isfinite(anew).all()
-    shared = in_place.untyped_storage().data_ptr() == collective.tensor.untyped_storage().data_ptr()
-    assert shared, "it takes no memory, however many ranks there are"
-    assert (anew.data_ptr() == collective.tensor.data_ptr()) == (kind == "all-reduce")
-
-
-def test_a_collective_among_some_of_the_ranks_is_not_pretended() -> None:
-    among_some = Collective("all-reduce", torch.ones(2), group=Group("inner", 2))
-    with pytest.raises(SettingsError, match="among inner ranks only has no place in a profile"):
-        PretendingCommunicator(0, 4).start(among_some)
-
-
-def test_a_core_is_free_if_processors_are_left_beside_those_that_compute() -> None:
-    def place(machine: str, processors: set[int], threads: int = 1) -> Place:
-        return Place(machine, frozenset(processors), threads)
-
-    alone = place("one", {0, 1})
-    assert free_cores([alone]) == 2
-    assert free_cores([alone, alone]) == 1  # namespaces of one machine
-    assert free_cores([alone, place("two", {0, 1})]) == 2
-    assert free_cores([place("one", {0}), place("one", {1})]) == 1  # pinned: one each
-    assert free_cores([place("one", {0, 1}, threads=2)]) == 1
-
-
-@pytest.mark.bench
-def test_the_profilers_own_time_is_under_two_percent_of_a_step(core: Said) -> None:
-    assert 0 < core[0][1].own_share < 0.02

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import re
 from html.parser import HTMLParser
@@ -13,29 +12,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from commhooks.experiments.links.link import LinkSettings
-from commhooks.experiments.report.across import series_of
-from commhooks.experiments.report.bars import step_time
-from commhooks.experiments.report.findings import dilation, distinguished, finding, names_of
-from commhooks.experiments.report.layers import layers_of
-from commhooks.experiments.report.lines import figures, lines_of
-from commhooks.experiments.report.plots import LIGHT, looks
+from commhooks.experiments.report.findings import finding
+from commhooks.experiments.report.lines import lines_of
 from commhooks.experiments.report.table import print_tables
-from commhooks.experiments.report.words import (
-    link_in_words,
-    listed,
-    percent,
-    seconds_in_words,
-    shortened,
-    signed,
-    times,
-)
 from commhooks.experiments.report.writing import write
 from commhooks.experiments.results.outcomes import Setting, settings_of
 from commhooks.experiments.results.verdicts import Judged, Range, Verdict
 from commhooks.experiments.runs import RunResult, RunSettings
 from commhooks.experiments.specs import Spec
-from commhooks.units import bytes_in_words
 from tests.experiments.synthetic import diverged, result, results, stepwise
 
 SEEDS = (0, 1, 2)
@@ -116,25 +100,6 @@ def test_the_page_shows_a_picture_a_table_and_a_sentence_for_each_setting_and_fo
     assert "4 ranks share 2 cores" in shown.words
 
 
-@pytest.mark.a_row
-def test_pictures_are_png_svg_and_pdf_and_tables_csv_and_latex(folder: Path) -> None:
-    kinds = {"time", "steps", "bytes", "metric", "step-time", "gradients", "layers"}
-    names = {f"{link}.{kind}" for link in ("100-Mbit-s", "1-Gbit-s") for kind in kinds} | {"series-1.rate"}
-    assert {path.name for path in (folder / "plots").iterdir()} == {
-        f"{name}.{suffix}" for name in names for suffix in ("png", "svg", "pdf")
-    }
-    begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
-    for path in (folder / "plots").iterdir():
-        assert path.read_bytes().startswith(begins[path.suffix[1:]])
-    with (folder / "tables" / "1-Gbit-s.csv").open() as file:
-        rows = {row["hook"]: row for row in csv.DictReader(file)}
-    found = settings_of(results(tasks=("gpt",), seeds=SEEDS, links=("1Gbit/s",)))[0]
-    assert float(rows[POWER]["speed_up_low"]) == pytest.approx(found.judged[POWER].speed_up.low)
-    assert float(rows["fp16"]["moved_bytes"]) == 8e7 and rows["all-reduce"]["verdict"] == ""
-    latex = (folder / "tables" / "1-Gbit-s.tex").read_text()
-    assert r"\toprule" in latex and r"$\times$" in latex and latex.count(r"\\") == 1 + len(rows)
-
-
 def test_a_report_of_nothing_is_refused_and_one_of_failures_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one finished or failed run"):
         write([], tmp_path, baseline=None, target_loss=None, command="")
@@ -155,13 +120,6 @@ def test_the_terminal_has_at_most_25_lines_a_setting_and_they_fit(width: int) ->
     assert "and 10 hooks more, on the page" in lines
     typed = [line.strip() for line in lines[-2:]]
     assert typed == ['commhooks.attach(model, "fp16")', f'commhooks.attach(model, "{POWER}")']
-
-
-def test_a_slower_curve_stands_higher_in_the_terminal() -> None:
-    out = StringIO()
-    print_tables(results(tasks=("gpt",)), Console(file=out, width=160))
-    curves = {line.split()[0]: line.split()[1] for line in out.getvalue().splitlines() if re.search("[▁-█] ", line)}
-    assert curves["all-reduce"][1] > curves[POWER][1] and len(curves["all-reduce"]) > len(curves[POWER])
 
 
 def test_the_sentence_names_what_pays_or_the_baseline_or_what_is_lacking() -> None:
@@ -195,80 +153,3 @@ def test_lines_are_in_the_order_of_verdicts_and_name_what_went_wrong() -> None:
     assert "no seed in common" in alone[1].warning and not alone[1].verdict
     later = [result(), stepwise(result("fp16"), lambda step: {"ended": step.ended + 1e6})]
     assert lines_of(setting(later))[1].warning == "made at another time"
-
-
-def test_all_figures_are_means_with_both_values_or_intervals() -> None:
-    counted = [stepwise(one, lambda step: {"interface_bytes": step.moved_bytes}) for one in results(tasks=("gpt",))]
-    headings, rows = figures(setting(counted))
-    found = {row[0][0]: dict(zip(headings, row, strict=True)) for row in rows}
-    assert found["all-reduce"]["interface bytes / counted"] == ("1.00×", "")
-    assert found["fp16"]["compression"] == ("10.0 ms", "")
-    _, rows = figures(setting(results(tasks=("gpt",), seeds=SEEDS)))
-    step = rows[0][headings.index("step")]
-    assert step[0] == "384 ms" and re.fullmatch(r"\d+ ms to \d+ ms", step[1])
-
-
-def test_the_bars_end_where_the_steps_do() -> None:
-    found = setting(results(tasks=("gpt",), seeds=SEEDS))
-    (axes,) = step_time(found).axes
-    boxes = [bar.get_path().get_extents(bar.get_patch_transform()) for bar in axes.patches]
-    ends = [max(box.x1 for box in boxes if box.y0 < row < box.y1) for row in range(3)]
-    assert ends == pytest.approx([1e3 * outcome.step.mean for outcome in found.outcomes])
-
-
-def test_many_layers_are_the_largest_by_name_and_the_median_of_the_others() -> None:
-    layers = layers_of(setting([result(), result("fp16", ratio=2, layers=200)]).outcomes[1])
-    assert len(layers) == 15
-    assert layers[-1].name == "186 smaller ones (median)"
-    assert layers[0].smaller == pytest.approx(2, rel=0.05)
-
-
-def test_settings_that_differ_in_one_number_are_a_series() -> None:
-    grid = [
-        (hook, link, ranks) for hook in ("all-reduce", "fp16") for link in ("1Gbit/s", "10Mbit/s") for ranks in (2, 4)
-    ]
-    runs = [result(hook, link=link, ranks=ranks) for hook, link, ranks in grid]
-    found = [(one.along, one.name, one.places) for one in series_of(settings_of(runs))]
-    assert found == [
-        ("rate", "2 ranks", (1e7, 1e9)),
-        ("rate", "4 ranks", (1e7, 1e9)),
-        ("ranks", "1 Gbit/s", (2.0, 4.0)),
-        ("ranks", "10 Mbit/s", (2.0, 4.0)),
-    ]
-
-
-def test_settings_are_named_by_what_distinguishes_them_and_stated_compute_is_explained() -> None:
-    found = settings_of([result(link=link, ranks=ranks) for link in ("10Mbit/s", "1Gbit/s") for ranks in (2, 4)])
-    assert names_of(found) == ["10 Mbit/s · 2 ranks", "10 Mbit/s · 4 ranks", "1 Gbit/s · 2 ranks", "1 Gbit/s · 4 ranks"]
-    assert names_of(settings_of([result()])) == ["gpt · 100 Mbit/s · 2 ranks"]
-    links = [LinkSettings.parse(text) for text in ("unlimited,latency=5ms", "100Mbit/s", "unlimited,framing=off")]
-    assert distinguished([dataclasses.replace(result().settings, link=link) for link in links]) == [
-        "unlimited · latency 5 ms", "100 Mbit/s · no latency", "unlimited · framing off",
-    ]  # fmt: skip
-    run = dataclasses.replace(result(compute="200ms"), dilation=2.06, compute_here=0.412)
-    assert "stated as 200ms; it took 412 ms here: time is dilated 2.06 ×" in dilation(setting([run]))
-
-
-def test_twenty_hooks_are_all_drawn_differently() -> None:
-    found = looks([f"powersgd:rank={n}" for n in range(20)], "powersgd:rank=0")
-    assert len({(look.colour, str(look.dashes)) for look in found.values()}) == 20
-    assert found["powersgd:rank=0"].colour == LIGHT.first
-
-
-def test_numbers_and_links_read_well() -> None:
-    assert [bytes_in_words(n) for n in (12, 4_200, 72_600_000, 1.5e9)] == ["12 B", "4.20 kB", "72.6 MB", "1.50 GB"]
-    assert [seconds_in_words(s) for s in (0.0981, 65.2, None)] == ["98.1 ms", "65.2 s", "—"]
-    assert (times(7.123), times(float("inf")), percent(0.975)) == ("7.12×", "nothing moved", "97.5 %")
-    assert [signed(value) for value in (0.0123, -0.0004, -1.5)] == ["+0.012", "0.000", "-1.500"]
-    assert [listed(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
-    assert shortened("blocks.15.attention.weight", 11) == "block…eight"
-    said = {
-        "100Mbit/s": "an emulated link of 100 Mbit/s",
-        "emulated:rate=1Gbit/s,latency=0.2ms": "an emulated link of 1 Gbit/s, latency 0.2 ms",
-        "hosts:rate=10Mbit/s": "network namespaces linked at 10 Mbit/s",
-        "unlimited": "an emulated link without a limit",
-        "unlimited,latency=5ms": "an emulated link without a limit, latency 5 ms",
-        "hosts": "network namespaces linked without a limit",
-        "real": "the real network",
-    }
-    assert {text: link_in_words(LinkSettings.parse(text)) for text in said} == said

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 from torch import nn
 
 from commhooks.experiments.links.gloo import course_of
 from commhooks.experiments.links.link import LinkSettings
-from commhooks.experiments.report.writing import write
-from commhooks.experiments.results.outcomes import settings_of
 from commhooks.experiments.runs import SHARDED, RunResult, RunSettings
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import load_task
@@ -63,10 +60,6 @@ def test_blocks_are_the_outermost_listed_modules_with_a_matrix_of_their_own() ->
     assert rest == ShardedModule(trained=((3, 3), (3,), (3,), (3,)), frozen=((3,),), stays=True)
 
 
-def test_a_rank_keeps_as_much_of_the_first_dimension_as_any_other() -> None:
-    assert ShardedModule(((5, 3), (4,), ()), frozen=((1, 2),)).shard_bytes(2) == 4 * (9 + 2 + 1 + 2)
-
-
 def test_two_ranks_without_compression_train_bit_for_bit_as_plain_fsdp2_and_closely_as_a_ddp(
     results: dict[str, RunResult],
 ) -> None:
@@ -106,17 +99,6 @@ def test_exchanges_take_their_time_on_the_link_and_all_of_it_counts_once(results
         for step in results[name].steps:
             assert min(step.compute, step.compression, step.waiting) >= 0 and step.hidden == 0
             assert step.compute + step.compression + step.waiting == pytest.approx(step.seconds)
-
-
-@pytest.mark.usefixtures("pictures_are_not_rendered")
-def test_a_report_compares_them_with_plain_fsdp2(results: dict[str, RunResult], tmp_path: Path) -> None:
-    shown = [results[hook] for hook in SENT]
-    write(shown, tmp_path, baseline=NO_HOOK, target_loss=None, command="")
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "FSDP2" in page and NO_HOOK in page
-    (setting,) = settings_of(shown, baseline=NO_HOOK)
-    ratios = {one.hook: one.ratio for one in setting.outcomes}
-    assert ratios[NO_HOOK] == 1 < ratios["bf16"] < ratios["int8"] < ratios["int4"] < 3
 
 
 @pytest.mark.parametrize("hook", SENT[1:])

@@ -16,7 +16,7 @@ from experiments.studies.lockstep import train_in_lockstep, vnmse
 from tests.experiments.test_lockstep_training import digits
 from tests.flat_cost import two_hop_names
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "codes.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "hooks.md"
 RANKS, ELEMENTS = 4, 1 << 17
 
 
@@ -25,7 +25,7 @@ def printed() -> dict[str, float]:
     rows = re.findall(r"^\| (`.+) \|$", GUIDE.read_text(encoding="utf-8"), re.M)
     found: dict[str, float] = {}
     for cells in (row.split(" | ") for row in rows):
-        if len(cells) == 4:
+        if len(cells) == 6:
             specs = re.findall(r"`([^`]+)`", cells[0])
             found |= dict(zip(specs, map(float, cells[-1].split(", ")), strict=True))
     return found

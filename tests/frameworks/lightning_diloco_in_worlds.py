@@ -224,38 +224,6 @@ def seen(rank: int) -> dict[str, Any]:
     return found
 
 
-def broadcasts(rank: int) -> dict[str, int]:
-    """Return how often something is broadcast in training, with Lightning's strategy and with ours."""
-    counts = {}
-    original: Any = dist.broadcast
-    for name, callback, strategy in (("ddp", None, DDPStrategy), ("diloco", diloco_of("streaming"), DiLoCoStrategy)):
-        counted = Counted()
-        dist.broadcast = functools.partial(counted.count, original)
-        try:
-            fit(callback, counted, strategy=strategy)
-        finally:
-            dist.broadcast = original
-        counts[name] = counted.calls
-    return counts
-
-
-class Counted(pl.Callback):
-    """Counts calls between the first batch and the last."""
-
-    def __init__(self) -> None:
-        self.calls, self._in_training = 0, False
-
-    def on_train_batch_start(self, *others: Any) -> None:
-        self._in_training = True
-
-    def on_train_end(self, *others: Any) -> None:
-        self._in_training = False
-
-    def count(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.calls += self._in_training
-        return function(*args, **kwargs)
-
-
 # --- around a fit -----------------------------------------------------------------------------------------------------
 
 

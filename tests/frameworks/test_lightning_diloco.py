@@ -94,13 +94,6 @@ def test_ranks_see_other_samples_and_evaluate_one_model_without_changing_trainin
     assert ranks[0]["evaluated"]["loss"] == ranks[1]["evaluated"]["loss"]
 
 
-def test_lightning_communicates_in_rounds_alone() -> None:
-    """With its own strategy, Lightning broadcasts a flag in every batch."""
-    for counted in run_ranks(worlds.broadcasts, 2):
-        assert counted["ddp"] >= EPOCHS * STEPS_AN_EPOCH - 1
-        assert counted["diloco"] == 0
-
-
 def test_it_saves_after_a_fit_removes_every_ranks_files_and_fits_again(tmp_path: Path) -> None:
     run_ranks(worlds.around_a_fit, 2, str(tmp_path))
 

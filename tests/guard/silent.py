@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-from torch.func import functional_call, grad
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from tests.guard.situations import (
@@ -27,7 +25,6 @@ from tests.guard.situations import (
     Net,
     Run,
     Situations,
-    average,
     put,
     squares,
 )
@@ -53,46 +50,9 @@ def the_inner_module_is_called_in_the_third_step_alone(run: Run) -> None:
 
 
 @silent()
-def the_inner_module_is_called_and_gradients_are_clipped(run: Run) -> None:
-    for step in run.steps():
-        run.backward(run.model if step == 0 else run.model.module)
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-
-
-@silent()
-def the_inner_module_is_called_and_gradients_are_set_to_zero(run: Run) -> None:
-    for step in run.steps(set_to_none=False):
-        run.backward(run.model if step == 0 else run.model.module)
-
-
-@silent()
-def the_inner_module_is_called_where_gradients_are_views_of_buckets(run: Run) -> None:
-    run.model = run.wrap(Net(), gradient_as_bucket_view=True)
-    for step in run.steps():
-        run.backward(run.model.module if step == 2 else run.model)
-
-
-@silent()
 def the_inner_module_of_a_static_graph_is_called(run: Run) -> None:
     run.model = run.wrap(Net(), static_graph=True)
     run.train(run.model.module, steps=1)
-
-
-@silent()
-def the_inner_module_of_a_static_graph_is_called_after_its_first_iteration(run: Run) -> None:
-    run.model = run.wrap(Net(), static_graph=True)
-    run.train(steps=1)
-    run.train(run.model.module)
-
-
-@silent()
-def the_inner_module_of_one_of_two_wrappers_that_share_a_layer_is_called(run: Run) -> None:
-    one, other = Net(), Net()
-    other.first = one.first
-    first, second = run.wrap(one), run.wrap(other)
-    optimizer = run.optimizer_of(dict.fromkeys([*one.parameters(), *other.parameters()]))
-    run.train(first, optimizer, steps=2)
-    run.train(second.module, optimizer)
 
 
 @silent()
@@ -104,23 +64,9 @@ def the_inner_module_is_called_beside_a_model_of_one_rank(run: Run) -> None:
 
 
 @silent()
-def the_inner_module_is_called_after_it_was_compiled(run: Run) -> None:
-    compiled = torch.compile(run.model.module, backend="eager")
-    for step in run.steps():
-        run.backward(run.model if step == 0 else compiled)
-
-
-@silent()
 def the_inner_module_is_called_with_its_activations_checkpointed(run: Run) -> None:
     for _ in run.steps():
         run.backward(lambda x: checkpoint(run.model.module, x, use_reentrant=False))
-
-
-@silent()
-def the_inner_module_is_called_by_functional_call(run: Run) -> None:
-    parameters = dict(run.model.module.named_parameters())
-    for step in run.steps():
-        run.backward(run.model if step == 0 else lambda x: functional_call(run.model.module, parameters, (x,)))
 
 
 @silent()
@@ -133,31 +79,10 @@ def the_inner_module_is_called_and_a_scaler_steps(run: Run) -> None:
         scaler.update()
 
 
-@silent()
-def a_method_of_the_inner_module_is_called_in_a_second_pass(run: Run) -> None:
-    for _ in run.steps():
-        run.backward(run.model)
-        run.backward(run.model.module.encode)
-
-
 @silent(RIGHT)
 def a_method_of_the_inner_module_is_called_in_the_same_pass(run: Run) -> None:
     for _ in run.steps():
         (run.loss(run.model) + run.loss(run.model.module.encode)).backward()
-
-
-@silent()
-def lbfgs_calls_the_inner_module_in_its_closure(run: Run) -> None:
-    optimizer, batch = torch.optim.LBFGS(run.model.parameters(), max_iter=2), run.batch()
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = squares(run.model.module(batch))
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)
 
 
 @silent()
@@ -225,13 +150,6 @@ def optimizers_step_in_hooks_registered_before_wrapping(run: Run) -> None:
 
 
 @silent()
-def optimizers_step_in_hooks_registered_after_wrapping(run: Run) -> None:
-    step_in_hooks(run, run.model.module)
-    for _ in range(4):
-        run.backward(run.model)
-
-
-@silent()
 def optimizers_step_in_hooks_and_the_inner_module_is_called(run: Run) -> None:
     step_in_hooks(run, run.model.module)
     for _ in range(4):
@@ -248,13 +166,6 @@ def pytorchs_optimizer_in_backward_steps_after_the_inner_module_was_called(run: 
 
 
 # ---------------------------------------------------------------- parameters that the reducer does not know
-
-
-@silent()
-def parameters_are_replaced_by_a_load_with_assign(run: Run) -> None:
-    module = run.model.module
-    module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
-    run.train(optimizer=run.optimizer_of(module.parameters()))
 
 
 def replace_the_head(run: Run, **options: Any) -> None:
@@ -289,21 +200,6 @@ def a_layer_frozen_when_it_was_wrapped_is_thawed(run: Run) -> None:
     run.train(steps=1)
     module.first.requires_grad_(True)
     run.train()
-
-
-@silent()
-def weights_are_reparametrized_after_wrapping(run: Run) -> None:
-    parametrizations.weight_norm(run.model.module.head)
-    run.train(optimizer=run.optimizer_of(run.model.parameters()))
-
-
-@silent()
-def an_adapter_is_added_to_a_frozen_model_after_wrapping(run: Run) -> None:
-    run.train(steps=1)
-    run.model.module.first.requires_grad_(False)
-    torch.manual_seed(1)
-    run.model.module.extra = nn.Sequential(nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False))
-    run.train(optimizer=run.optimizer_of(run.model.module.extra.parameters()))
 
 
 # ---------------------------------------------------------------- more passes than are averaged
@@ -370,54 +266,10 @@ def the_last_micro_batch_is_in_no_sync(run: Run) -> None:
         run.backward_in_no_sync()
 
 
-@silent()
-def an_epoch_ends_within_an_accumulation(run: Run) -> None:
-    """Of seven micro-batches, three to a step, the last is stepped on without its synchronised pass."""
-    micro_batches = 7
-    for number in range(micro_batches):
-        if number % 3 == 2:
-            run.backward(run.model)
-        else:
-            run.backward_in_no_sync()
-        if number % 3 == 2 or number == micro_batches - 1:
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-
 @silent(WARNS)
 def steps_are_taken_inside_no_sync(run: Run) -> None:
     with run.model.no_sync():
         run.train()
-
-
-@silent()
-def one_of_three_optimizers_steps_on_gradients_that_are_not_averaged_by_hand(run: Run) -> None:
-    net = run.model.module
-    optimizers = [run.optimizer_of(part.parameters()) for part in (net.first, net.second, net.head)]
-    for _ in run.steps(4, *optimizers):
-        run.backward_in_no_sync()
-        average(parameter.grad for part in (net.first, net.second) for parameter in part.parameters())
-
-
-@silent()
-def one_layer_has_so_many_passes_that_the_log_forgets_the_others(run: Run) -> None:
-    net = run.model.module
-    body = run.optimizer_of([*net.first.parameters(), *net.second.parameters()])
-    head = run.optimizer_of(net.head.parameters())
-    for _ in run.steps(2, body, head):
-        run.backward(run.model)
-        run.backward(net.encode)
-        for _ in range(20):
-            run.backward(lambda x: net.head(net.encode(x).detach()))
-        average(parameter.grad for parameter in net.head.parameters())
-
-
-@silent()
-def the_model_is_evaluated_and_its_inner_module_is_called(run: Run) -> None:
-    for step in run.steps():
-        run.backward(run.model if step == 0 else run.model.module)
-        with torch.no_grad():
-            run.model(run.batch())
 
 
 # ---------------------------------------------------------------- gradients that come another way
@@ -434,21 +286,6 @@ def gradients_come_from_autograd_grad(run: Run) -> None:
     parameters = list(run.model.parameters())
     for _ in run.steps():
         put(parameters, torch.autograd.grad(run.loss(run.model), parameters))
-
-
-@silent()
-def gradients_come_from_torch_func(run: Run) -> None:
-    parameters = dict(run.model.module.named_parameters())
-
-    def loss(values: dict[str, Tensor], batch: Tensor) -> Tensor:
-        return squares(functional_call(run.model.module, values, (batch,)))
-
-    for step in run.steps():
-        if step == 0:
-            run.backward(run.model)
-            continue
-        values = {name: parameter.detach() for name, parameter in parameters.items()}
-        put(parameters.values(), grad(loss)(values, run.batch()).values())
 
 
 @silent(MISSED)

@@ -5,11 +5,8 @@ What ends with different ranks on purpose is registered with `LOCAL`, what says 
 
 from __future__ import annotations
 
-import copy
-import gc
 import io
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,15 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
@@ -34,7 +29,6 @@ import ddp_core.guard.proof
 from tests.guard.situations import (
     LOCAL,
     OTHER_ERROR,
-    RAISES,
     RIGHT,
     TORCH_ATTACH,
     TORCH_HOOK,
@@ -104,26 +98,6 @@ def micro_batches_accumulate_in_no_sync(run: Run) -> None:
 
 
 @sound()
-def micro_batches_accumulate_and_each_is_averaged(run: Run) -> None:
-    for _ in run.steps():
-        for _ in range(3):
-            run.backward(run.model)
-
-
-@sound()
-def a_micro_batch_past_the_wrapper_is_averaged_with_the_next(run: Run) -> None:
-    for _ in run.steps():
-        run.backward(run.model.module)
-        run.backward(run.model)
-
-
-@sound()
-def two_forward_passes_share_a_backward_pass(run: Run) -> None:
-    for _ in run.steps():
-        (run.loss(run.model) + run.loss(run.model)).backward()
-
-
-@sound()
 def a_branch_is_unused_in_every_other_step(run: Run) -> None:
     run.model = run.wrap(Net(), find_unused_parameters=True)
     for step in run.steps(5):
@@ -135,33 +109,6 @@ def ranks_use_different_branches(run: Run) -> None:
     run.model = run.wrap(Net(), find_unused_parameters=True)
     for step in run.steps(5):
         run.backward(run.model, without_head=(step + run.rank) % 2 == 1)
-
-
-@sound()
-def a_branch_is_used_in_no_sync_alone(run: Run) -> None:
-    run.model = run.wrap(Net(), find_unused_parameters=True)
-    for _ in run.steps():
-        run.backward_in_no_sync()
-        run.backward(run.model, without_head=True)
-
-
-@sound()
-def a_branch_is_frozen_then_thawed_and_was_always_wrapped(run: Run) -> None:
-    run.model = run.wrap(Net(), find_unused_parameters=True)
-    for step in run.steps():
-        run.model.module.first.requires_grad_(step > 1)
-        run.backward(run.model)
-
-
-@sound()
-def a_branch_is_thawed_and_the_model_wrapped_again(run: Run) -> None:
-    module = Net()
-    module.first.requires_grad_(False)
-    first = run.wrap(module, find_unused_parameters=True)
-    run.train(first, run.optimizer_of(module.parameters()), steps=2)
-    module.first.requires_grad_(True)
-    second = run.wrap(module, find_unused_parameters=True)
-    run.train(second, run.optimizer_of(module.parameters()))
 
 
 @sound()
@@ -188,33 +135,6 @@ def gradients_are_clipped(run: Run) -> None:
     for _ in run.steps():
         run.backward(run.model)
         nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-
-
-@sound()
-def gradients_are_scaled_and_weights_decay_by_hand(run: Run) -> None:
-    for _ in run.steps():
-        run.backward(run.model)
-        for parameter in run.model.parameters():
-            parameter.grad.mul_(0.5).add_(parameter.detach(), alpha=0.01)
-
-
-@sound()
-def noise_from_one_seed_is_added(run: Run) -> None:
-    for step in run.steps():
-        run.backward(run.model)
-        generator = torch.Generator().manual_seed(step)
-        for parameter in run.model.parameters():
-            parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
-
-
-@sound()
-def gradients_of_two_tasks_are_combined_by_hand(run: Run) -> None:
-    for _ in run.steps():
-        run.backward(run.model)
-        first = [gradient.clone() for gradient in gradients_of(run.model)]
-        run.optimizer.zero_grad()
-        run.backward(run.model)
-        put(run.model.parameters(), [a + b for a, b in zip(first, gradients_of(run.model), strict=True)])
 
 
 def scaled_passes(run: Run, step: int, scaler: torch.amp.GradScaler) -> None:
@@ -259,15 +179,6 @@ sound.calls(
 )
 
 
-@sound()
-def a_penalty_of_the_gradient_is_added(run: Run) -> None:
-    for _ in run.steps():
-        batch = run.batch().requires_grad_()
-        loss = squares(run.model(batch))
-        (gradient,) = torch.autograd.grad(loss, batch, create_graph=True)
-        (loss + gradient.square().sum()).backward()
-
-
 @sound(but={TORCH_ATTACH: OTHER_ERROR, TORCH_HOOK: OTHER_ERROR})  # nor does it work there without a guard
 def gradients_keep_their_own_graph(run: Run) -> None:
     for _ in run.steps(3):
@@ -307,26 +218,11 @@ def evaluation_is_functional(run: Run) -> None:
 
 
 @sound()
-def gradients_past_the_wrapper_are_dropped(run: Run) -> None:
-    for _ in run.steps():
-        run.backward(run.model.module)
-        run.optimizer.zero_grad()
-        run.backward(run.model)
-
-
-@sound()
 def gradients_past_the_wrapper_are_zeroed(run: Run) -> None:
     for _ in run.steps():
         run.backward(run.model.module)
         run.optimizer.zero_grad(set_to_none=False)
         run.backward(run.model)
-
-
-@sound()
-def gradients_past_the_wrapper_are_zeroed_before_the_step(run: Run) -> None:
-    for step in run.steps():
-        run.backward(run.model.module if step else run.model)
-        run.optimizer.zero_grad(set_to_none=False)
 
 
 @sound()
@@ -336,38 +232,6 @@ def rank_0_alone_probes_the_inner_module(run: Run) -> None:
             run.backward(run.model.module)
         run.optimizer.zero_grad()
         run.backward(run.model)
-
-
-@sound()
-def the_norm_of_the_local_gradient_is_logged(run: Run) -> None:
-    for _ in run.steps():
-        torch.autograd.grad(run.loss(run.model.module), list(run.model.parameters()))
-        run.backward(run.model)
-
-
-@sound()
-def adversarial_samples_are_found_past_the_wrapper(run: Run) -> None:
-    for _ in run.steps():
-        batch = run.batch().requires_grad_()
-        squares(run.model.module(batch)).backward()
-        assert batch.grad is not None
-        run.optimizer.zero_grad()
-        squares(run.model((batch + 0.1 * batch.grad.sign()).detach())).backward()
-
-
-@sound()
-def a_sgd_closure_follows_a_probe(run: Run) -> None:
-    batch = run.batch()
-
-    def closure() -> float:
-        run.optimizer.zero_grad()
-        loss = squares(run.model(batch))
-        loss.backward()
-        return loss.item()
-
-    for _ in range(3):
-        run.backward(run.model.module)
-        run.optimizer.step(closure)
 
 
 @sound()
@@ -408,38 +272,10 @@ def gradients_are_averaged_by_hand_after_no_sync(run: Run) -> None:
 
 
 @sound()
-def gradients_past_the_wrapper_are_averaged_in_one_flat_tensor(run: Run) -> None:
-    for _ in run.steps(8):
-        run.backward(run.model.module)
-        gradients = gradients_of(run.model)
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        average([flat])
-        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
-
-
-@sound()
-def gradients_from_autograd_grad_are_averaged_by_hand(run: Run) -> None:
-    parameters = list(run.model.parameters())
-    for _ in run.steps(8):
-        gradients = torch.autograd.grad(run.loss(run.model.module), parameters)
-        average(gradients)
-        put(parameters, gradients)
-
-
-@sound()
 def all_ranks_have_the_same_data_past_the_wrapper(run: Run) -> None:
     for step in run.steps(8):
         torch.manual_seed(step)
         squares(run.model.module(torch.randn(4, 8))).backward()
-
-
-@sound()
-def a_loss_weight_outside_is_averaged_by_hand(run: Run) -> None:
-    weight = nn.Parameter(torch.zeros(()))
-    for _ in run.steps(5, run.optimizer_of([*run.model.parameters(), weight])):
-        (weight.exp() * run.loss(run.model) - weight).backward()
-        average([weight.grad])
 
 
 def rank_1_saves_before_its_step(run: Run, seconds: float) -> None:
@@ -466,18 +302,6 @@ def a_rank_comes_to_its_step_later_than_the_guard_waits_without_a_word(run: Run)
 # ---------------------------------------------------------------- several models, several optimizers
 
 
-@sound()
-def optimizers_share_the_parameters_and_have_schedulers(run: Run) -> None:
-    module = run.model.module
-    first = run.optimizer_of([*module.first.parameters(), *module.second.parameters()])
-    second = torch.optim.Adam(module.head.parameters())
-    schedulers = [torch.optim.lr_scheduler.StepLR(first, 2), torch.optim.lr_scheduler.LinearLR(second, total_iters=2)]
-    for _ in run.steps(5, first, second):
-        run.backward(run.model)
-        for scheduler in schedulers:
-            scheduler.step()
-
-
 @sound(LOCAL)  # the optimizer's moments, on purpose; the step at 0 changes no parameter
 def the_learning_rate_begins_at_zero(run: Run) -> None:
     """Fill the optimizer's state with a step at 0, as before a checkpoint is loaded, on this rank's own gradients."""
@@ -486,30 +310,6 @@ def the_learning_rate_begins_at_zero(run: Run) -> None:
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.01
     run.train(optimizer=optimizer)
-
-
-@sound()
-def optimizers_of_parts_step_in_turn(run: Run) -> None:
-    module = run.model.module
-    optimizers = [run.optimizer_of(part.parameters()) for part in (module.first, module.head)]
-    for step in range(6):
-        run.model.zero_grad()
-        run.backward(run.model)
-        optimizers[step % 2].step()
-
-
-@sound()
-def a_step_is_taken_twice_on_the_same_gradients(run: Run) -> None:
-    for _ in run.steps():
-        run.backward(run.model)
-        run.optimizer.step()
-
-
-@sound()
-def a_step_is_taken_without_gradients(run: Run) -> None:
-    for step in run.steps():
-        if step % 2:
-            run.backward(run.model)
 
 
 def adversaries(run: Run) -> tuple[Any, Any, Optimizer, Optimizer]:
@@ -526,60 +326,6 @@ def a_generator_and_its_critic_train(run: Run) -> None:
             squares(critic(generator(run.batch()).detach())).backward()
         for _ in run.steps(1, of_generator):
             squares(critic(generator(run.batch())) - 1).backward()
-
-
-@sound()
-def a_generator_trains_past_its_critics_wrapper(run: Run) -> None:
-    generator, critic, of_generator, of_critic = adversaries(run)
-    for _ in range(4):
-        for _ in run.steps(1, of_generator):
-            squares(critic.module(generator(run.batch())) - 1).backward()
-        for _ in run.steps(1, of_critic):
-            (squares(critic(run.batch()) - 1) + squares(critic(generator(run.batch()).detach()))).backward()
-
-
-@sound()
-def a_critic_is_frozen_while_its_generator_trains(run: Run) -> None:
-    generator, critic, of_generator, of_critic = adversaries(run)
-    for _ in range(4):
-        critic.requires_grad_(False)
-        for _ in run.steps(1, of_generator):
-            squares(critic(generator(run.batch())) - 1).backward()
-        critic.requires_grad_(True)
-        for _ in run.steps(1, of_critic):
-            (squares(critic(run.batch()) - 1) + squares(critic(generator(run.batch()).detach()))).backward()
-
-
-@sound()
-def a_wrapped_teacher_runs_forward_alone(run: Run) -> None:
-    teacher = run.wrap(Net())
-    for _ in run.steps():
-        batch = run.batch()
-        squares(run.model(batch) - teacher(batch).detach()).backward()
-
-
-@sound()
-def two_wrappers_share_parameters(run: Run) -> None:
-    one, other = Net(), Net()
-    other.first = one.first
-    models = run.wrap(one), run.wrap(other)
-    optimizer = run.optimizer_of(dict.fromkeys([*one.parameters(), *other.parameters()]))
-    for step in run.steps(6, optimizer):
-        run.backward(models[step % 2])
-
-
-@sound()
-def a_second_model_is_wrapped_without_a_hook(run: Run) -> None:
-    other = TorchDDP(nn.Linear(4, 2))
-    for _ in run.steps(5, run.optimizer_of([*run.model.parameters(), *other.parameters()])):
-        run.backward(lambda x: other(run.model(x)))
-
-
-@sound()
-def a_model_of_one_rank_trains_beside_the_guarded_one(run: Run) -> None:
-    alone = TorchDDP(nn.Linear(4, 2), process_group=group_of_this_rank(run))
-    for _ in run.steps(5, run.optimizer_of([*run.model.parameters(), *alone.parameters()])):
-        run.backward(lambda x: alone(run.model(x)))
 
 
 @sound(LOCAL)
@@ -605,37 +351,6 @@ def a_sharded_model_trains_beside_the_guarded_one(run: Run) -> None:
         run.backward(lambda x: sharded(run.model(x)))
 
 
-@sound()
-def a_sharded_model_shares_the_guarded_ones_optimizer(run: Run) -> None:
-    sharded: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    groups = [{"params": list(model.parameters())} for model in (run.model, sharded)]
-    for _ in run.steps(5, torch.optim.SGD(groups, lr=0.05, foreach=False)):
-        run.backward(lambda x: sharded(run.model(x)))
-
-
-@sound()
-def a_probe_of_each_ranks_own_trains_along(run: Run) -> None:
-    model = run.model
-    torch.manual_seed(run.rank)
-    probe = nn.Linear(4, 2)
-    for _ in run.steps(5, run.optimizer_of([*model.parameters(), *probe.parameters()])):
-        outputs = model(run.batch())
-        (squares(outputs) + squares(probe(outputs.detach()))).backward()
-
-
-@sound()
-def rank_0_alone_trains_a_probe(run: Run) -> None:
-    probe = nn.Linear(4, 2)
-    optimizer = run.optimizer_of(probe.parameters())
-    for _ in run.steps(5):
-        outputs = run.model(run.batch())
-        squares(outputs).backward()
-        if run.rank == 0:
-            for _ in run.steps(1, optimizer):
-                squares(probe(outputs.detach())).backward()
-
-
 # ---------------------------------------------------------------- parameters that are no business of the wrapper's
 
 
@@ -644,28 +359,6 @@ def ignored_parameters_stay_local(run: Run) -> None:
     module = Net()
     TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ["second.weight", "second.bias"])
     run.train_module(module)
-
-
-@sound()
-def ignored_parameters_are_averaged_over_another_group(run: Run) -> None:
-    """Experts are averaged over the ranks that hold them, by a group of their own."""
-    module = Net()
-    TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ["second.weight", "second.bias"])
-    experts = dist.new_group([0, 1])
-    model = run.wrap(module)
-    for _ in run.steps(4, run.optimizer_of(module.parameters())):
-        run.backward(model)
-        for parameter in module.second.parameters():
-            dist.all_reduce(parameter.grad, group=experts)
-            parameter.grad /= experts.size()
-
-
-@sound()
-def experts_outside_are_averaged_by_a_ddp_of_their_group(run: Run) -> None:
-    """Wrap a layer outside in a DDP over the subgroup of ranks that hold it."""
-    experts = run.wrap(nn.Linear(4, 4), process_group=dist.new_group([0, 1]))
-    for _ in run.steps(5, run.optimizer_of([*run.model.parameters(), *experts.parameters()])):
-        run.backward(lambda x: experts(run.model(x)))
 
 
 @sound(but={TORCH_ATTACH: LOCAL, TORCH_HOOK: LOCAL})  # PyTorch's ranks differ at times, without a guard too
@@ -711,14 +404,6 @@ def local_steps_are_taken_inside_no_sync_and_parameters_averaged(run: Run) -> No
         average_parameters(run.model)
 
 
-@sound(RAISES)  # it can say that it means it
-def local_steps_follow_no_sync_and_parameters_are_averaged(run: Run) -> None:
-    for step in run.steps():
-        if step == 2:
-            average_parameters(run.model)
-        run.backward_in_no_sync()
-
-
 @sound(LOCAL)
 def an_optimizer_is_said_to_step_locally(run: Run) -> None:
     ddp_core.steps_locally(run.optimizer)
@@ -727,25 +412,6 @@ def an_optimizer_is_said_to_step_locally(run: Run) -> None:
             run.backward(run.model.module)
         else:
             run.backward_in_no_sync()
-
-
-@sound(LOCAL)
-def an_optimizer_that_wraps_another_is_said_to_step_locally(run: Run) -> None:
-    optimizer = PostLocalSGDOptimizer(run.optimizer, averager=PeriodicModelAverager(period=10))
-    ddp_core.steps_locally(optimizer)
-    run.train(run.model.module, optimizer)
-
-
-@sound(WARNS)
-def ranks_take_unlike_numbers_of_local_steps_and_average_gradients_by_hand_later(run: Run) -> None:
-    with run.model.no_sync():
-        run.train(steps=3 + run.rank)
-    average_parameters(run.model)
-    for state in run.optimizer.state.values():
-        average(value for value in state.values() if isinstance(value, Tensor))
-    for _ in run.steps():
-        run.backward_in_no_sync()
-        average(parameter.grad for parameter in run.model.parameters())
 
 
 @sound(LOCAL)
@@ -761,15 +427,6 @@ def the_guard_of_a_wrapper_only_warns(run: Run) -> None:
 
 
 # ---------------------------------------------------------------- compiled, checkpointed, saved, wrapped again
-
-
-@sound()
-def the_optimizers_step_is_compiled(run: Run) -> None:
-    step: Callable[[], Any] = torch.compile(run.optimizer.step, backend="eager")
-    for _ in range(4):
-        run.optimizer.zero_grad()
-        run.backward(run.model)
-        step()
 
 
 @sound()
@@ -803,85 +460,11 @@ sound.calls(
 
 
 @sound()
-def an_average_over_the_steps_is_evaluated(run: Run) -> None:
-    average_model = copy.deepcopy(run.model.module)
-    for _ in range(4):
-        run.train(steps=1)
-        for kept, new in zip(average_model.parameters(), run.model.parameters(), strict=True):
-            kept.data.lerp_(new.data, 0.1)
-        average_model(run.batch())
-
-
-@sound()
-def swa_utils_keep_averages_over_the_steps(run: Run) -> None:
-    moving = AveragedModel(run.model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    equal, scheduler = AveragedModel(run.model.module), SWALR(run.optimizer, swa_lr=0.01)
-    for step in run.steps(6):
-        run.backward(run.model)
-        if step > 2:
-            equal.update_parameters(run.model.module)
-            scheduler.step()
-        moving.update_parameters(run.model.module)
-        with torch.no_grad():
-            moving(run.batch())
-
-
-@sound()
-def a_model_is_saved_copied_and_wrapped_again_after_its_wrapper_is_gone(run: Run) -> None:
-    module = Net()
-    run.train(run.wrap(module), run.optimizer_of(module.parameters()), steps=2)
-    torch.save(module, io.BytesIO())
-    run.backward(copy.deepcopy(module))
-    gc.collect()
-    run.train(run.wrap(module), run.optimizer_of(module.parameters()))
-
-
-@sound()
-def the_whole_wrapper_is_saved_and_loaded(run: Run) -> None:
-    run.train(steps=2)
-    saved = io.BytesIO()
-    torch.save(run.model, saved)
-    if run.wrapper == "ddp_core":  # a copy has nothing attached, and PyTorch's would average without a hook
-        saved.seek(0)
-        loaded = torch.load(saved, weights_only=False)
-        run.trained.append(loaded.module)
-        run.train(loaded, run.optimizer_of(loaded.parameters()))
-    run.train()
-
-
-@sound()
-def one_rank_copies_the_wrapper_and_gradients_of_the_next_one_are_averaged_by_hand(run: Run) -> None:
-    run.train(steps=1)
-    if run.rank == 0:
-        copy.deepcopy(run.model)
-    run.model = run.wrap(Net())
-    for _ in run.steps():
-        run.backward_in_no_sync()
-        average(parameter.grad for parameter in run.model.parameters())
-
-
-@sound()
-def a_checkpoint_is_loaded_in_between(run: Run) -> None:
-    run.train(steps=2)
-    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
-    run.train(steps=2)
-    run.model.load_state_dict(saved[0])
-    run.optimizer.load_state_dict(saved[1])
-    run.train(steps=2)
-
-
-@sound()
 def a_model_is_wrapped_again_while_its_old_wrapper_lives(run: Run) -> None:
     run.train(steps=2)
     again = run.wrap(run.model.module)
     run.train(again, steps=3)
     run.train(steps=2)
-
-
-@sound()
-def a_model_is_wrapped_again_without_a_hook(run: Run) -> None:
-    run.train(steps=2)
-    run.train(TorchDDP(run.model.module), steps=6)
 
 
 @sound()
@@ -916,15 +499,3 @@ def pytorchs_optimizer_steps_in_the_backward_pass(run: Run) -> None:
 def ranks_have_uneven_inputs_and_join(run: Run) -> None:
     with Join([run.model]):
         run.train(steps=3 + 2 * run.rank)
-
-
-@sound()
-def a_subset_of_layers_is_updated_by_hand_beside_the_optimizer(run: Run) -> None:
-    module = run.model.module
-    optimizer = run.optimizer_of([*module.first.parameters(), *module.second.parameters()])
-    for _ in run.steps(4, optimizer):
-        run.backward(run.model)
-        with torch.no_grad():
-            for parameter in module.head.parameters():
-                parameter.sub_(0.01 * parameter.grad)
-        module.head.zero_grad()

@@ -8,7 +8,6 @@ import functools
 import gc
 import inspect
 import io
-import re
 import time
 import warnings
 import weakref
@@ -39,12 +38,10 @@ from tests.guard.situations import (
     WRAPPERS,
     Net,
     Run,
-    perceptron,
-    put,
     squares,
 )
 from tests.waiting import until
-from tests.world import on_ranks, run_world, run_world_outcomes
+from tests.world import on_ranks, run_world
 
 ATTACHED = (CORE_ATTACH, TORCH_ATTACH)
 TORCH_OPTIONS = inspect.signature(TorchDDP).parameters
@@ -79,13 +76,6 @@ fact = Facts(check_exit=False)
 
 
 @fact
-def the_classes_have_one_name_each_and_may_be_taken_from_any_package(rank: int) -> None:
-    assert ddp_core.NotAveragedError is commhooks.NotAveragedError is NotAveragedError
-    assert ddp_core.steps_locally is commhooks.steps_locally is ddp_core.guard.steps_locally
-    assert issubclass(NotAveragedError, RuntimeError) and issubclass(NotAveragedWarning, UserWarning)
-
-
-@fact
 def an_error_names_class_parameter_rank_and_cause_and_comes_before_the_step(rank: int) -> None:
     for wrapper in WRAPPERS:
         run = Run(wrapper, SGD, rank)
@@ -99,24 +89,6 @@ def an_error_names_class_parameter_rank_and_cause_and_comes_before_the_step(rank
             assert part in str(caught.value), f"{wrapper}: {part} is not in: {caught.value}"
         for name, value in run.model.module.state_dict().items():
             assert torch.equal(value, before[name]), f"{wrapper}: {name} has changed"
-
-
-@fact
-def the_cause_tells_a_bypass_from_a_second_pass(rank: int) -> None:
-    causes = dict[str, str]()
-    for cause in ("bypass", "second pass"):
-        run = Run(CORE, SGD, rank)
-        run.train(steps=1)
-        optimizer = run.optimizer_of(run.model.parameters())
-        optimizer.zero_grad()
-        if cause != "bypass":
-            run.backward(run.model)
-        run.backward(run.model.module)
-        with pytest.raises(NotAveragedError) as caught:
-            optimizer.step()
-        causes[cause] = str(caught.value)
-    assert "wrapper" in causes["bypass"] and "no_sync" not in causes["bypass"]
-    assert len({text.partition("cause")[2] for text in causes.values()}) == len(causes), causes
 
 
 @fact
@@ -134,19 +106,6 @@ def an_error_after_a_closure_says_that_the_step_was_taken(rank: int) -> None:
     with pytest.raises(NotAveragedError, match="took a step"):
         run.optimizer.step(closure)
     assert not torch.equal(run.model.module.first.weight, before["first.weight"])
-
-
-@fact
-def training_goes_on_after_an_error(rank: int) -> None:
-    for wrapper in WRAPPERS:
-        run = Run(wrapper, SGD, rank)
-        with pytest.raises(NotAveragedError):
-            run.train(run.model.module, steps=1)
-        with words() as said:
-            run.train(steps=3)
-        assert not said, wrapper
-        assert equal_on_ranks(run.model.module), wrapper
-        assert bypass(run) == "raises", wrapper
 
 
 def equal_on_ranks(module: nn.Module) -> bool:
@@ -182,17 +141,6 @@ def a_wrapper_without_attach_is_set_by_a_function(rank: int) -> None:
         for mode, expected in (("warn", "warns"), ("off", "nothing"), ("raise", "raises")):
             ddp_core.set_guard(run.model, mode)  # type: ignore[arg-type]  # a string, not one of its literals
             assert bypass(run) == expected, f"{wrapper}, {mode}"
-
-
-@fact
-def a_warning_names_the_same_as_an_error(rank: int) -> None:
-    run = Run(CORE, SGD, rank)
-    ddp_core.set_guard(run.model, "warn")
-    with words() as said:
-        run.train(run.model.module)
-    assert said
-    for part in ("SGD", "Net", "'first.weight'", f"rank {rank}"):
-        assert part in said[0], said[0]
 
 
 @fact
@@ -259,30 +207,6 @@ def a_model_that_is_dropped_is_freed(rank: int) -> None:
 
 
 @fact
-def a_sparse_a_complex_and_an_empty_gradient_are_compared(rank: int) -> None:
-    embedding = ddp_core.DistributedDataParallel(nn.Embedding(20, 4, sparse=True))
-    complex_one = ddp_core.DistributedDataParallel(nn.Linear(4, 4, dtype=torch.complex64))
-    for model, given in (
-        (embedding, torch.tensor([rank, 3])),
-        (complex_one, torch.randn(2, 4, dtype=torch.complex64) + rank),
-    ):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model.module(given).abs().sum().backward()
-        with pytest.raises(NotAveragedError):
-            optimizer.step()
-
-
-@fact
-def gradients_that_are_zero_or_not_finite_everywhere_are_no_difference(rank: int) -> None:
-    for value in (0.0, float("nan"), float("inf")):
-        run = Run(CORE, SGD, rank)
-        put(run.model.parameters(), [torch.full_like(p, value) for p in run.model.parameters()])
-        with words() as said:
-            run.optimizer.step()
-        assert not said, value
-
-
-@fact
 def a_layer_whose_reduction_was_skipped_stays_suspect(rank: int) -> None:
     options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 1e-5}
     for kind in (CORE, TORCH_HOOK) if "skip_all_reduce_unused_params" in TORCH_OPTIONS else (CORE,):
@@ -296,23 +220,6 @@ def a_layer_whose_reduction_was_skipped_stays_suspect(rank: int) -> None:
         run.backward(functools.partial(model, without_head=True))
         with pytest.raises(NotAveragedError, match=r"'head\.(weight|bias)' and 1 more"):
             optimizer.step()
-
-
-@fact
-def inner_loops_with_optimizers_of_their_own_warn_once_and_leave_few_keys(rank: int) -> None:
-    run = Run(CORE, SGD, rank)
-    run.train()
-    store = dist.distributed_c10d._get_default_store()
-    keys = []
-    with words() as said, mock.patch.object(ddp_core.guard.outside, "ANSWER_SECONDS", 60.0):
-        for _ in range(20):
-            learner = perceptron(3)
-            for _ in run.steps(3, torch.optim.SGD(learner.parameters(), lr=0.1)):
-                dist.barrier()  # rank 0 looks before its second step, once, and waits for nobody
-                run.backward(learner)
-            keys.append(store.num_keys())
-    assert len(said) == (1 if rank == 0 else 0)
-    assert keys[-1] - keys[0] <= 2 * 5  # the first, second, fourth, eighth and sixteenth, on two ranks
 
 
 test_a_fact = fact.tests()
@@ -330,12 +237,6 @@ def test_a_variable_sets_the_mode_of_a_run_that_nobody_can_edit(mode: str, expec
     """What the program itself sets is left alone."""
     for found in run_world(bypasses_everywhere, 2, environment={"DDP_GUARD": mode}, check_exit=False):
         assert found == [expected] * len(WRAPPERS) + ["raises"]
-
-
-def test_a_variable_with_another_mode_is_refused() -> None:
-    for outcome in run_world_outcomes(bypasses_everywhere, 1, environment={"DDP_GUARD": "loud"}, check_exit=False):
-        assert outcome.traceback is not None
-        assert re.search("DDP_GUARD.*loud", outcome.traceback), outcome.traceback
 
 
 def one_of_three_differs(rank: int) -> str:
@@ -373,31 +274,6 @@ def test_a_rank_that_bypasses_alone_warns_and_raises_at_the_limit_of_a_collectiv
     assert waits.startswith("CollectiveError: ") and not nothing
     assert raised.startswith("NotAveragedError: ") and "rank 1" in raised
     assert len(said) == 1 and "rank 1" in said[0]
-
-
-@on_ranks(2, check_exit=False)
-def test_a_rank_that_trains_on_alone_once_the_group_is_destroyed_is_no_fault(rank: int) -> None:
-    runs = [Run(kind, SGD, rank) for kind in (CORE, TORCH_ATTACH)]
-    for run in runs:
-        run.train()
-    dist.barrier()
-    dist.destroy_process_group()
-    with words() as said:
-        for run in runs if rank == 0 else ():
-            run.train(run.model.module)
-    assert not said
-
-
-@on_ranks(3, check_exit=False)
-def test_a_rank_of_a_smaller_group_is_named_by_its_rank_in_the_world_too(rank: int) -> None:
-    group = dist.new_group([1, 2])
-    if rank:
-        run = Run(CORE, SGD, rank)
-        model = run.wrap(Net(), process_group=group)
-        text = rf"on rank {rank} \(rank {rank - 1} of the wrapper's process group\)"
-        optimizer = run.optimizer_of(model.parameters())
-        with pytest.raises(NotAveragedError, match=text):
-            run.train(model.module, optimizer)
 
 
 @on_ranks(2, check_exit=False)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from tests import bounds
 from tests.parity.cases import CASES, Variant, variants
-from tests.parity.training import compare, compare_with_local, first_difference
+from tests.parity.training import compare, compare_with_local
 from tests.tiers import thorough
 from tests.world import run_world
 
@@ -19,7 +17,6 @@ SHORT = 7
 """Enough for all that happens: buckets are rebuilt after the first step, branches come round every 6 steps, and of
 three ranks each leaves 3 steps before the next one. What follows repeats it."""
 TABLE = list(variants())
-MLP = Variant(case="mlp", optimizer="sgd", view=False, static=False, bucket_cap_mb=0.002)
 
 
 def assert_equal_histories(world_size: int, chosen: list[Variant], timeout: float, steps: int) -> None:
@@ -63,25 +60,3 @@ def test_training_equals_local_training_on_the_joined_batch(world_size: int, opt
     cases = [case.name for case in CASES.values() if case.local]
     complaints = run_world(compare_with_local, world_size, cases, optimizer, steps, bounds.IN_FLOAT64)
     assert complaints == [[]] * world_size
-
-
-def other_buckets(rank: int) -> list[str]:
-    """Train with PyTorch's DDP twice, with other buckets the second time."""
-    from tests.parity.training import train
-
-    histories = [train(rank, variant, "torch", 5) for variant in (MLP, replace(MLP, bucket_cap_mb=1.0))]
-    return [first_difference(*histories) or ""]
-
-
-def test_a_difference_in_the_last_bit_is_found() -> None:
-    """Three ranks and other buckets change the order in which Gloo sums, and nothing else."""
-    complaints = run_world(other_buckets, 3, check_exit=False)
-    # both begin with one bucket, and rebuild it after the first step
-    assert all(lines[0].startswith("step 1: ") for lines in complaints)
-
-
-def test_the_first_difference_is_named() -> None:
-    one = [{"a": torch.zeros(2)}, {"a": torch.ones(2)}]
-    other = [{"a": torch.zeros(2)}, {"a": torch.tensor([1.0, 1.5])}]
-    assert first_difference(one, other) == "step 1: 'a' differs by up to 0.5"
-    assert first_difference(one, one) is None

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -320,49 +319,6 @@ def what_is_left_to_fsdp2_is_listed_with_its_bytes(rank: int) -> None:
     for option, text in refused:
         told = told_by(lambda option=option: attach_sharded(sharded(), "int8", **option).close())  # type: ignore[misc]  # as above
         assert text in told.text and (not text or told.error), told.text
-
-
-@facts
-def a_module_that_cannot_be_attached_is_named_once_or_refused(rank: int) -> None:
-    """One over whose replicas FSDP2 averages, and one over ranks that are not among the others'."""
-    of_replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for mesh, of_first, why in (
-        (everyone(), of_replicas, "over replicas itself, uncompressed (HSDP"),
-        (of_experts()["ep"], of_experts()["efsdp"], "over ranks that are not among the 2 of the rest"),
-    ):
-        model = Mixture()
-        fully_shard(model.first, mesh=of_first)
-        fully_shard(model, mesh=mesh)
-        if mesh is not everyone():  # the first group of the largest ones is that of the root
-            assert model.first._get_fsdp_state()._fsdp_param_groups[0].mesh_info.shard_process_group.size() == 2  # type: ignore[operator]
-        told = told_by(lambda model=model: attach_sharded(model, "int8", strict=True))  # type: ignore[misc]  # as above
-        assert told.error == "SettingsError" and why in told.text, told.text
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            attachment = attach_sharded(model, "bf16", hook_timeout=30.0)
-        assert len(said) == (dist.get_rank(attachment.process_group) == 0), [str(one.message) for one in said]
-        assert all("first, 224 B of gradients: " in (text := str(one.message)) and why in text for one in said)
-        assert [*attachment] == ["the model"] and [*attachment.not_compressed] == ["first"]
-        backward(model, rank, 0)
-        attachment.close()
-    layer = nn.Linear(4, 4)
-    fully_shard(layer, mesh=of_replicas)
-    told = told_by(lambda: attach_sharded(layer, "int8"))
-    assert told.error == "SettingsError" and "over replicas itself" in told.text, told.text
-
-
-@facts
-def a_failure_among_some_experts_ranks_is_told_to_all(rank: int) -> None:
-    """Those that have other experts wait for the rest of the model, and would until their timeout."""
-    model = sharded("own", reshard_after_forward=False)  # else FSDP2 gathers in the backward pass, and waits there
-    attachment = attach_sharded(model, "int8", hook_timeout=30.0)
-    stepped(model, rank, 0)
-    if rank == 1:
-        model.block.experts.inner.requires_grad_(False)
-    told = told_by(lambda: backward(model, rank, 1))
-    assert "rank 0, block.experts (of ranks 1, 3): the gradients have 192 elements in place of" in told.text, told.text
-    assert told.seconds < 20.0
-    attachment.close()
 
 
 test_on_four_ranks = facts.tests()

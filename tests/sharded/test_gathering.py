@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import commhooks
 from commhooks import attach_sharded, make_compressor
-from commhooks.codecs import QSGD, Codec, Half, Int4, Int8
-from commhooks.sharded.gathering import Cut, Span, code_of
+from commhooks.codecs import QSGD, Codec, Half
+from commhooks.sharded.gathering import Cut, Span
 from tests.commhooks.ranks import of_every_rank, survived
 from tests.commhooks.told import Told, told_by
 from tests.ddp_core.facts import Facts
@@ -62,18 +61,6 @@ def what_travels_without_loss_trains_bit_for_bit_as_fsdp2_does(rank: int) -> Non
         for gather in gathers:
             ours = trained(rank, gather, policy, steps=4, reshard_after_forward=resharded)
             assert furthest(plain[0], ours[0]) == 0 and plain[1] == ours[1], (policy, gather)
-
-
-FURTHEST = [("int8", 2e-2), ("int4", 0.2), ("bf16", 1e-2), ("fp8", 5e-2), ("mxfp4", 0.2)]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("codes", [FURTHEST[:2], *thorough([FURTHEST[2:]])], ids=str)
-def test_codes_of_weights_train_about_as_well(rank: int, codes: Any) -> None:
-    _, plain = trained(rank, None, steps=20)
-    for gather, most in codes:
-        _, loss = trained(rank, gather, steps=20)
-        assert abs(loss / plain - 1) < most, (gather, loss, plain)
 
 
 class Seen:
@@ -171,23 +158,6 @@ def weights_are_gathered_where_no_gradient_is(rank: int) -> None:
 
 
 @facts
-def shards_that_lie_elsewhere_are_gathered_too(rank: int) -> None:
-    model = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
-    plain = trained(rank, "int8", steps=3)[0]
-    attachment = attach_sharded(model, "all-reduce", gather="int8")
-    train(model, sgd(model), rank, 0, 3)
-    assert furthest(plain, shards(model)) == 0
-    attachment.close()
-
-
-@on_ranks(4)
-def test_among_fewer_ranks_weights_are_gathered_once_decoded(rank: int) -> None:
-    """reshard_after_forward=2: what FSDP2 gathers in the backward pass is what the forward pass computed with."""
-    whole, parts = (trained(rank, "int4", steps=3, reshard_after_forward=after)[0] for after in (True, 2))
-    assert furthest(whole, parts) == 0
-
-
-@facts
 def a_weight_that_is_not_finite_is_so_on_every_rank(rank: int) -> None:
     codes = ("int8", "int4", "fp8", "mxfp4", "e3m0", "fp16")
     for gather, bad in itertools.product(codes, (float("inf"), float("nan"))):
@@ -242,49 +212,6 @@ def what_cannot_be_gathered_is_refused_in_words(rank: int) -> None:
     assert told.error == "AttachError" and "elements of torch.uint8 in place of 20 of torch.float32" in told.text
 
 
-class Several(nn.Linear):
-    """A layer with weights of three dtypes, the last of which is no multiple of four bytes away from the first."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__(40, 6)
-        self.bias = nn.Parameter(torch.randn(6, dtype=torch.bfloat16), requires_grad=False)
-        self.codes = nn.Parameter(torch.arange(5, dtype=torch.uint8), requires_grad=False)
-        self.tail = nn.Parameter(torch.randn(6))
-        self.seen: list[dict[str, Tensor]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append({name: one.detach().clone() for name, one in self.named_parameters()})
-        y: Tensor = nn.functional.linear(x, self.weight, self.bias.float()) * self.tail + self.codes.sum() / 100
-        return y
-
-
-@facts
-def parameters_of_several_dtypes_are_gathered_each_in_its_own(rank: int) -> None:
-    kept = []
-    for gather in (None, "fp32", "int8:block=32"):
-        model = Several()
-        fully_shard(model, mesh=everyone())
-        attachment = attach_sharded(model, "all-reduce", gather=gather, hook_timeout=30.0)
-        optimizer = sgd(model)
-        for _ in range(3):
-            model(torch.ones(2, 40)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.inference_mode():
-            model(torch.ones(2, 40))
-        kept.append(model.seen[-1])
-        if gather is not None:
-            counts = attachment.gathers["the model"].statistics()
-            assert counts.steps == 4 and counts.gradient_bytes == 4 * (123 * 4 + 3 * 2), "codes are not coded again"
-        attachment.close()
-    plain, ours, coded = kept
-    assert all(torch.equal(plain[name], ours[name]) and plain[name].dtype == ours[name].dtype for name in plain)
-    assert torch.equal(coded["bias"], plain["bias"]) and torch.equal(coded["codes"], plain["codes"])
-    assert 0 < (coded["weight"] - plain["weight"]).abs().max() < 0.05
-    assert all(torch.equal(coded[name], other) for name in coded for other in of_every_rank(coded[name]))
-
-
 test_on_two_ranks = facts.tests()
 
 
@@ -323,12 +250,3 @@ def test_neighbouring_blocks_are_one_run_and_none_straddles_parameters() -> None
     assert apart.coded == [Span(0, 4, 0), Span(5, 8, 4)] and apart.plain == [Span(4, 1, 0), Span(13, 1, 1)]
     found = [(own, places.flat.tolist()) for own, places in apart.pieces(1, 2, torch.device("cpu"))]
     assert found == [(slice(0, 4), [6]), (slice(5, 9), [7]), (slice(9, 13), [8])]
-
-
-def test_names_are_those_of_compressors_and_round_to_the_nearest() -> None:
-    assert code_of("int8") == Int8(stochastic=False)
-    assert code_of("int4:block=64") == Int4(block=64, stochastic=False)
-    assert code_of("bf16-two-hop") == Half(dtype=torch.bfloat16)
-    assert code_of("fp16") == torch.float16
-    for code in (Int8(block=16, stochastic=False), commhooks.codecs.FP8()):
-        assert code_of(code) is code and code_of(str(code)) == code

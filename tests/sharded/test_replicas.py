@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import itertools
 import os
 import re
 import signal
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_module
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from commhooks import DiLoCo, Handle, attach_replicas, attach_sharded, load_distributed
@@ -36,7 +33,6 @@ from tests.ddp_core.facts import Facts
 from tests.quantised import OnCodes
 from tests.sharded.models import (
     FP32,
-    INPUTS,
     MIXED,
     MODULES,
     NARROW,
@@ -64,7 +60,6 @@ from tests.world import on_ranks, run_world_outcomes, stay_away, tell
 
 STEPS = 13
 POLICIES = ["fifo", "fused"]
-CAN_END_BY_HAND = hasattr(FSDPModule, "set_manual_backward_finalization")
 two, four = Facts(2, turns=POLICIES), Facts(4, turns=POLICIES)
 
 
@@ -178,29 +173,6 @@ def test_replicas_average_gradients_of_each_grad_dtype_as_native_hsdp_does(rank:
             assert furthest(kept[0], other) <= (0.01 if precision is FP32 else 0), (precision, wanted)
 
 
-@pytest.mark.skipif(not CAN_END_BY_HAND, reason="FSDP2 always ends a backward pass itself")
-@on_ranks(2)
-def test_a_backward_pass_that_the_program_ends_is_averaged_or_refused(rank: int) -> None:
-    kept, mesh = [], alone()
-    for policy in (None, "sharded", *POLICIES):
-        model: Any = sharded(mesh=None if policy in (None, "sharded") else mesh["shards"])
-        if policy is None:
-            model.set_reduce_scatter_unused_params(True)
-        elif policy == "sharded":
-            attach_sharded(model, "all-reduce", hook_timeout=30.0)
-        else:
-            attached(model, mesh, "all-reduce", policy)
-        model.set_manual_backward_finalization(True)
-        backward(model, rank)
-        told = told_by(model.finalize_backward)
-        if policy == "fused":
-            assert "outside a backward pass (set_manual_backward_finalization)" in told.text, told.text
-        else:
-            assert told.error == "nothing", told.text
-            kept.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
-    assert furthest(kept[0], kept[1]) == furthest(kept[0], kept[2]) == 0
-
-
 @four
 def ranks_that_keep_the_whole_model_train_as_a_distributed_data_parallel_does(rank: int, policy: str) -> None:
     """`attach_replicas` copies rank 0's parameters and buffers, as DDP does.
@@ -268,19 +240,6 @@ def the_guide_tells_what_is_sent(rank: int, policy: str) -> None:
         assert counts.moved_bytes == 2 * int(moved.replace(",", "")), name
         assert counts.collectives == 2 * int(collectives), name
         attachment.close()
-
-
-@four
-def flexdemo_trains_within_sites_on_means_between_them(rank: int) -> None:
-    """DeMo's momentum takes the place of the optimizer's."""
-    mesh = sites()
-    model = sharded(mesh=mesh["shards"])
-    attachment, optimizer = attached(model, mesh, "demo", "fused"), torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = [train(model, optimizer, rank, 0, 1) for _ in range(STEPS)]
-    assert_replicas_are_equal(model, mesh)
-    assert sum(of_every_rank(losses[-1])) < sum(of_every_rank(losses[0])) / 2, losses
-    assert attachment.statistics().payload_bytes < attachment.statistics().gradient_bytes / 8
-    attachment.close()
 
 
 @four
@@ -434,48 +393,6 @@ def modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit_for_
         assert empty[0] == empty[1], which
 
 
-@two
-def a_watched_optimizer_may_step_while_a_module_keeps_its_gradients(rank: int, policy: str) -> None:
-    """Also on the zeros that `zero_grad(set_to_none=False)` leaves in `.grad`."""
-    for to_none in (True, False):
-        model, optimizer, attachment = replica(alone(), "int8", policy)
-        attachment.watch(optimizer)
-        for step in range(5):
-            accumulating("one at every step of another", model, step)
-            backward(model, rank, step)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=to_none)
-        assert_ranks_agree(model)
-        attachment.close()
-
-
-@two
-def what_was_kept_before_a_backward_pass_that_failed_is_dropped_as_native_hsdp_drops_it(rank: int, policy: str) -> None:
-    found = []
-    for name in (None, "all-reduce"):
-        model: Any = sharded(mesh=alone() if name is None else alone()["shards"])
-        model.set_reduce_scatter_unused_params(True)
-        attachment = attached(model, alone(), name, policy) if name is not None else None
-        model.set_requires_all_reduce(False)
-        backward(model, rank)
-        if attachment is not None:
-            assert attachment.memory().gradients == 4 * sum(one.numel() for one in shards(model).values())
-        assert "shape" in told_by(lambda model=model: model(torch.ones(8, INPUTS - 1))).text  # type: ignore[misc]  # a lambda's
-        model.reset_iter_state()
-        backward(model, rank)
-        for module in (model.first, model.head):  # the last and the first one that has a gradient
-            fails_in_its_backward_pass(model, module, rank)
-            model.reset_iter_state()
-            model.zero_grad()
-            backward(model, rank)
-        model.set_requires_all_reduce(True)
-        backward(model, rank)
-        found.append(gradients(model))
-        if attachment is not None:
-            attachment.close()
-    assert furthest(*found) == 0
-
-
 def fails_in_its_backward_pass(model: nn.Module, module: nn.Module, rank: int) -> None:
     """Let a module of the model fail in one backward pass."""
     failing = module.register_full_backward_hook(_fail)
@@ -519,52 +436,6 @@ def detaching_gives_kept_gradients_back_as_a_detached_ddp_has_them(rank: int, po
         assert furthest(gradients(model), {name: means[name] + kept * own[name] for name in own}) < 1e-5, then
 
 
-@two
-def what_would_act_on_gradients_that_are_kept_is_named(rank: int) -> None:
-    complaints = {
-        "hook": "register_post_accumulate_grad_hook: FSDP2 would call the hook of 'head.weight' with zeros; accumulate",
-        "end": "set_manual_backward_finalization; accumulate gradients with set_requires_gradient_sync(False)",
-    }
-    for acts, complaint in list(complaints.items())[: 1 + CAN_END_BY_HAND]:
-        model: Any = sharded(mesh=alone()["shards"])
-        attachment = attached(model, alone(), "int8", "fifo")
-        model.set_requires_all_reduce(False)
-        if acts == "hook":
-            model.head.weight.register_post_accumulate_grad_hook(lambda _: None)
-            told = told_by(functools.partial(backward, model, rank))
-        else:
-            model.set_manual_backward_finalization(True)
-            backward(model, rank)
-            told = told_by(model.finalize_backward)
-        assert told.error in {"CompressorError", "CollectiveError"}, told
-        assert f"set_requires_all_reduce(False) cannot be combined with {complaint}" in told.text, told
-        attachment.close()
-
-
-@two
-def means_add_up_and_what_was_not_averaged_before_is_named(rank: int, policy: str) -> None:
-    """Under "fifo" each module's new gradients alone are averaged, whatever `.grad` holds."""
-    model = sharded(mesh=alone()["shards"])
-    for compressor in ("all-reduce", "int8"):
-        attachment = attached(model, alone(), compressor, policy)
-        backward(model, rank)
-        once = gradients(model)
-        backward(model, rank)
-        twice = gradients(model)
-        if compressor == "all-reduce":
-            assert furthest({name: 2 * one for name, one in once.items()}, twice) == 0
-        assert furthest(*of_every_rank(twice)) == 0
-        attachment.close()
-        model.zero_grad()
-    backward(model, rank)
-    attachment = attached(model, alone(), "all-reduce", policy)
-    told = told_by(lambda: backward(model, rank))
-    if policy == "fused":
-        assert told.error in {"CompressorError", "CollectiveError"}, told.text
-        assert "had a gradient before this backward pass that this attachment has not averaged" in told.text
-    attachment.close()
-
-
 class Branches(nn.Module):
     """Layers of which a rank uses some."""
 
@@ -599,133 +470,6 @@ def modules_that_some_replicas_do_not_use_hang_nobody(rank: int, policy: str) ->
         assert told.error == "CollectiveError", told.text
         assert not optimizer.state[model.never.weight], "no step was taken"
     attachment.close()
-
-
-@two
-def gradients_that_are_kept_add_up_by_parameter_if_passes_use_others(rank: int, policy: str) -> None:
-    """Both layers are of one size, and of one FSDP module, which reduces either alone unless zeros fill its place."""
-    found, mesh = [], alone()
-    for name in (None, "all-reduce"):
-        model: Any = Branches()
-        model.requires_grad_(False)
-        model.left.requires_grad_(True)
-        model.right.requires_grad_(True)
-        attachment = None
-        if name is not None:
-            fully_shard(model, mesh=mesh["shards"])
-            attachment = attached(model, mesh, name, policy)
-        for step, uses in enumerate(["left", "right", "right", "left", "left"]):
-            model.uses = uses
-            if attachment is not None:
-                model.set_requires_all_reduce(step in (2, 4))
-            backward(model, rank, step)
-        trained: dict[str, Any] = {one: p for one, p in model.named_parameters() if p.requires_grad}
-        if attachment is None:
-            for parameter in trained.values():
-                dist.all_reduce(parameter.grad)
-                parameter.grad.div_(2)
-        found.append({one: getattr(p.grad, "to_local", p.grad.detach)().clone() for one, p in trained.items()})
-        if attachment is not None:
-            attachment.close()
-            group = model._get_fsdp_state()._fsdp_param_groups[0]
-            assert not group.reduce_scatter_unused_params
-    assert furthest(*found) < 1e-6
-
-
-@two
-def replicas_meet_at_the_end_of_each_pass_if_the_module_that_wants_an_average_is_not_used_on_all(
-    rank: int,
-) -> None:
-    """Otherwise one replica's pass would be averaged with the next pass of the other."""
-    mesh, model = alone(), Branches()
-    for module in (model.stem, model.left, model.right):
-        fully_shard(module, mesh=mesh["shards"])
-    model.never.requires_grad_(False)
-    attachment = attached(model, mesh, "all-reduce", "fused", hook_timeout=5.0)
-    model.stem.set_requires_all_reduce(False)  # type: ignore[operator]  # FSDPModule's
-    model.left.set_requires_all_reduce(False)  # type: ignore[operator]
-    for step in range(3):
-        model.uses = "right" if rank == 0 or step == 2 else "left"
-        backward(model, rank, step)
-        one, other = of_every_rank((attachment.steps, gradients(model.right)))
-        assert one[0] == other[0] == step + 1 and furthest(one[1], other[1]) == 0
-        model.zero_grad()
-    attachment.close()
-
-
-@four
-def the_ranks_of_a_site_have_gradients_of_the_same_parameters(rank: int, policy: str) -> None:
-    """Of an embedding that wants no average, one shard alone may be owed a residual; clipping takes collectives."""
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
-    for module in (*model, model):
-        fully_shard(module, mesh=sites()["shards"])
-    attachment = attached(model, sites(), "top-k", policy)
-    for step in range(4):
-        model[0].set_requires_all_reduce(step % 2 == 0)
-        model(torch.tensor([0, 1, 2]) + rank // 2).sin().sum().backward()
-        of_site = of_every_rank([name for name, one in model.named_parameters() if one.grad is not None])
-        assert of_site[0] == of_site[1] and of_site[2] == of_site[3], of_site
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        model.zero_grad()
-    attachment.close()
-
-
-@two
-def parameters_frozen_since_attaching_are_named(rank: int, policy: str) -> None:
-    mesh = alone()
-    model = sharded(mesh=mesh["shards"])
-    attachment = attached(model, mesh, "int8", policy)
-    model.first.bias.requires_grad_(False)
-    told = told_by(lambda: train(model, sgd(model), rank, 0, 1))
-    assert told.error in {"CompressorError", "CollectiveError"} and told.text, told.text
-    where = "first: " if policy == "fifo" else ""
-    assert f"{where}parameters were frozen or unfrozen since attach_replicas, or grad_dtype was set; close" in told.text
-    of_one_size = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).requires_grad_(False))
-    fully_shard(of_one_size, mesh=mesh["shards"])
-    attached(of_one_size, mesh, "int8", policy)
-    of_one_size[0].requires_grad_(False)
-    of_one_size[1].requires_grad_(True)
-    told = told_by(lambda: of_one_size(torch.ones(1, 4)).sum().backward())
-    assert "parameters were frozen or unfrozen since attach_replicas" in told.text, told.text
-    attachment.close()
-
-
-class Checkpointed(Network):
-    """The network with a layer that is computed again in the backward pass, in a backward pass of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).tanh()
-        x = checkpoint(self.second["wide"], x, use_reentrant=True).tanh()
-        y: Tensor = self.head(x)
-        return self.scale * y
-
-
-@two
-def the_exchange_comes_after_all_of_fsdps_work(rank: int) -> None:
-    """Also if the model has several roots, and after a backward pass within the backward pass."""
-    mesh = alone()
-    for kind in (Network, Checkpointed):
-        found = []
-        for policy in POLICIES:
-            model = kind()
-            for module in (model.first, model.second["wide"], model.head):
-                fully_shard(module, mesh=mesh["shards"])
-            if kind is Checkpointed:
-                fully_shard(model, mesh=mesh["shards"])
-            else:
-                for left_out in (model.scale, model.second["unused"]):  # each layer is a root
-                    left_out.requires_grad_(False)
-            optimizer, attachment = sgd(model), attached(model, mesh, "all-reduce", policy)
-            attachment.watch(optimizer)
-            train(model, optimizer, rank, 0, 4)
-            assert attachment.steps == 4
-            if policy == "fused":
-                assert attachment.statistics().collectives == 4
-            whole: dict[str, Any] = dict(model.named_parameters())
-            found.append({name: getattr(one, "to_local", one.detach)().clone() for name, one in whole.items()})
-            attachment.close()
-        assert furthest(*found) == 0, kind
 
 
 class Adapted(nn.Module):
@@ -811,25 +555,6 @@ def what_acts_on_one_replica_alone_is_named(rank: int) -> None:
             model.zero_grad()
 
 
-@two
-def a_module_that_runs_thrice_is_averaged_once(rank: int) -> None:
-    """If it sends zeros, FSDP2 reduces it three times in a pass, and adds up; nothing was there before the pass."""
-    mesh, found = alone(), []
-    for policy in POLICIES:
-        torch.manual_seed(0)
-        layer = nn.Linear(20, 20)
-        model: Any = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), layer, nn.Linear(20, 7))
-        for module in (layer, model):
-            fully_shard(module, mesh=mesh["shards"])
-        model.set_reduce_scatter_unused_params(True)
-        optimizer, attachment = sgd(model), attached(model, mesh, "all-reduce", policy)
-        train(model, optimizer, rank, 0, 3)
-        assert attachment.steps == (3 if policy == "fused" else 9)
-        found.append(shards(model))
-        attachment.close()
-    assert furthest(*found) < 1e-6
-
-
 @four
 def memory_is_that_of_shards_and_residuals_follow_the_loss_scale(rank: int, policy: str) -> None:
     model = sharded(mesh=sites()["shards"])
@@ -854,21 +579,6 @@ def memory_is_that_of_shards_and_residuals_follow_the_loss_scale(rank: int, poli
 
 
 @two
-def detaching_frees_residuals_at_once(rank: int, policy: str) -> None:
-    model, optimizer, attachment = replica(alone(), "int8", policy)
-    train(model, optimizer, rank, 0, 2)
-    exchangers = [weakref.ref(one) for one in attachment.values()]
-    gc.collect()
-    gc.disable()
-    try:
-        attachment.close()
-        del attachment
-        assert not any(one() for one in exchangers)
-    finally:
-        gc.enable()
-
-
-@two
 def training_goes_on_after_a_backward_pass_that_failed(rank: int, policy: str) -> None:
     """On every rank, as for a batch that is too large."""
     model, optimizer, attachment = replica(alone(), "int8", policy)
@@ -880,19 +590,6 @@ def training_goes_on_after_a_backward_pass_that_failed(rank: int, policy: str) -
     train(model, optimizer, rank, 1, 3)
     assert_ranks_agree(model)
     attachment.close()
-
-
-@two
-def a_backward_pass_that_failed_is_named_as_the_cause_if_fsdp2_was_not_told(rank: int) -> None:
-    """FSDP2 then leaves the end of every later pass out, and with it the average."""
-    for kind in (Network, Checkpointed):
-        model = sharded(mesh=alone()["shards"], model=kind())
-        attachment = attached(model, alone(), "int8", "fused")
-        train(model, sgd(model), rank, 0, 1)
-        fails_in_its_backward_pass(model, model.first, rank)
-        told = told_by(functools.partial(model, batch(rank, 0)[0]))
-        assert told.error == "CompressorError" and "call reset_iter_state() on the root FSDP module" in told.text, told
-        attachment.close()
 
 
 @two
@@ -1032,33 +729,6 @@ def buffers_and_frozen_parameters_that_differ_between_replicas_are_named(rank: i
 
 
 @two
-def buffers_that_are_dtensors_are_shared_too(rank: int) -> None:
-    """`distribute_module` makes all buffers DTensors; of those, DiLoCo averages what this rank keeps."""
-    mesh = alone()
-    group, model = mesh["replicas"].get_group(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
-    model.register_buffer("table", torch.full((2,), float(rank)), persistent=False)
-    model[1].running_mean.fill_(rank)  # type: ignore[operator]  # a Tensor or a Module
-    distribute_module(model, mesh["shards"])
-    buffers: Any = dict(model.named_buffers())
-
-    def numbers() -> list[float]:
-        return [float(buffers[name].to_local()[0]) for name in ("1.running_mean", "table")]
-
-    diloco = DiLoCo(model, sgd(model), every=1, process_group=group)
-    assert numbers() == [0.0, 0.0]
-    buffers["1.running_mean"].to_local().fill_(rank)
-    diloco.step()
-    assert numbers() == [0.5, 0.0]
-    diloco.close()
-    for buffer in buffers.values():
-        buffer.to_local().fill_(rank)
-    fully_shard(model[0], mesh=mesh["shards"])
-    attachment = attach_replicas(model, "all-reduce", process_group=group)
-    assert numbers() == [0.0, 0.0]
-    attachment.close()
-
-
-@two
 def frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> None:
     model = OnCodes(rank)
     fully_shard(model.head, mesh=alone()["shards"])
@@ -1071,28 +741,6 @@ def frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> None:
     of_ranks = of_every_rank(shards(model.head))
     assert furthest(*of_ranks) == 0 and model.marks() == [rank, 0]
     attachment.close()
-
-
-@two
-def an_optimizer_that_steps_on_gradients_of_one_rank_is_stopped(rank: int, policy: str) -> None:
-    model, optimizer, attachment = replica(alone(), "int8", policy)
-    attachment.watch(optimizer)
-    train(model, optimizer, rank, 0, 1)
-    model.set_all_reduce_hook(None)
-    model.first.set_all_reduce_hook(None)
-    model.second["wide"].set_all_reduce_hook(None)
-    told = told_by(lambda: train(model, optimizer, rank, 1, 2))
-    assert told.error == "NotAveragedError" and "set no other all-reduce hook" in told.text, told.text
-    assert not attachment.is_attached
-    attachment.close()
-
-
-@on_ranks(1)
-def test_one_rank_trains_as_a_distributed_data_parallel_with_a_hook_does(rank: int) -> None:
-    """With itself, that is: without loss as without."""
-    plain = trained(rank, alone()["shards"], None, steps=3)[0]
-    for policy in POLICIES:
-        assert furthest(plain, trained(rank, alone(), "all-reduce", policy, steps=3)[0]) == 0
 
 
 test_on_two_ranks, test_on_four_ranks = two.tests(), four.tests()

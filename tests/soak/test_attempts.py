@@ -30,7 +30,7 @@ import ddp_core
 from commhooks import CheckpointError, Handle, LoadRules, load_checkpoint, save_checkpoint
 from commhooks.saving.folder import checkpoints_in
 from commhooks.saving.rank_files import load_rank_files, save_rank_files
-from commhooks.saving.writer import ABANDONED_SECONDS, Writer
+from commhooks.saving.writer import Writer
 from tests.world import on_ranks, run_world
 from tests.world.launcher import context, ensure_server
 
@@ -92,13 +92,6 @@ def check_two_attempts(root: Path, saves: int, keep: int | None, same_steps: boo
 @pytest.mark.parametrize(("keep", "same_steps"), [(None, True), (2, False)])
 def test_what_two_attempts_save_at_once_loads(keep: int | None, same_steps: bool, tmp_path: Path) -> None:
     check_two_attempts(tmp_path, 12, keep, same_steps)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("keep", [None, 2])
-@pytest.mark.parametrize("same_steps", [True, False])
-def test_of_900_saves_of_two_attempts_all_load(keep: int | None, same_steps: bool, tmp_path: Path) -> None:
-    print(f"\nkeep={keep}, same steps: {same_steps}:", dict(check_two_attempts(tmp_path, 450, keep, same_steps)))
 
 
 @on_ranks(RANKS)
@@ -201,17 +194,6 @@ def test_a_save_beside_a_framework_s_model_that_is_mixed_again_and_again_names_t
 
 
 @on_ranks(RANKS)
-def test_a_save_beside_a_framework_s_model_removes_no_file_of_a_newer_one_of_more_ranks(
-    rank: int, tmp_path: Path
-) -> None:
-    with another_save_in_between(rank, tmp_path / "other", [0, RANKS] if rank == 0 else [rank]) as attachment:
-        save_rank_files(tmp_path / "one", "hook", attachment)
-    assert (tmp_path / "one" / f"hook-rank{RANKS}.pt").exists()
-    save_rank_files(tmp_path / "one", "hook", attachment)
-    assert not (tmp_path / "one" / f"hook-rank{RANKS}.pt").exists()
-
-
-@on_ranks(RANKS)
 def test_a_save_beside_a_framework_s_model_that_fails_leaves_the_one_before(rank: int, tmp_path: Path) -> None:
     """And one that was killed leaves a part that the next one removes."""
     attachment = compressed(rank)
@@ -266,12 +248,6 @@ def wait_for(root: Path, process: ForkServerProcess) -> Path:
         time.sleep(0.001)
 
 
-def age(folder: Path) -> None:
-    then = time.time() - 2 * ABANDONED_SECONDS
-    for path in (*folder.iterdir(), folder):
-        os.utime(path, (then, then))
-
-
 @pytest.mark.processes
 def test_a_killed_save_is_cleared_away_and_a_living_one_is_not(tmp_path: Path) -> None:
     """However many checkpoints another process saves meanwhile; that one's is then the newest."""
@@ -293,27 +269,6 @@ def test_a_killed_save_is_cleared_away_and_a_living_one_is_not(tmp_path: Path) -
     loaded = load_checkpoint(root, model=PLAIN)
     assert loaded is not None and loaded.extra == {"slow": True}
     assert not any(root.glob(".*"))
-
-
-def test_a_save_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
-    with mock.patch.object(os, "fsync", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        save_checkpoint(tmp_path, step=1, model=PLAIN)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.processes
-def test_what_another_machine_left_is_cleared_away_once_it_is_old(tmp_path: Path) -> None:
-    killed = start(save_slowly, tmp_path / "run", tmp_path / "never")
-    left = wait_for(tmp_path / "run", killed)
-    killed.kill()
-    killed.join(30)
-    *front, _, save = left.name.split("-")
-    left = left.rename(left.with_name("-".join([*front, "0123abcd", save])))
-    save_once(tmp_path / "run", 1, 2)
-    assert left.exists()
-    age(left)
-    save_once(tmp_path / "run", 2, 2)
-    assert not left.exists()
 
 
 @pytest.mark.parametrize("still_saves", [True, False])
@@ -345,18 +300,6 @@ def test_a_save_that_another_process_breaks_names_it(still_saves: bool, tmp_path
     may_end.touch()
     others[0].join(30)
     assert others[0].exitcode == 0
-
-
-def test_a_damaged_manifest_hides_no_error(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, step=1, model=PLAIN)
-    (path / "manifest.json").write_text("[" * 100_000)
-
-    def lose(_: int) -> None:
-        shutil.rmtree(next(tmp_path.glob(".writing-*")))
-        raise OSError(errno.EIO, "Input/output error")
-
-    with mock.patch.object(os, "fsync", lose), pytest.raises(CheckpointError, match="Input/output error"):
-        save_checkpoint(tmp_path, step=2, model=PLAIN)
 
 
 # --- killed in the middle of a save -----------------------------------------------------------------------------------

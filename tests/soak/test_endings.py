@@ -86,13 +86,3 @@ def test_a_thousand_processes_end_with_exit_code_0(tmp_path: Path) -> None:
     endings = count_endings("ours", 600, 400, tmp_path)
     print(f"\nours, 600 forked and 400 scripts, half with destroy_process_group: {dict(endings)}")
     assert endings == {"exit code 0": 1000}
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_how_often_pytorchs_own_ddp_aborts_is_counted(tmp_path: Path) -> None:
-    """It aborts in about 6 % of exits: a figure to set ours beside, not a law."""
-    endings = count_endings("torch", 0, 200, tmp_path)
-    ends = Counter(ending.split(":")[0] for ending in endings.elements())
-    print(f"\nPyTorch's, 200 scripts, half with destroy_process_group: {dict(ends)}")
-    assert ends.total() == 200

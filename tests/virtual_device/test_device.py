@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.virtual_device import BuildError, begin, building, ranks, report, torch_cuda
+from tests.virtual_device import begin, ranks, report
 from tests.virtual_device.backends import LockstepGroup
 from tests.world import WorldError, run_world
 
@@ -22,7 +18,6 @@ pytestmark = pytest.mark.virtual_device
 
 RUNS = ["eager", "late", "random:1", "random:2"]
 CUDA = torch.device("cuda", 0)
-ROOT = building.SOURCE.parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -82,30 +77,6 @@ def test_two_streams_that_write_in_no_order_are_a_race(run: str) -> None:
     assert "mul.out writes on stream 0 what add.out writes on stream" in written
 
 
-def test_other_parts_of_a_tensor_are_no_race() -> None:
-    x, side = torch.zeros(8, device=CUDA), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x[:4].add_(1)
-    x[4:].add_(1)
-    assert report().races == ()
-
-
-@pytest.mark.parametrize("recorded", [False, True])
-def test_freed_memory_that_another_stream_reads_is_a_race_unless_it_was_recorded(recorded: bool) -> None:
-    x, side = torch.ones(1000, device=CUDA), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        read = x + 1
-    if recorded:
-        x.record_stream(side)
-    del x
-    races = report().races
-    assert ("the next owner of freed memory writes on stream 0 what add.out reads" in str(races)) is not recorded
-    if recorded:
-        assert set(read.tolist()) == {2.0}
-
-
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_host_that_reads_pinned_memory_before_its_copy_is_a_race(waits: bool) -> None:
     kept = torch.empty(4, pin_memory=True)
@@ -118,13 +89,6 @@ def test_a_host_that_reads_pinned_memory_before_its_copy_is_a_race(waits: bool) 
     assert (
         "sum reads by the host what copy_ to the host writes on stream 0, in no order" in report().races
     ) is not waits
-
-
-def test_a_host_that_overwrites_pinned_memory_that_is_still_to_be_read_is_a_race() -> None:
-    kept = torch.ones(4, pin_memory=True)
-    kept.to(CUDA, non_blocking=True)
-    kept.fill_(7)
-    assert "fill_ writes by the host what copy_ to the device reads on stream 0, in no order" in report().races
 
 
 def test_every_host_wait_is_listed_with_its_place_and_may_be_refused() -> None:
@@ -142,97 +106,6 @@ def test_every_host_wait_is_listed_with_its_place_and_may_be_refused() -> None:
             x.sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_streams_come_from_a_pool_that_every_run_begins_again() -> None:
-    first, *others = [torch.cuda.Stream() for _ in range(torch_cuda.POOL)]
-    assert first not in others
-    assert torch.cuda.Stream() == first
-    begin("late")
-    assert torch.cuda.Stream() == first
-
-
-def test_sleep_keeps_its_stream_busy_and_no_other() -> None:
-    slow, begun = torch.cuda.Stream(), time.monotonic()
-    with torch.cuda.stream(slow):
-        torch.cuda._sleep(300_000_000)
-        late = slow.record_event()
-    assert float(torch.ones(2, device=CUDA).sum()) == 2
-    assert not late.query()
-    late.synchronize()
-    assert time.monotonic() - begun >= 0.2
-    assert late.query()
-
-
-def test_random_numbers_are_the_seeds_and_do_not_depend_on_the_schedule() -> None:
-    drawn = []
-    for run in RUNS:
-        begin(*ranks.parse(run))
-        torch.manual_seed(3)
-        drawn.append(torch.cat([torch.randn(4, device=CUDA), torch.rand(4, device=CUDA)]).cpu())
-    assert all(torch.equal(each, drawn[0]) for each in drawn)
-    assert not torch.equal(drawn[0], torch.randn(8, device=CUDA).cpu())
-
-
-def test_a_number_of_python_has_the_precision_of_the_tensor_that_it_meets() -> None:
-    scalars = torch.rand(50, generator=torch.Generator().manual_seed(0)).unbind()
-    on_device = [float(0.1 / scalar.to(CUDA)) for scalar in scalars]
-    assert on_device == [float(0.1 / scalar) for scalar in scalars]
-
-
-def test_an_error_of_the_user_is_raised_where_it_is_made() -> None:
-    with pytest.raises(RuntimeError, match="same device"):
-        torch.ones(3, device=CUDA) + torch.ones(3)
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        torch.ones(3, device=CUDA) + torch.ones(4, device=CUDA)
-
-
-def test_empty_counts_kernels_and_runs_none() -> None:
-    begin("empty")
-    x = torch.zeros(4, device=CUDA)
-    x.fill_(7).mul_(2)
-    assert report().kernels == 3
-    begin("late")
-    assert x.tolist() == [0.0] * 4
-
-
-def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="'soon' is not known: expected one of eager, late, random, empty"):
-        begin("soon")
-
-
-def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(building, "BUILT", tmp_path)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(BuildError, match="needs a C\\+\\+ compiler, and no-such-compiler did not start"):
-        building._built()
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(BuildError, match="false could not compile the virtual device"):
-        building._built()
-
-
-@pytest.mark.parametrize(("required", "code", "text"), [("1", 4, "needs a C++ compiler"), ("", 0, "skipped")])
-def test_without_a_compiler_tests_are_skipped_unless_the_device_is_required(
-    required: str, code: int, text: str
-) -> None:
-    program = (
-        "from tests.virtual_device import building; import pathlib, pytest, sys;"
-        "building.BUILT = pathlib.Path('/nonexistent') / 'device';"
-        "building.BUILT.__class__.mkdir = lambda *a, **k: None;"
-        "sys.exit(pytest.main(['-p', 'tests.virtual_device.plugin', '-p', 'no:cacheprovider', '-q', '-m', 'gpu',"
-        " 'tests/gpu/test_streams.py', '-k', 'narrow']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "CXX": "no-such-compiler", "VIRTUAL_DEVICE_REQUIRED": required},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    assert text in done.stdout + done.stderr
 
 
 # ---- across processes ----
@@ -296,28 +169,6 @@ def _one_never_comes(rank: int) -> None:
     time.sleep(4)
 
 
-@pytest.mark.parametrize("run", ["late", "random:1"])
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_pytorchs_own_ddp_trains_on_it(backend: str, run: str) -> None:
-    ours, theirs = run_world(_own_ddp, 2, "torch", backend=backend, environment=ranks.environment(run))
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert ours[0].abs().sum() > 0
-
-
-def _own_ddp(rank: int, kind: str) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(
-        nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5)).cuda(), bucket_cap_mb=0.001
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + rank)).cuda()
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-    return [parameter.detach().cpu() for parameter in model.parameters()]
-
-
 # ---- ranks that are devices of this process ----
 @pytest.mark.parametrize("run", RUNS)
 def test_collectives_in_lockstep(run: str) -> None:
@@ -342,38 +193,3 @@ def test_collectives_in_lockstep(run: str) -> None:
     assert [each.tolist() for each in swapped] == [first[:3] + second[:3], first[3:] + second[3:]]
     assert [each.tolist() for each in row] == [sums[:3], sums[3:]]
     assert report().races == ()
-
-
-def test_devices_that_disagree_are_told() -> None:
-    first, second = LockstepGroup.world(2)
-    first.allreduce([torch.ones(4, device="cuda:0")])
-    with pytest.raises(RuntimeError, match="rank 1 asks for an all-gather of 16 bytes, rank 0 for an all-reduce of 16"):
-        second._allgather_base(torch.empty(8, device="cuda:1"), torch.ones(4, device="cuda:1"))
-    second.allreduce([torch.ones(4, device="cuda:1")])  # what the first one waits for
-
-
-def test_a_result_that_is_read_before_the_stream_waits_is_a_race() -> None:
-    (group,) = LockstepGroup.world(1)
-    x = torch.ones(4, device=CUDA)
-    work = group.allreduce([x])
-    x.add_(1)
-    work.wait()
-    assert "add.out writes on stream 0 what all-reduce writes on stream" in str(report().races)
-
-
-def test_a_device_that_cannot_go_on_is_an_error_that_says_what_it_waits_for() -> None:
-    program = (
-        "import torch\n"
-        "from tests.virtual_device import begin, install\n"
-        "install(); begin('late')\n"
-        "from tests.virtual_device.backends import LockstepGroup\n"
-        "x = torch.ones(4, device='cuda:0')\n"
-        "LockstepGroup.world(2)[0].allreduce([x]).wait()\n"
-        "x.tolist()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 1
-    assert "virtual device: nothing can run, and the host waits for stream 0: a deadlock." in done.stderr
-    assert "first all-reduce, begun" in done.stderr

@@ -7,12 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -27,23 +24,9 @@ from tests.world import WorldError, launcher, on_ranks, run_world, run_world_out
 from tests.world.launcher import ROOT
 
 
-def sum_of_ranks(rank: int, offset: int, *, scale: int = 1) -> tuple[float, int, bool]:
-    value = torch.tensor([float(rank + offset) * scale])
-    dist.all_reduce(value)
-    return value.item(), torch.get_num_threads(), "torch._dynamo" in sys.modules
-
-
 def raise_on(rank: int, which: int) -> int:
     if rank == which:
         raise ValueError(f"rank {rank} says no")
-    dist.barrier()
-    return rank
-
-
-def die_on(rank: int, which: int) -> int:
-    dist.barrier()  # the others may still be making the process group, and would fail there
-    if rank == which:
-        os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
     return rank
 
@@ -84,22 +67,10 @@ def leave_things(rank: int) -> int:
     return rank
 
 
-def leave_a_child(rank: int) -> int:
-    return subprocess.Popen(["sleep", "600"]).pid
-
-
 def sleeping_world(rank: int, file: str) -> None:
     held_back = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     Path(f"{file}.{rank}").write_text(f"{os.getpid()} {len(held_back)}")
     time.sleep(600)
-
-
-def own_rank(rank: int) -> int:
-    return rank
-
-
-def own_processor_seconds(rank: int) -> float:
-    return time.process_time()
 
 
 @on_ranks(2)
@@ -113,40 +84,11 @@ def wrong_on_the_second(rank: int, text: str) -> None:
     assert f"rank {rank}" in text
 
 
-@pytest.mark.parametrize("store", ["file", "tcp"])
-def test_results_come_back_in_rank_order(store: str) -> None:
-    assert run_world(sum_of_ranks, 3, 1, scale=2, store=store) == [(12.0, 1, True)] * 3
-
-
-@on_ranks(3, environment={"WORLD_TEST": "yes"})
-@pytest.mark.parametrize(("offset", "scale"), [(1, 2), (0, 1)])
-def test_a_decorated_function_runs_on_every_rank_with_the_arguments_of_the_test(
-    rank: int, tmp_path: Path, offset: int, scale: int
-) -> float:
-    assert dist.get_rank() == rank and dist.get_world_size() == 3 and os.environ.get("WORLD_TEST") == "yes"
-    (tmp_path / str(rank)).touch()
-    dist.barrier()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
-    total, *_ = sum_of_ranks(rank, offset, scale=scale)
-    return total
-
-
-@on_ranks("ranks")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_parameter_may_be_the_number_of_ranks(rank: int, ranks: int) -> None:
-    assert dist.get_world_size() == ranks
-
-
 def test_a_decorated_function_fails_where_an_assertion_does_and_shows_its_values() -> None:
     with pytest.raises(WorldError, match="wrong_on_the_second on 2 ranks failed\n(.|\n)*rank 1: raised") as caught:
         wrong_on_the_second(text="rank 0")
     assert caught.value.outcomes[0].ok
     assert "    rank = 1\n    text = 'rank 0'" in str(caught.value)
-
-
-def test_what_a_decorated_function_returns_must_be_equal_on_all_ranks() -> None:
-    with pytest.raises(AssertionError):
-        its_own_rank()
 
 
 def abort_beside(rank: int, kind: str) -> int:
@@ -180,10 +122,6 @@ def test_what_is_left_in_the_process_is_an_error_where_exits_are_checked(monkeyp
     assert run_world(leave_things, 2) == [0, 1]
 
 
-def test_ranks_need_no_import_of_torch() -> None:
-    assert max(run_world(own_processor_seconds, 4, backend=None)) < 1.0  # the import alone is 1.8
-
-
 def test_a_failing_rank_is_named_with_its_traceback_and_the_others_are_not_waited_for() -> None:
     with pytest.raises(WorldError, match="rank 1: raised(.|\n)*ValueError: rank 1 says no") as caught:
         run_world(raise_on, 2, 1)
@@ -201,39 +139,6 @@ def test_every_rank_shuts_its_interpreter_down_and_the_first_also_runs_cpp_destr
     function: Callable[[int], object], second: int
 ) -> None:
     assert [one.exit_code for one in run_world_outcomes(function, 2, check_exit=True)] == [-signal.SIGABRT, second]
-
-
-def test_outcomes_tell_of_every_rank_without_raising() -> None:
-    first, second = run_world_outcomes(die_on, 2, 0, timeout=20.0)
-    assert first.exit_code == -signal.SIGKILL and not first.ok
-    assert "rank 0: died with signal SIGKILL" in first.describe()
-    assert second.traceback is not None and "barrier" in second.traceback
-
-
-def test_worlds_of_several_threads_read_each_others_exit_codes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    read_signed: Callable[[int], int] = forkserver.read_signed
-
-    def read_slowly(descriptor: int) -> int:
-        time.sleep(0.1)  # whoever else polls this process now sees that it has ended
-        return read_signed(descriptor)
-
-    monkeypatch.setattr(forkserver, "read_signed", read_slowly)
-    with ThreadPoolExecutor(3) as pool:
-        worlds = [pool.submit(run_world, own_rank, 2, backend=None) for _ in range(6)]
-        assert [world.result() for world in worlds] == [[0, 1]] * 6
-
-
-def test_a_process_that_a_rank_leaves_behind_is_killed() -> None:
-    (pid,) = run_world(leave_a_child, 1, backend=None)
-    assert until(lambda: has_ended(pid))
-
-
-def test_no_temporary_folder_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    run_world(sum_of_ranks, 2, 0)
-    with pytest.raises(WorldError):
-        run_world(raise_on, 2, 0)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from itertools import compress
 
 from commhooks.experiments.results.summary import Spread
 from experiments.studies.bench.results import Measured, Results
-from experiments.studies.bench.rows import EXPONENT, MET, MISSED, WITHIN, Row
+from experiments.studies.bench.rows import MET, MISSED, WITHIN, Row
 from experiments.studies.bench.sections import SECTIONS, Section
 from experiments.studies.blocks import Block, Table, circumstances, markdown
 
@@ -31,15 +31,20 @@ beside the ratios show what they are made of; they depend on the machine, and no
   the noise, the distance from 1 to the farther of its quartiles; this applies only to step times of `ddp_core`,
   `allreduce_hook` and `fp16_compress_hook`. *Missed* otherwise.
 
-`make bench` measures all sections, writes [the file]({name}.json) and renders these pages from it; `python -m
+`make bench` measures the sections below, writes [the file]({name}.json) and renders these pages from it; `python -m
 experiments.studies bench ddp hooks` measures some. `make bench-check` measures them again and compares the ratios with
 those in the file: it fails if a median got worse by more than the interquartile ranges of both together. It says so if
 the file is from another machine.
+
+The file also has sections that are frozen, each with its page: [Gloo's event loop]({name}/wakeups.md), [the cost as the
+work grows]({name}/growth.md), [`fused` and `fifo`]({name}/policies.md), [checkpoints]({name}/checkpoints.md),
+[communication behind the backward pass]({name}/hiding.md) and [the guard]({name}/guard.md).
 """
 
 
 def pages(results: Results, name: str) -> dict[str, str]:
     """Return the pages of the file `name`.json in Markdown, by their paths from its folder."""
+    results = {key: results[key] for key in SECTIONS if key in results}  # without those that are frozen
     commits = sorted({measured.commit for measured in results.values()})
     overview = [BEGINNING.format(name=name, commits=commits), *_summary(results, name)]
     sections = {
@@ -103,8 +108,6 @@ def _counts(rows: Sequence[Row]) -> tuple[int, int, int, int]:
 def table(title: str, rows: Sequence[Row]) -> Table:
     """Return the rows of a section, without columns that none of them needs."""
     headings = ["", "ratio", "noise", "target", "", "made of"]
-    if all(row.unit == EXPONENT for row in rows):
-        headings[1:3] = ["exponent", "a copy's"]
     has_target = any(row.target is not None for row in rows)
     has_noise = any(row.noise is not None for row in rows)
     shown = [True, True, has_noise, has_target, has_target, True]
