@@ -33,7 +33,6 @@ from commhooks.codecs import (
 from commhooks.compressors import TwoHop
 from commhooks.errors import CompressorError
 from commhooks.language.loss import error_of
-from commhooks.packing import pack_blocks, pack_signs, unpack_blocks_into, unpack_signs
 from tests import bounds
 from tests.commhooks.workers import Workers, largest, normal, zeros
 
@@ -358,28 +357,6 @@ def residual_after(steps: int, codec: Codec, damping: float) -> float:
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_packed_numbers_come_back(bits: int) -> None:
-    most = 2 ** (bits - 1) - 1
-    numbers = torch.randint(-most, most + 1, (5, 64), generator=torch.Generator().manual_seed(bits)).float()
-    packed = pack_blocks(numbers, bits)
-    assert (packed.dtype, packed.shape) == (torch.int8, (5, 8 * bits))
-    assert torch.equal(unpack_blocks_into(packed, bits, torch.empty(5, 64)), numbers)
-    # Byte k holds the k-th number of each part, as digits of a number in base 2**bits.
-    powers = 2.0 ** (bits * torch.arange(8 // bits))
-    assert torch.equal(packed.float(), powers @ numbers.view(5, 8 // bits, -1))
-
-
-def test_packed_signs_come_back() -> None:
-    values = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
-    values[0, :3] = torch.tensor([0.0, -0.0, -math.inf])
-    packed, sizes = pack_signs(values), torch.rand(5, 1)
-    assert (packed.dtype, packed.shape) == (torch.uint8, (5, 8))
-    assert torch.equal(unpack_signs(packed, sizes, torch.empty(5, 64)), torch.copysign(sizes, values))
-    bits = torch.from_numpy(np.signbit(values.numpy()).reshape(5, 8, 8)).int()
-    assert torch.equal(packed.int(), (bits << torch.arange(8).view(1, 8, 1)).sum(1))
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,11 @@ import dataclasses
 import os
 import random
 import re
-import signal
 import time
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
@@ -22,20 +19,16 @@ from commhooks.codecs import Int8
 from commhooks.compressors import SparseLoCo, TopK, TwoHop
 from commhooks.errors import CompressorError
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Group
-from commhooks.language.compressor import map_requests
-from commhooks.language.requests import Asked
 from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from commhooks.native import library
-from commhooks.wrappers.wrapper import Wrapper
 from tests.cases import BY_NAME
 from tests.commhooks.inline_on_cpu import as_on_nccl
 from tests.commhooks.mirrored import Mirrored, largest_error
 from tests.commhooks.models import Given, wrap
-from tests.commhooks.ranks import survived
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
 from tests.ddp_core.facts import BOTH_DDPS
-from tests.tiers import in_turn, thorough
-from tests.world import on_ranks, run_world_outcomes
+from tests.tiers import in_turn
+from tests.world import on_ranks
 
 needs_library = pytest.mark.skipif(
     isinstance(library.opened(library.PATH), str), reason="there are no compiled passes to differ from eager ones"
@@ -331,61 +324,6 @@ def test_machines_are_over_gloo_bit_for_bit_what_they_are_in_lockstep(rank: int,
         counted, simulated = both.attachment.statistics(), both.workers.traffic
         assert counted.by_group == simulated.by_group and counted.by_group.keys() == {"inner", "outer"}
         both.attachment.close()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Dying(Wrapper):
-    """Kill rank 3 in some step, just before the request of this number in the first bucket."""
-
-    step: int
-    number: int
-
-    def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        is_time = (dist.get_rank(), context.step, bucket.index) == (3, self.step, 0)
-        yield from map_requests(_Countdown(self.number if is_time else -1).carry, self.inner.compress(bucket, context))
-
-
-class _Countdown:
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-    def carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.left -= 1
-        return (yield asked)
-
-
-def killed(rank: int, kind: str, policy: Any, dies_in: int, number: int) -> str:
-    """Train until rank 3 is killed; return what the step raised."""
-    shapes = [(40, 40)] * 6
-    model = wrap(kind, Given(*shapes), bucket_cap_mb=0.01)
-    machines = Hierarchical(inner=make_compressor("powersgd", rank=2), size=2)
-    commhooks.attach(model, Dying(inner=machines, step=dies_in, number=number), policy=policy)
-    for step in range(4):
-        try:
-            model(*normal(zeros(*shapes), 4, seed=step)[rank]).backward()
-        except Exception as error:
-            return str(error)
-    return "nothing"
-
-
-@pytest.mark.parametrize(
-    ("kind", "policy", "step", "request_number"),
-    thorough(
-        [("core", "fifo", 2, 0), ("torch", "fused", 2, 1), ("core", "fused", 2, 2), ("torch", "fifo", 0, 0)],
-        unless=lambda row: row[:2] in (("core", "fused"), ("torch", "fifo")),
-    ),
-)
-def test_when_a_rank_of_a_machine_is_killed_all_others_raise(
-    kind: str, policy: str, step: int, request_number: int
-) -> None:
-    """In its machine's sum, between machines, while its machine gathers; and before there are any groups."""
-    outcomes = run_world_outcomes(killed, 4, kind, policy, step, request_number)
-    assert outcomes[3].exit_code == -9
-    for outcome in outcomes[:3]:
-        assert survived(outcome), outcome.describe()
-        assert "No answer from rank 3." in outcome.value, outcome.value
 
 
 @on_ranks(2)
