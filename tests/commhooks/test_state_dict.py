@@ -311,13 +311,9 @@ def after_a_step_that_failed_nothing_is_saved(rank: int) -> None:
         attachment.state_dict()
 
 
-def resized(rank: int, world_size: int, folder: str, first: int, last: int, how: str) -> list[list[float]]:
-    """Train on from whatever is in the folder, and save; return three seeds' losses over all ranks' batches by step."""
-    return [_resized(rank, world_size, seed, f"{folder}/{seed}", first, last, how) for seed in range(3)]
-
-
-def _resized(rank: int, world_size: int, seed: int, folder: str, first: int, last: int, how: str) -> list[float]:
-    torch.manual_seed(seed)
+def resized(rank: int, world_size: int, folder: str, first: int, last: int, how: str) -> None:
+    """Train on from whatever is in the folder, and save."""
+    torch.manual_seed(0)
     ddp: Any = wrap(
         "core", nn.Sequential(nn.Linear(36, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10))
     )
@@ -331,26 +327,16 @@ def _resized(rank: int, world_size: int, seed: int, folder: str, first: int, las
             expected = torch.zeros_like(kept) if how == "reset" else kept
             # Shares are computed in float64, and each is rounded once, to the residual's dtype.
             assert largest(total[name] - expected) <= bounds.unit_roundoff(torch.float32) * largest(shares[name]), name
-    losses = []
-    teacher = torch.randn(36, 10, generator=torch.Generator().manual_seed(seed))
     for step in range(first, last):
-        # 16 samples a step whatever the world size, so that the gradient's mean is over the same ones
-        inputs = torch.randn(16, 36, generator=torch.Generator().manual_seed(1000 * seed + step))
-        targets = (inputs @ teacher).argmax(1)
-        part = slice(rank * 16 // world_size, (rank + 1) * 16 // world_size)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(ddp(inputs[part]), targets[part])
-        loss.backward()
+        ddp(normal(zeros((16, 36)), world_size, seed=step)[rank][0]).square().mean().backward()
         optimizer.step()
-        shared = loss.detach() / world_size
-        dist.all_reduce(shared)
-        losses.append(float(shared))
     total = _total_residual(attachment)
+    assert any(kept.any() for kept in total.values())
     commhooks.save_checkpoint(
         folder, step=last, model=ddp, optimizer=optimizer, hooks=attachment, extra={"total": total}
     )
     attachment.close()
-    return losses
 
 
 def _total_residual(attachment: commhooks.Handle[Any], *, of_magnitudes: bool = False) -> dict[str, Tensor]:
@@ -432,26 +418,6 @@ def test_torch_load_takes_hook_and_state_under_the_names_of_every_version(
 def test_other_numbers_of_ranks_take_over_the_sum_of_the_residuals(tmp_path: Path) -> None:
     for world_size, first, last, how in ((3, 0, 4, "refuse"), (2, 4, 8, "spread"), (1, 8, 9, "reset")):
         run_world(resized, world_size, world_size, str(tmp_path), first, last, how)
-
-
-@pytest.mark.soak
-def test_four_ranks_become_two_and_four_again_without_a_jump_of_the_loss(tmp_path: Path) -> None:
-    """The loss after a change of the world size is above the steady run's by no more than seeds differ."""
-    losses: dict[str, list[list[float]]] = {"steady": [[], [], []], "changed": [[], [], []]}
-    for first, last, fewer in ((0, 24, 4), (24, 36, 2), (36, 48, 4)):
-        for name, world_size, how in (("steady", 4, "refuse"), ("changed", fewer, "spread")):
-            given = (world_size, str(tmp_path / name), first, last, how)
-            found = run_world(resized, world_size, *given)[0]
-            for seed in range(3):
-                losses[name][seed] += found[seed]
-    steady, changed = losses["steady"], losses["changed"]
-    for first in (24, 36):
-        level = [sum(losses[first : first + 10]) / 10 for losses in steady]
-        noise = max(level) - min(level)
-        for kept, after in zip(steady, changed, strict=True):
-            jump = sum(after[first : first + 10]) / 10 - sum(kept[first : first + 10]) / 10
-            print(f"from step {first}: jump {jump:+.4f}, seeds differ by {noise:.4f}")
-            assert jump <= noise, (first, jump, noise)
 
 
 test = facts.tests()
