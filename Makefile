@@ -21,7 +21,7 @@ CORES := $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 WORKERS := $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo leaderboard test test-fast test-all test-eager test-frameworks test-processors test-torch test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard models mutants gpu gpu-cost many-ranks release-rehearsal clean
+.PHONY: help demo leaderboard test test-fast test-all test-eager test-frameworks test-processors test-torch test-torch-suite test-virtual-device check bench bench-check docs soak soak-hooks soak-nestings soak-kills soak-network soak-cluster soak-virtual-device torch-suite guard models mutants gpu many-ranks release-rehearsal clean
 
 help:
 	@echo "make demo         train on 2 ranks over an emulated 100 Mbit/s link under five hooks; report in runs/demo"
@@ -58,8 +58,6 @@ help:
 	@echo "make soak-cluster  another: what compression saves between hosts at 100 Mbit/s, and how true the emulated link is"
 	@echo "make soak-virtual-device  another: every row, policy, kind of residuals and guard on the virtual device, with three seeds (about an hour)"
 	@echo "make gpu          the tests that need a CUDA device; they are skipped where there is none"
-	@echo "make gpu-cost     count the launches, bytes and host waits of every hook, on the virtual device;"
-	@echo "                  writes docs/guide/gpu-cost.md (half an hour)"
 	@echo "make release-rehearsal  carry out RELEASING.md with an index on this machine; what would be uploaded goes to build/release/dist"
 	@echo "make clean        remove .venv and everything that was built"
 
@@ -182,9 +180,6 @@ soak-cluster: $(STAMP)
 
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu -v tests/gpu
-
-gpu-cost: $(STAMP)
-	$(BIN)/python -m tests.virtual_device.gpu_cost --page docs/guide/gpu-cost.md
 
 clean:
 	rm -rf .venv .venv-frameworks .venv-torch-* site build dist *.egg-info commhooks/native/_kernels.* .pytest_cache .mypy_cache .ruff_cache .hypothesis

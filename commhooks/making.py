@@ -28,7 +28,7 @@ ROOMS = ("commhooks.compressors", "commhooks.compressors.codecs", "commhooks.wra
 """The modules whose classes a specification may name."""
 ENTRY_POINTS = "commhooks.compressors"
 """The entry-point group in which other packages register a class, a function that returns one, or a `Registered`."""
-COMMON = {"start_after": int, "wire": torch.dtype | str, "error_feedback": bool, "decay": float}
+COMMON: dict[str, Any] = {"start_after": int, "wire": torch.dtype | str, "error_feedback": bool, "decay": float}
 """The settings that every name takes, and their types."""
 DILOCO = "diloco"
 """The name in text of what trains instead of a hook: `commhooks.DiLoCo`."""

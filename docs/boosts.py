@@ -1,6 +1,6 @@
-"""Two changes to the site's search: pages count by their folder, and numbers are found.
+"""Three changes to the site's search: pages count by their folder, have words of newcomers, and numbers are found.
 
-A page's own `search: boost:` takes precedence over its folder's. Decisions and reproductions use every word of the
+A page's own `search: boost:` takes precedence over its folder's. Studies and the reference use every word of the
 guide, and there are more of them; without a factor they come first.
 """
 
@@ -14,14 +14,27 @@ if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.pages import Page
 
-BOOSTS = {"guide": 2.0, "reference": 0.2, "benchmarks": 0.2, "decisions": 0.05, "reproductions": 0.05}
+BOOSTS = {"guide": 2.0, "reference": 0.2, "benchmarks": 0.2, "reproductions": 0.05}
 """Factors of a page's score, by the first folder of its path; pages elsewhere count once."""
+WORDS = {
+    "guide/does-it-pay.md": ["slow network", "multi node ethernet", "wifi", "faster"],
+    "guide/comparison.md": ["wandb"],
+    "guide/diloco-sites.md": ["two offices"],
+    "guide/gpu.md": ["GPU"],
+    "guide/sharded.md": ["FSDP"],
+    "guide/hsdp.md": ["HSDP"],
+    "guide/powersgd.md": ["MoE"],
+    "guide/adapters.md": ["LoRA"],
+}
+"""Words that newcomers type, by the page that answers them. Keep to words of one topic."""
 _AMBIGUOUS = "e=e+s+o.id"  # in the theme's script: a node's edges as text
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
-    """Set the page's boost. MkDocs calls this for every page before it is rendered."""
+    """Set the page's boost and words. MkDocs calls this for every page before it is rendered."""
     page.meta["search"] = {"boost": BOOSTS.get(page.file.src_uri.split("/")[0], 1.0)} | page.meta.get("search", {})
+    if words := WORDS.get(page.file.src_uri):
+        page.meta["tags"] = words
     return markdown
 
 

@@ -149,17 +149,6 @@ def test_the_table_from_pytorchs_names_leads_to_names_that_exist() -> None:
     assert not unknown
 
 
-def test_every_file_that_the_list_of_files_names_exists() -> None:
-    folder, missing = ROOT, list[str]()
-    for line in (ROOT / "docs/files.md").read_text(encoding="utf-8").splitlines():
-        if heading := re.match(r"#+ (.*)", line):
-            found = (one / heading[1] for one in (ROOT, ROOT / "ddp_core", ROOT / "commhooks"))
-            folder = next((one for one in found if one.is_dir()), ROOT / "commhooks")
-        names = re.findall(r"`([\w/]+\.(?:py|c|h|json))`", line)
-        missing += [name for name in names if not (ROOT / name).exists() and not any(folder.rglob(name))]
-    assert not missing
-
-
 def test_the_readme_has_no_relative_link_and_every_file_that_it_names_exists() -> None:
     """On an index, a relative link leads nowhere."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -7,6 +7,9 @@ own script, run in QuickJS.
 from __future__ import annotations
 
 import json
+import os
+import runpy
+import subprocess
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -88,6 +91,18 @@ def search(site: Path) -> Search:
         ("leaderboard", "guide/leaderboard.html"),
         ("own compressor", "guide/compressors.html"),
         ("save and load", "guide/checkpoints.html"),
+        ("slow network", "guide/does-it-pay.html"),
+        ("multi node ethernet", "guide/does-it-pay.html"),
+        ("wifi", "guide/does-it-pay.html"),
+        ("two offices", "guide/diloco-sites.html"),
+        ("how much faster", "guide/does-it-pay.html"),
+        ("gradient compression GPU", "guide/gpu.html"),
+        ("accuracy loss", "guide/choosing.html"),
+        ("wandb", "guide/comparison.html"),
+        ("FSDP", "guide/sharded.html"),
+        ("HSDP", "guide/hsdp.html"),
+        ("MoE", "guide/powersgd.html"),
+        ("LoRA", "guide/adapters.html"),
     ],
 )
 def test_a_newcomers_question_finds_the_page_that_answers_it_first(query: str, page: str, search: Search) -> None:
@@ -99,12 +114,36 @@ def test_numbers_are_found(query: str, search: Search) -> None:
     assert search.pages(query)
 
 
-@pytest.mark.parametrize("query", ["memory", "bucket", "checkpoint", "compressor"])
-def test_pages_of_the_guide_are_found_before_decisions_and_reproductions(query: str, search: Search) -> None:
-    folders = [page.split("/")[0] for page in search.pages(query)]
-    others = [n for n, folder in enumerate(folders) if folder in ("decisions", "reproductions")]
-    assert others
-    assert folders.index("guide") < others[0]
+def test_what_is_unpublished_is_named_instead_of_linked(site: Path, search: Search) -> None:
+    text = (site / "architecture.html").read_text(encoding="utf-8")
+    assert "<code>docs/decisions/0038-one-exchange.md</code>" in text
+    assert not (site / "decisions").exists()
+    assert not [page for page in search.pages("decision") if page.startswith("decisions/")]
+
+
+def test_a_page_warns_if_what_it_measures_was_changed_since(tmp_path: Path) -> None:
+    note = runpy.run_path(str(ROOT / "docs/measured.py"))["note"]
+    (tmp_path / "code.py").write_text("1", encoding="utf-8")
+    (tmp_path / "page.md").write_text("1", encoding="utf-8")
+    assert note(tmp_path, ["HEAD"], ["code.py"]) == ""  # no repository
+
+    def commit(changed: str, date: str) -> None:
+        (tmp_path / changed).write_text(date, encoding="utf-8")
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        dated = {**os.environ, "GIT_COMMITTER_DATE": f"{date}T12:00:00Z"}
+        subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+        subprocess.run(["git", *who, "commit", "-qm", "c"], cwd=tmp_path, check=True, env=dated)
+
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    commit("code.py", "2026-01-01")
+    commit("page.md", "2026-01-02")
+    assert note(tmp_path, ["HEAD"], ["code.py"]).startswith("Measured at commit `HEAD` on 2026-01-02.")
+    commit("code.py", "2026-01-03")
+    found = note(tmp_path, ["HEAD", "HEAD~1"], ["code.py"])
+    assert "measured at commit `HEAD~1` on 2026-01-02. Since then 1 commit changed `code.py`, the last on" in found
+    assert "2026-01-03: figures may differ today" in found
+    with pytest.raises(ValueError, match=r"gone\.py does not exist"):
+        note(tmp_path, ["HEAD"], ["gone.py"])
 
 
 class Links(HTMLParser):

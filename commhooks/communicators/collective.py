@@ -162,9 +162,9 @@ class RecordingCommunicator:
 
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner
-        self.rank = inner.rank
-        self.world_size = inner.world_size
-        self.traffic = Traffic()
+        self.rank: int = inner.rank
+        self.world_size: int = inner.world_size
+        self.traffic: Traffic = Traffic()
 
     def start(self, collective: Collective) -> RecordedPending:
         """Start a collective, and count it."""

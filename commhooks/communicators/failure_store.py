@@ -137,7 +137,7 @@ class FailureStore:
         """How often this rank has told of its loss scale."""
         self._counts: collections.deque[str] = collections.deque()
         """The keys in which ranks count who has changed to a scale in a step."""
-        self.announced = -1, ""
+        self.announced: tuple[int, str] = -1, ""
         """The last known announcement of a comparison: its number, and the rank and its call in words."""
 
     def announce(self, number: int, call: str) -> None:

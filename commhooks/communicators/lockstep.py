@@ -48,7 +48,7 @@ class LockstepCommunicator:
 
     def __init__(self, group: LockstepGroup, rank: int) -> None:
         self.rank = rank
-        self.world_size = group.world_size
+        self.world_size: int = group.world_size
         self._group = group
         self._rounds: Counter[Group | None] = Counter()
 

@@ -125,7 +125,7 @@ class PrivateGroup:
         hook_timeout: float | None = None,
         wait: Callable[[Pending], None] | None = None,
     ) -> None:
-        self.timeout = address.timeout.total_seconds()
+        self.timeout: float = address.timeout.total_seconds()
         everyone = range(address.world_size)
         try:
             group = _open_group(address, "", everyone, self.timeout)

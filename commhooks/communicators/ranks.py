@@ -17,9 +17,11 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None, error: type[CommHooksError] = CheckpointError) -> None:
         self._error = error
-        self.group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
-        self.rank = 0 if self.group is None else dist.get_rank(self.group)
-        self.world_size = 1 if self.group is None else dist.get_world_size(self.group)
+        self.group: dist.ProcessGroup | None = (
+            group if group is not None or not dist.is_initialized() else dist.group.WORLD
+        )
+        self.rank: int = 0 if self.group is None else dist.get_rank(self.group)
+        self.world_size: int = 1 if self.group is None else dist.get_world_size(self.group)
 
     def gather(self, what: str, act: Callable[[], Value]) -> list[Any]:
         """Call `act` on every rank, and return all results by rank; if it fails on one, raise the error on all.

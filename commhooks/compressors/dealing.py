@@ -43,9 +43,11 @@ class Deal:
         ranks, device = context.world_size, bucket.memory.device
         self.ranks = ranks
         """W."""
-        self.coded = [slot for slot in bucket.slots if pays(slot.gradient.numel())]
+        self.coded: list[Slot] = [slot for slot in bucket.slots if pays(slot.gradient.numel())]
         blocks = [slot.gradient.numel() // block for slot in self.coded]
-        self.rest = [(slot, slot.tile) for slot in bucket.slots if not pays(slot.gradient.numel())]
+        self.rest: list[tuple[Slot, Tile]] = [
+            (slot, slot.tile) for slot in bucket.slots if not pays(slot.gradient.numel())
+        ]
         """Slots with elements that are averaged uncompressed, and the tiles of these."""
         tiles, total = list[Tile](), 0
         for run in _runs(self.coded, block):
@@ -54,7 +56,7 @@ class Deal:
             tiles += tile.rows(MatrixForm(whole, block), at_once)
             total += whole
             self.rest += [(run[-1], rest) for rest in tile.rest(whole * block)]
-        self.shares = []
+        self.shares: list[Share] = []
         held = numpy.zeros(ranks, dtype=numpy.int64)  # blocks that each rank serves so far
         found = [numpy.zeros(0, dtype=numpy.int64)]
         for slot, count in zip(self.coded, blocks, strict=True):
@@ -65,35 +67,37 @@ class Deal:
             held += numpy.bincount(servers, minlength=ranks)
             if held[context.rank] > begin:
                 self.shares.append(Share(slot, slice(begin, int(held[context.rank]))))
-        self.longest = int(held.max())
+        self.longest: int = int(held.max())
         """b."""
         servers, places = numpy.concatenate(found).reshape(-1, 2).T
         flat = servers * self.longest + places
-        self.sizes = [len(tile.gradient) for tile in tiles]
+        self.sizes: list[int] = [len(tile.gradient) for tile in tiles]
         """The numbers of blocks to send and write at a time, in the bucket's order."""
         on_device = (
             copied_to(device, torch.from_numpy(one.copy())).split(self.sizes) for one in (servers, places, flat)
         )
-        self.pieces = [CodedPiece(tile, CodePlaces(*own)) for tile, *own in zip(tiles, *on_device, strict=True)]
+        self.pieces: list[CodedPiece] = [
+            CodedPiece(tile, CodePlaces(*own)) for tile, *own in zip(tiles, *on_device, strict=True)
+        ]
         of_rows = numpy.full(ranks * self.longest, total)
         of_rows[flat] = numpy.arange(total)
         unused = numpy.flatnonzero(of_rows == total)
         rows = (unused // self.longest, unused % self.longest, unused)
-        self.padding = CodePlaces(*(copied_to(device, torch.from_numpy(one)) for one in rows))
+        self.padding: CodePlaces = CodePlaces(*(copied_to(device, torch.from_numpy(one)) for one in rows))
         """The places of rows without a block."""
         named = [
             Keys.of("", 0, block),
             *(Keys.of(slot.name, n, block) for slot, n in zip(self.coded, blocks, strict=True)),
         ]
         keys = Keys.together(named)
-        self.keys = keys.on(device)
+        self.keys: Keys = keys.on(device)
         served = of_rows[context.rank * self.longest :][: held[context.rank]]
-        self.own_keys = keys.at(torch.from_numpy(served)).on(device)
-        self.served = len(served)
+        self.own_keys: Keys = keys.at(torch.from_numpy(served)).on(device)
+        self.served: int = len(served)
         """The number of blocks that this rank serves."""
-        self.own_sizes = [min(at_once, self.served - first) for first in range(0, self.served, at_once)]
+        self.own_sizes: list[int] = [min(at_once, self.served - first) for first in range(0, self.served, at_once)]
         """The numbers of them to serve at a time."""
-        self.layout = Layout(tuple(slot.name for slot in self.coded), tuple(blocks))
+        self.layout: Layout = Layout(tuple(slot.name for slot in self.coded), tuple(blocks))
 
 
 def _runs(slots: Sequence[Slot], block: int) -> Iterator[list[Slot]]:
@@ -128,10 +132,11 @@ class ShardDeal:
     def __init__(self, bucket: BucketView, block: int, at_once: int, context: Context) -> None:
         device = bucket.memory.device
         tiles, of_ranks, of_rows = list[Tile](), list[Tensor](), list[Tensor]()
-        self.shares = list[ShardShare]()
-        self.rest = list[tuple[Tile, int, slice]]()
+        self.shares: list[ShardShare] = []
+        self.rest: list[tuple[Tile, int, slice]] = []
         """The elements beyond shards' blocks, with their rank and their place in its row."""
-        self.longest = self.ends = 0
+        self.longest: int = 0
+        self.ends: int = 0
         """The numbers of blocks and of other elements in a row."""
         keys = [Keys.of("", 0, block)]
         for slot in bucket.slots:
@@ -148,8 +153,10 @@ class ShardDeal:
                     self.shares.append(ShardShare(slot, slice(self.longest, self.longest + whole), ends))
             self.longest += max(length // block for length in lengths)
             self.ends += max(length % block for length in lengths)
-        self.keys = Keys.together(keys).on(device)
-        self.sizes = [len(tile.gradient) for tile in tiles]
+        self.keys: Keys = Keys.together(keys).on(device)
+        self.sizes: list[int] = [len(tile.gradient) for tile in tiles]
         ranks, rows = torch.cat(of_ranks), torch.cat(of_rows)
         places = (one.split(self.sizes) for one in (ranks, rows, ranks * self.longest + rows))
-        self.pieces = [CodedPiece(tile, CodePlaces(*own)) for tile, *own in zip(tiles, *places, strict=True)]
+        self.pieces: list[CodedPiece] = [
+            CodedPiece(tile, CodePlaces(*own)) for tile, *own in zip(tiles, *places, strict=True)
+        ]

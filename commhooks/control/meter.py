@@ -33,7 +33,7 @@ class Meter:
         if group is None:
             raise AttachError("Adaptive: the attachment's process group was destroyed.")
         self.group: dist.ProcessGroup = group
-        self.ranks = group.size()
+        self.ranks: int = group.size()
         if self.ranks < 2:
             raise SettingsError("Adaptive: one rank has no link to adapt to; at least 2 are needed.")
         # On NCCL the host does not see how long a collective takes: the whole step stands for it.

@@ -143,7 +143,7 @@ class ModelAverager(averagers.ModelAverager):
         """Restore a state; see `Handle.restore`."""
         self._diloco.restore(saved, rules, self.differences)
         assert isinstance(saved, Saved), "an error was raised"
-        self.step = saved.shared["step_of_averager"]
+        self.step: int = saved.shared["step_of_averager"]
 
     def close(self) -> None:
         """End all exchanges, and the thread that carries them."""

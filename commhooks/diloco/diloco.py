@@ -28,7 +28,7 @@ from commhooks.diloco.moments import Moments
 from commhooks.diloco.outer import Outer, made_of
 from commhooks.diloco.parts import BUFFERS, Buffers, Fragment, PartsFeed
 from commhooks.diloco.shards import shaped_like
-from commhooks.diloco.starting import Beginning, average_over, group_of_ranks, mismatch, trained
+from commhooks.diloco.starting import Beginning, Schedule, average_over, group_of_ranks, mismatch, trained
 from commhooks.errors import CheckpointError, CommHooksError, CompressorError, SettingsError
 from commhooks.exchange.exchanger import WEIGHTS, TensorChannel, is_weight
 from commhooks.exchange.handle import Handle
@@ -154,8 +154,8 @@ class DiLoCo:
         agree("DiLoCo", group, beginning.fingerprint())
         self.process_group = group
         """The process group whose ranks average together; None for workers of one process."""
-        self.schedule = beginning.schedule
-        self.steps = 0
+        self.schedule: Schedule = beginning.schedule
+        self.steps: int = 0
         """The number of calls of `step`, including those before a resume."""
         self._calls = 0
         self._model = bare(model)

@@ -30,7 +30,7 @@ class Inner:
     def __init__(self, optimizer: Optimizer, fail: Callable[[str], Any], *, keeps_counts: bool = False) -> None:
         self.optimizer = optimizer
         self._keeps_counts = keeps_counts
-        self.cleared = 0
+        self.cleared: int = 0
         """The number of times that a parameter's state was not finite and was cleared."""
         self._uncounted = 0
         self._fail = fail

@@ -69,7 +69,7 @@ class Moments(RoundPart):
         self._handle: Handle[TensorChannel] | None = None
         self._earlier: list[Statistics] = []
         """The counts of exchanges of other tensors, which were closed."""
-        self.like = {}
+        self.like: Mapping[str, Tensor] = {}
 
     def statistics(self) -> list[Statistics]:
         """Return this rank's counts of all exchanges so far."""
@@ -131,7 +131,7 @@ class Moments(RoundPart):
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`: the optimizer's own may be loaded later, so nothing is compared yet."""
         self._averaging = None
-        self.due = state.get("at")
+        self.due: int | None = state.get("at")
         self._loaded = None if self.due is None else {name: one.clone() for name, one in state["mean"].items()}
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class Moments(RoundPart):
             for name, (shape, dtype) in wanted.items()
         }
         self._handle = Handle(_MomentsFeed({label: self.like}), AllReduceMean(), self._settings, self._connection)
-        self.exchanger = self._handle[label]
+        self.exchanger: TensorChannel = self._handle[label]
 
     def _name_differences(self) -> NoReturn:
         """Raise `CompressorError` on every rank, with the counts that differ."""

@@ -114,7 +114,8 @@ class Fragment(RoundPart):
     def __init__(self, named: Mapping[str, Tensor], turn: int, *, on_host: bool) -> None:
         super().__init__(turn)
         self.named = named
-        self.outer = self.like = {name: _outer_copy(local(p), on_host=on_host) for name, p in named.items()}
+        self.outer: dict[str, Tensor] = {name: _outer_copy(local(p), on_host=on_host) for name, p in named.items()}
+        self.like: Mapping[str, Tensor] = self.outer
 
     def begin_here(self) -> None:
         """Set the outer copies to the parameters."""
@@ -196,8 +197,10 @@ class Buffers(RoundPart):
         """The number of ranks that sent what is under way."""
         device = next(iter(named.values())).device
         wide = torch.float64 if weighted else torch.float32
-        self.like = {name: _as_sent(buffer, wide).clone() for name, buffer in named.items()}
-        self.like |= {WEIGHT: torch.empty((), dtype=wide, device=device)}
+        self.like: Mapping[str, Tensor] = {
+            **{name: _as_sent(buffer, wide).clone() for name, buffer in named.items()},
+            WEIGHT: torch.empty((), dtype=wide, device=device),
+        }
 
     def begin(self, due: int, weight: float | None = None) -> None:
         """Start averaging the buffers, as `RoundPart.begin` does; the exchanger knows of no weights."""

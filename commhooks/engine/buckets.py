@@ -47,9 +47,9 @@ class Buckets:
     def __init__(self, table: StateTable, *, by_parameter: bool) -> None:
         self.are_one_models = False
         """True once the names of one model's parameters are known."""
-        self.phase = Phase(0, is_guarded=False)
+        self.phase: Phase = Phase(0, is_guarded=False)
         """The compressor's phase in the current step."""
-        self.pool = Pool()
+        self.pool: Pool = Pool()
         """The pool of memory from which all buckets' exchanges borrow."""
         self.layouts: dict[int, Layout] = {}
         """The layouts of buckets whose parameters are not asked for, by size."""

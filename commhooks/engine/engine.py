@@ -66,22 +66,22 @@ class Engine:
         is_sharded: bool = False,
         joins_buckets: bool = False,
     ) -> None:
-        self.compressor = compressor
+        self.compressor: Compressor = compressor
         self.connection = connection
         self.policy = policy or connection.policy
         # Before the lane: it may be refused.
-        self.state = StateTable(connection.rank, connection.world_size, residuals, is_sharded=is_sharded)
-        self.lane = Lane(connection.join(name), name, self.policy)
+        self.state: StateTable = StateTable(connection.rank, connection.world_size, residuals, is_sharded=is_sharded)
+        self.lane: Lane = Lane(connection.join(name), name, self.policy)
         """The engine's place on its connection, and its counts."""
         self.scheduler: Scheduler | None = None
         """The scheduler of the lane; None before the first bucket or `open`."""
-        self.why_stopped = ""
+        self.why_stopped: str = ""
         """The failure, outside the lane, because of which it was closed; "" if there was none."""
         self._leave = weakref.finalize(self, connection.leave)
         self._leave.atexit = False
-        self.buckets = Buckets(self.state, by_parameter=by_parameter)
-        self.loss_scale = loss_scale or LossScale()
-        self.step = 0
+        self.buckets: Buckets = Buckets(self.state, by_parameter=by_parameter)
+        self.loss_scale: LossScale = loss_scale or LossScale()
+        self.step: int = 0
         self._begun = 0
         """The number of steps that have begun here; `step` may go back."""
         self._scale = FIRST_SCALE
@@ -92,7 +92,7 @@ class Engine:
         self._may_be_unused = may_be_unused
         self._may_join = may_join  # zeros outside a backward pass come from a rank that has run out of inputs
         self._undo = UndoLog() if atomic else None
-        self.resumed = Resumed()
+        self.resumed: Resumed = Resumed()
         self._units = Units(self.policy, joins=joins_buckets)
         self._names_are_checked = not by_parameter
 

@@ -25,7 +25,7 @@ class Resumed:
 
     def __init__(self, fingerprint: str = "", plan: Sequence[Sequence[str]] = (), steps: int = 0) -> None:
         self.fingerprint = fingerprint
-        self.plan = plan
+        self.plan: Sequence[Sequence[str]] = plan
         self._steps_left = steps
 
     def end_step(self) -> None:

@@ -19,7 +19,7 @@ class Copies:
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         self._live = [tensor for slot in slots for tensor in slot.remembered.tensors.values()]
-        self.kept = [torch.empty_like(tensor, pin_memory=tensor.is_pinned()) for tensor in self._live]
+        self.kept: list[Tensor] = [torch.empty_like(tensor, pin_memory=tensor.is_pinned()) for tensor in self._live]
         self.refresh()
 
     def refresh(self) -> None:

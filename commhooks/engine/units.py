@@ -50,7 +50,7 @@ class Units:
         self._now: list[Sequence[str]] = []
         self._is_over = False
         """True once the step's last bucket has come."""
-        self.fingerprint = f"joined, {UNIT_ELEMENTS}" if joins else "single"
+        self.fingerprint: str = f"joined, {UNIT_ELEMENTS}" if joins else "single"
 
     def expect(self, plan: Sequence[Sequence[str]]) -> None:
         """Expect the buckets of a resumed run's last step, given their parameters' names."""

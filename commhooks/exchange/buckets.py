@@ -114,7 +114,7 @@ class FlatBucket:
         self._memory = take(self._tensors[0], sum(sizes))
         # In the order of each tensor's memory, as a DDP lays out gradients: state is saved in that order.
         flat = zip(self._memory.split(sizes), self._tensors, strict=True)
-        self.places = [_in_order_of(tensor, part) for part, tensor in flat]
+        self.places: list[Tensor] = [_in_order_of(tensor, part) for part, tensor in flat]
 
     def index(self) -> int:
         """Return its place in the step."""

@@ -8,7 +8,7 @@ import numbers
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn, Unpack
+from typing import ClassVar, NoReturn, Unpack
 
 import torch
 import torch.distributed as dist
@@ -245,7 +245,7 @@ class TensorChannel(Channel):
 class TensorFeed(Feed):
     """Tensors that a user names, in one channel or several; rounds begin when the user says so."""
 
-    channel_type = TensorChannel
+    channel_type: ClassVar[type[Channel]] = TensorChannel
     caller = "Exchanger"
     ended = "this Exchanger was closed"
     label = "Exchanger"

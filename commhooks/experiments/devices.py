@@ -136,7 +136,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device = CPU, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device, self._clock = device, clock
-        self.is_queued = device.type != CPU.type
+        self.is_queued: bool = device.type != CPU.type
 
     def start(self) -> Moment:
         """Wait until the device is idle, and return the moment: from then on both clocks run together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Unpack
 
 import torch
@@ -88,14 +88,14 @@ class DDPFeed(Feed):
         self._hook_caller = weakref.ref(caller_of_hook(ddp))
         self._engine: Engine | None = None
         self._guard_mode = guard
-        self.named = trained_parameters(model, ddp)
+        self.named: list[tuple[str, Tensor]] = trained_parameters(model, ddp)
         """The parameters whose gradients come in buckets, with their names."""
         if not self.named:
             raise AttachError("attach: no gradient comes in a bucket: every parameter is ignored or delayed.")
-        self.sparse = sparse_parameters(ddp)
-        self.may_be_unused = searches_for_unused(ddp)
-        self.uncut_steps = uncut_steps(ddp)
-        self.joins_buckets = not may_skip_buckets(ddp)
+        self.sparse: Set[Tensor] = sparse_parameters(ddp)
+        self.may_be_unused: bool = searches_for_unused(ddp)
+        self.uncut_steps: int = uncut_steps(ddp)
+        self.joins_buckets: bool = not may_skip_buckets(ddp)
 
     @property
     def process_group(self) -> dist.ProcessGroup:

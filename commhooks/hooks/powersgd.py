@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, get_args
 
 import torch
@@ -71,7 +71,8 @@ class StateFeed(Feed):
     def bind(self, model: Module) -> None:
         """Learn how a DDP treats unused parameters and sparse gradients, and whose buckets to save."""
         self.model = weakref.ref(model)
-        self.sparse, self.uncut_steps = sparse_parameters(model), uncut_steps(model)
+        self.sparse: Set[Tensor] = sparse_parameters(model)
+        self.uncut_steps: int = uncut_steps(model)
 
     def bucket_plan(self) -> dict[str, Any]:
         """Return ddp_core's layout of buckets, if the model is bound."""
@@ -151,7 +152,7 @@ class PowerSGDState(Handle[Channel]):
         self.warm_start = warm_start
         self.orthogonalization_epsilon = orthogonalization_epsilon
         self.random_seed = random_seed
-        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
+        self.compression_stats_logging_frequency: int = max(1, compression_stats_logging_frequency)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self.alternating = alternating
         self.iterations = iterations

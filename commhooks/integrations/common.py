@@ -31,8 +31,12 @@ class Compression:
     """
 
     def __init__(self, owner: str, compressor: Compressor | str, **options: Unpack[CompressionOptions]) -> None:
+        self.allowed: LoadOptions
+        self.rules: LoadRules
         given, self.allowed, self.rules = split_options(owner, options, CompressionOptions)
         self.owner = owner
+        self.compressor: Compressor
+        self.options: Options
         self.compressor, self.options = read_text(owner, compressor, cast(Options, given))
         check_compressor(owner, self.compressor)
         settings_of("attach", self.options, owner)

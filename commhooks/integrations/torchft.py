@@ -116,8 +116,8 @@ class ManagedCommunicator:
 
     def __init__(self, manager: Manager, inner: Communicator) -> None:
         self._manager = manager
-        self.rank = inner.rank
-        self.world_size = inner.world_size
+        self.rank: int = inner.rank
+        self.world_size: int = inner.world_size
         if self.world_size != 1:
             raise AttachError(
                 f"torchft: each replica must be one rank (this one has {self.world_size}): the manager averages over "

@@ -30,7 +30,7 @@ class Slot:
         self.gradient = gradient
         """1-D view of the bucket's memory: the gradient's elements in the memory order of the parameter. In a bucket of
         shards: [world size, chunk], with rank r's elements, and padding, in row r."""
-        self.mean = gradient if mean is None else mean
+        self.mean: Tensor = gradient if mean is None else mean
         """1-D view of the bucket's output, for the mean: by default the same as `gradient`."""
         self.remembered = remembered
         self.tile: Tile
@@ -115,7 +115,7 @@ class BucketView:
     """The buckets of which this one consists, each with memory of its own; `memory` is then the first one's."""
 
     def __post_init__(self) -> None:
-        self.is_sharded = self.memory.dim() == 2 and not self.memory.is_sparse
+        self.is_sharded: bool = self.memory.dim() == 2 and not self.memory.is_sparse
         """True if row r of the memory holds rank r's shards; see `Compressor.scatter`."""
         self.scratch = self.scratch or Scratch(self.memory)
         for slot in self.slots:

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class Compressor(ABC):
     tensors; `state` declares the tensors to remember.
     """
 
-    __signature__ = _NoSignature()
+    __signature__: ClassVar[_NoSignature] = _NoSignature()
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a setting that its field does not allow; subclasses check combinations."""

@@ -63,7 +63,7 @@ class Loans:
     """The blocks of memory that one bucket's exchange has borrowed from a pool."""
 
     def __init__(self) -> None:
-        self.pool = Pool()
+        self.pool: Pool = Pool()
         self.blocks: dict[int, Tensor] = {}
         """The borrowed blocks, by address."""
 

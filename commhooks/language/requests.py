@@ -97,10 +97,10 @@ class MessageBuffer:
         cuts, width = cuts_of([math.prod(shape) * dtype.itemsize for shape, dtype in kinds], widths)
         self._answer = (world_size, width)
         self._borrow = borrow
-        self.memory = borrow(self._answer[1:] if to_all else self._answer, torch.uint8)
+        self.memory: Tensor = borrow(self._answer[1:] if to_all else self._answer, torch.uint8)
         """The message."""
         leading = self.memory.shape[:-1]
-        self.places = [
+        self.places: list[Tensor] = [
             self.memory[..., first:end].view(dtype).view(*leading, *shape)
             for (first, end), (shape, dtype) in zip(cuts, kinds, strict=True)
         ]

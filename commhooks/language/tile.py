@@ -52,7 +52,7 @@ class Scratch:
         self.turn = 0
         """A counter of steps: a sum formed in an earlier step is no longer valid."""
         self.sparse_mean: Tensor | None = None
-        self.loans = lending.Loans()
+        self.loans: lending.Loans = lending.Loans()
         """The memory that the bucket's exchange has borrowed."""
         self.taken: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
         """State that has been overwritten before the verdict, and its old values elsewhere; see `settle`."""
@@ -61,7 +61,7 @@ class Scratch:
         used."""
         self._device = memory.device
         self._dtype = computing_dtype(memory.dtype)
-        self.is_needed = memory.dtype != self._dtype and not memory.is_sparse
+        self.is_needed: bool = memory.dtype != self._dtype and not memory.is_sparse
         self._memory: Tensor | None = None
         self._user = 0  # an identity: a reference would make a cycle
 
@@ -111,7 +111,7 @@ class Tile:
     ) -> None:
         self.gradient = gradient
         """A view of the bucket's memory, of any shape; or one parameter's sparse gradient."""
-        self.mean = gradient if mean is None else mean
+        self.mean: Tensor = gradient if mean is None else mean
         """Memory of the same shape for the mean: a view of the bucket's output, by default `gradient`."""
         self.layout = layout
         self._scratch = scratch

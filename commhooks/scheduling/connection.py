@@ -102,6 +102,7 @@ class ProcessGroupConnection:
         """Where the ranks meet; None before the connection has its place."""
         self._used_before = 0
         """How many equal connections had been made later and opened when it took its place."""
+        self.rank: int
         self.rank, size = process_group.rank(), process_group.size()
         """The number of this rank in the process group."""
         self.world_size = size

@@ -43,7 +43,7 @@ class Lane:
         self.name = name
         """The name of the tensors averaged on it, such as a fragment of a model; messages then call its steps
         rounds."""
-        self.ledger = Ledger()
+        self.ledger: Ledger = Ledger()
         self.opened: concurrent.futures.Future[None] = concurrent.futures.Future()
         """Done when the lane is open on every rank; holds the error that prevented it."""
         self.policy: Policy | None = None
@@ -51,7 +51,7 @@ class Lane:
         self.traffic: Traffic | None = None
         self.refusal: CommHooksError | None = None
         """The error if ranks disagreed when the lane was to open. Every task handed in then fails."""
-        self.kernels = Kernels()
+        self.kernels: Kernels = Kernels()
         """What ranks compare, with their settings, of the kernels that compute for the lane."""
         self.is_first = False
         """True if it is open, and was the first one on its connection."""

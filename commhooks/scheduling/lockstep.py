@@ -23,7 +23,7 @@ class LockstepConnection(Scheduler):
 
     def __init__(self, communicator: Communicator, policy: PolicyName = "fifo") -> None:
         super().__init__(communicator.rank, _is_done)
-        self.world_size = communicator.world_size
+        self.world_size: int = communicator.world_size
         self.policy = policy
         self._communicator = communicator
         self._queue: deque[tuple[Lane, BucketTask]] = deque()

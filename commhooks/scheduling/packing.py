@@ -79,7 +79,7 @@ class Message(ABC):
     """Memory for parts of particular shapes and dtypes, owned by one task at a time."""
 
     memory: Tensor
-    is_free = False
+    is_free: bool = False
     idle_steps = 0
     """The number of steps begun since a task took it."""
 

@@ -155,7 +155,7 @@ class ModulesFeed(Feed):
         """What ranks compare before any of their modules."""
         self.not_compressed: Mapping[str, NotCompressed] = choice.not_compressed
         """The modules whose gradients FSDP2 reduces itself, by name."""
-        self.may_be_alone = units[0].is_inner or len(groups) > 1
+        self.may_be_alone: bool | None = units[0].is_inner or len(groups) > 1
         self._before = {name: unit.reduce_scatter() for name, unit in self._units.items()}
         self._like = {
             name: {parameter.name: parameter.like() for parameter in unit.parameters()}
@@ -165,7 +165,7 @@ class ModulesFeed(Feed):
         self._model = weakref.ref(unwrapped(model))
         self._check: RemovableHandle | None = None
         self._runs: dict[str, CompressedReduceScatter] = {}
-        self.gathers = Gathers()
+        self.gathers: Gathers = Gathers()
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -147,9 +147,9 @@ class Unit:
     def __init__(self, caller: str, name: str, module: FSDPModule, names: Mapping[Module, str], number: int) -> None:
         groups = len(_held(module._get_fsdp_state(), "_fsdp_param_groups"))
         self._caller = caller
-        self.of_module = name or "the model"
+        self.of_module: str = name or "the model"
         """The module's name in the model."""
-        self.name = f"{self.of_module} (group {number} of {groups})" if groups > 1 else self.of_module
+        self.name: str = f"{self.of_module} (group {number} of {groups})" if groups > 1 else self.of_module
         """The module's name, with the number of the group of parameters if there are several."""
         self._number, self._is_only = number, groups == 1
         self._module = weakref.ref(module)  # who holds a unit must not keep the model alive

@@ -119,12 +119,12 @@ class Cut:
         left = [chunk % block for chunk in chunks]
         self.block = block
         """b."""
-        self.blocks = sum(coded) // block
+        self.blocks: int = sum(coded) // block
         """B."""
-        self.rest = sum(left)
+        self.rest: int = sum(left)
         """The number of elements that are in no block."""
-        self.of_blocks = Layout(tuple(names), tuple(coded))
-        self.of_rest = Layout(tuple(names), tuple(left))
+        self.of_blocks: Layout = Layout(tuple(names), tuple(coded))
+        self.of_rest: Layout = Layout(tuple(names), tuple(left))
         self.coded: list[Span] = []
         """The runs that are whole blocks."""
         self.plain: list[Span] = []

@@ -62,7 +62,7 @@ class Kept:
     """The gradients that a module keeps aside, with each one's place in them: (shape, padded elements, dtype)."""
 
     def __init__(self, unit: Unit, reduced: Tensor) -> None:
-        self.reduced = reduced.clone()
+        self.reduced: Tensor = reduced.clone()
         self._unit = unit
         self._numbers = unit.trained()
         self._places = [(one.own_shape, one.chunk, one.grad_dtype) for one in unit.parameters()]

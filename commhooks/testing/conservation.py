@@ -31,8 +31,10 @@ class Balance:
     """Workers whose steps are checked: mean + residual must be what was to be sent, up to rounding."""
 
     def __init__(self, workers: Workers, claims: Claims) -> None:
+        self.claims: Claims
+        self.workers: Workers
         self.workers, self.claims = workers, claims
-        self.indices = range(len(workers.parameters))
+        self.indices: range = range(len(workers.parameters))
 
     def residuals(self) -> list[list[Tensor]]:
         """Return every worker's residuals, in float64."""

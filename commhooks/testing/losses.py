@@ -112,14 +112,14 @@ class Bench:
     """
 
     def __init__(self, compressor: Compressor, gradients: Sequence[Tensor]) -> None:
-        self.gradients = [gradient.clone() for gradient in gradients]
+        self.gradients: list[Tensor] = [gradient.clone() for gradient in gradients]
         parameters = [torch.zeros_like(gradient) for gradient in gradients]
         losses = [compressor.loss(f"layer{index}", parameter) for index, parameter in enumerate(parameters)]
-        self.is_kept = any(loss is not None and loss.is_kept for loss in losses)
+        self.is_kept: bool = any(loss is not None and loss.is_kept for loss in losses)
         is_apart = "buckets" in compressor.exempt or any(loss is not None and loss.of_bucket for loss in losses)
         if self.is_kept:
             compressor = ErrorFeedback(inner=compressor, decay=_FADING)
-        self.workers = Workers(compressor, 1, parameters, buckets=len(parameters) if is_apart else 1)
+        self.workers: Workers = Workers(compressor, 1, parameters, buckets=len(parameters) if is_apart else 1)
 
     def draw(self) -> list[tuple[Tensor, Tensor]]:
         """Make a step; return for each gradient what was not sent, and the mean."""

@@ -103,18 +103,20 @@ class Workers:
         self.compressor = compressor
         self.is_apart = apart
         self.world_size = world_size
-        self.parameters = list(parameters)
+        self.parameters: list[Tensor] = list(parameters)
         self.summed_in: set[torch.dtype] = set()
         """The dtypes in which sums were sent."""
         self.asked_for: set[str] = set()
         """The kinds of collectives that were asked for."""
         ends = LockstepGroup(world_size).communicators()
-        self.connections = [LockstepConnection(_Watched(end, self.asked_for, self.summed_in), policy) for end in ends]
-        self.engines = [
+        self.connections: list[LockstepConnection] = [
+            LockstepConnection(_Watched(end, self.asked_for, self.summed_in), policy) for end in ends
+        ]
+        self.engines: list[Engine] = [
             Engine(compressor, connection, residuals=storage, **settings) for connection in self.connections
         ]
         order = list(range(len(self.parameters)))
-        self.names = list(names or [f"layer{i}" for i in order])
+        self.names: list[str] = list(names or [f"layer{i}" for i in order])
         for engine in self.engines:
             may_be_unused = settings.get("may_be_unused", False)
             engine.bind(list(zip(self.names, self.parameters, strict=True)), may_be_unused=may_be_unused)

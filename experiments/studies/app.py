@@ -1,4 +1,4 @@
-"""The studies by name: published results, speed of this package, work of GPUs, compressors in a rank, predictions."""
+"""The studies by name: promises measured again, speed of this package, costs and ranks of compressors, predictions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import typer
 from commhooks.experiments.commands.terminal import EachOptionOnce
 from experiments.studies.advice import advice
 from experiments.studies.bench.command import bench
-from experiments.studies.gpu_cost.command import gpu_cost
 from experiments.studies.leaderboard.command import leaderboard
 from experiments.studies.measured_costs import costs
 from experiments.studies.predictions.command import predictions
@@ -18,7 +17,7 @@ app = typer.Typer(
     help=__doc__, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
 app.command(help=HELP, cls=EachOptionOnce)(reproduce)
-for study in (advice, bench, costs, gpu_cost, leaderboard, predictions, verdicts):
+for study in (advice, bench, costs, leaderboard, predictions, verdicts):
     app.command(cls=EachOptionOnce)(study)
 
 

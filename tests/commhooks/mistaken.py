@@ -62,7 +62,6 @@ class Averages(Compressor):
             self.finish(slot, mean, finite)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SumForMean(Averages):
     """It returns the sum over ranks in place of the mean."""
 
@@ -70,7 +69,6 @@ class SumForMean(Averages):
         return answer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledTwice(Averages):
     """It divides by the world size before the sum and after it."""
 
@@ -78,7 +76,6 @@ class ScaledTwice(Averages):
         return M / context.world_size
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class HalfDropped(Averages):
     """It sends the first half of each gradient, and declares no loss."""
 
@@ -86,7 +83,6 @@ class HalfDropped(Averages):
         return M.index_fill(0, torch.arange(len(M) // 2, len(M)), 0.0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Clips(Averages):
     """It clips large elements, and declares no loss."""
 
@@ -94,7 +90,6 @@ class Clips(Averages):
         return M.clamp(-100, 100)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SwallowsNaN(Averages):
     """It replaces inf and NaN by zeros before anybody sees them."""
 
@@ -102,7 +97,6 @@ class SwallowsNaN(Averages):
         return M.nan_to_num(0.0, 0.0, 0.0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OddElement(Averages):
     """It works on pairs of elements, and forgets the last one of an odd number."""
 
@@ -114,7 +108,6 @@ class OddElement(Averages):
         return torch.cat([mean, mean.new_zeros(slot.gradient.numel() - len(mean))])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class FirstBucketOnly(Averages):
     """It leaves every bucket after the first as it is."""
 
@@ -122,7 +115,6 @@ class FirstBucketOnly(Averages):
         return bucket.filled if bucket.index == 0 else []
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EmptyParameter(Averages):
     """It views each gradient as rows, which fails for a parameter without elements."""
 
@@ -133,7 +125,6 @@ class EmptyParameter(Averages):
         return M.view(slot.parameter.shape[:1].numel(), -1).flatten().clone()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroDimParameter(Averages):
     """It asks for the number of a parameter's rows, which a 0-dim one has not."""
 
@@ -141,7 +132,6 @@ class ZeroDimParameter(Averages):
         return M.view(len(slot.parameter), -1).flatten().clone()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class NoBFloat16(Averages):
     """It passes gradients through NumPy, which has no bf16."""
 
@@ -149,7 +139,6 @@ class NoBFloat16(Averages):
         return torch.from_numpy(slot.gradient.numpy().astype("float64")).to(M.dtype)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Item(Averages):
     """It reads a tensor's value, for which the host waits on a GPU."""
 
@@ -157,7 +146,6 @@ class Item(Averages):
         return M.clone() if M.abs().amax().item() != 0 else torch.zeros_like(M)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class WrongBytes(Averages):
     """It says that everything it sends belongs to the bucket's first parameter."""
 
@@ -165,7 +153,6 @@ class WrongBytes(Averages):
         return Part(sent, bucket.filled[0].layout(sent.numel()))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class UnequalCollectives(Averages):
     """Rank 0 asks for one more collective, for its log."""
 
@@ -175,7 +162,6 @@ class UnequalCollectives(Averages):
         yield from super().compress(bucket, context)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SumInHalf(Averages):
     """It adds up in fp16 and divides afterwards, so that the sum overflows where the mean does not."""
 
@@ -226,7 +212,6 @@ class Gathers(Compressor):
             slot.write(mean)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class WrongDim(Gathers):
     """It averages over the wrong dimension of what it has gathered."""
 
@@ -234,7 +219,6 @@ class WrongDim(Gathers):
         return of_ranks.reshape(-1, context.world_size).mean(1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeanOfMeans(Gathers):
     """It averages what it has with the next rank's, so that the last rank counts most."""
 
@@ -245,7 +229,6 @@ class MeanOfMeans(Gathers):
         return mean
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnFirst(Gathers):
     """Every rank begins the sum with its own gradient, so that ranks round differently."""
 
@@ -253,7 +236,6 @@ class OwnFirst(Gathers):
         return super().mean(of_ranks.roll(-context.rank, 0), context)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SumInAnswer(Gathers):
     """It adds up in the first rank's answer, from which rank 0 then computes what it has not sent."""
 
@@ -264,7 +246,6 @@ class SumInAnswer(Gathers):
         return total / context.world_size
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class NotAlone(Gathers):
     """It needs a second rank."""
 
@@ -315,7 +296,6 @@ class Halves(Compressor):
             slot.write(whole + torch.where(finite, 0.0, torch.nan))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class NoResidual(Halves):
     """It declares a loss, and does not keep what it has not sent."""
 
@@ -323,7 +303,6 @@ class NoResidual(Halves):
         pass
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class WrongSign(Halves):
     """Its residual has the wrong sign: what was sent less what there was."""
 
@@ -331,7 +310,6 @@ class WrongSign(Halves):
         slot.keep(-unsent, finite)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ResidualOfShare(Halves):
     """Its residual is a share of the mean, one world-size-th of what this rank has not sent."""
 
@@ -339,7 +317,6 @@ class ResidualOfShare(Halves):
         slot.keep(unsent / context.world_size, finite)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomByRank(Halves):
     """Each rank draws other places, whose values are then added up."""
 
@@ -347,7 +324,6 @@ class RandomByRank(Halves):
         return stable_seed(slot.name, context.step, context.rank)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ByIndex(Halves):
     """It draws by the parameter's place in its bucket in place of its name."""
 
@@ -355,7 +331,6 @@ class ByIndex(Halves):
         return stable_seed(bucket.index, [one.name for one in bucket.slots].index(slot.name), context.step)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalSeed(Halves):
     """It seeds the generator of all of PyTorch, and so of the training: of dropout, and of the data's order."""
 
@@ -364,7 +339,6 @@ class GlobalSeed(Halves):
         return torch.randperm(len(M))[: math.ceil(len(M) / 2)]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapeByRank(Halves):
     """It sends the elements above a threshold, of which each rank has another number."""
 
@@ -372,7 +346,6 @@ class ShapeByRank(Halves):
         return (M.abs() > 0.5).nonzero().flatten()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Oldest(Halves):
     """The half that has waited longest, by a state that is the same on every rank, without a mistake."""
 
@@ -393,7 +366,6 @@ class Oldest(Halves):
         slot.commit("age", (slot.state("age") + 1).index_fill_(0, places, 0.0), finite)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class BeforeTheVerdict(Oldest):
     """It changes its state before it knows whether the step counts."""
 
@@ -406,7 +378,6 @@ class BeforeTheVerdict(Oldest):
         pass
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class InItsClass(Oldest):
     """It keeps its state in a dictionary of its class, which no checkpoint saves."""
 
@@ -426,7 +397,6 @@ class InItsClass(Oldest):
         self.ages[slot.name, context.rank] = new
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ColdAfterLoading(Oldest):
     """It keeps its warm start in the bucket's plan, and begins anew after a checkpoint is loaded."""
 
@@ -441,7 +411,6 @@ class ColdAfterLoading(Oldest):
         age.copy_(torch.where(finite, (age + 1).index_fill_(0, places, 0.0), age))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Differences(Averages):
     """The mean of what has changed since the step before, and that step's mean, without a mistake."""
 
@@ -460,7 +429,6 @@ class Differences(Averages):
         slot.write(mean)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SharesMemory(Differences):
     """What it remembers of its gradient is the gradient's own memory, which the next backward pass overwrites."""
 

@@ -16,7 +16,6 @@ from commhooks import Compressor, ErrorFeedback, PerParameter, StartAfter
 from commhooks.compressors import AdaptiveRank, PowerSGD
 from commhooks.compressors.powersgd.adaptive_rank import _norms_of_rows
 from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least_error
-from commhooks.experiments.tasks import load_task
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
 from tests.tiers import A_ROW, in_turn, thorough
 
@@ -211,45 +210,3 @@ def test_it_chooses_inside_of_other_compressors(wrap: str) -> None:
 
 
 # --- on models' gradients ---------------------------------------------------------------------------------------------
-
-
-def gradients_of(name: str, steps: int, seed: int) -> tuple[list[Tensor], list[list[list[Tensor]]]]:
-    """Train a small model with the exact mean of 2 ranks; return its parameters, and every step's gradients."""
-    task = load_task(f"{name}:size=small", seed)
-    optimizer = task.optimizer()
-    parameters = list(task.model.parameters())
-    found = []
-    for step in range(steps):
-        task.set_learning_rate(optimizer, step, steps)
-        of_ranks = []
-        for rank in range(2):
-            loss = task.loss(task.model, task.batch(step, rank, 2))
-            of_ranks.append([gradient.detach() for gradient in torch.autograd.grad(loss, parameters)])
-        for index, parameter in enumerate(parameters):
-            parameter.grad = mean_of(of_ranks, index).float()
-        optimizer.step()
-        found.append(of_ranks)
-    return [parameter.detach() for parameter in parameters], found
-
-
-def bytes_and_unsent(
-    compressor: Compressor, parameters: list[Tensor], gradients: list[list[list[Tensor]]]
-) -> tuple[int, float]:
-    workers = Workers(ErrorFeedback(inner=compressor), 2, parameters, policy="fused")
-    unsent = 0.0
-    for of_step in gradients:
-        workers.step(of_step)
-        unsent += sum(float(workers.unsent(index).square().sum()) for index in range(len(parameters)))
-    return workers.traffic.payload_bytes, unsent
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["digits", "gpt"])
-@pytest.mark.parametrize("seed", range(3))
-def test_at_equal_bytes_less_of_a_models_gradients_is_unsent(name: str, seed: int) -> None:
-    """The sum over layers of the squared mean residual, on average over the steps, beside rank 4 everywhere."""
-    parameters, gradients = gradients_of(name, 120, seed)
-    uniform = bytes_and_unsent(PowerSGD(rank=4), parameters, gradients)
-    adaptive = bytes_and_unsent(AdaptiveRank(every=20), parameters, gradients)
-    print(f"{name}, seed {seed}: {adaptive[0] / uniform[0]:.3f} of the bytes, {adaptive[1] / uniform[1]:.3f} unsent")
-    assert adaptive[0] <= uniform[0] and adaptive[1] <= uniform[1]

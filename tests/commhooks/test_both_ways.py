@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import commhooks
-from commhooks.communicators import Collective, Communicator, Pending, ProcessGroupCommunicator
+from commhooks.communicators import Collective, Communicator, Pending
 from commhooks.communicators.both_ways import goes_both_ways
 from commhooks.communicators.private_group import Address, PrivateGroup
 from commhooks.experiments.links.gloo import course_of
@@ -75,16 +74,6 @@ def wait(pending: Pending) -> None:
         return
 
 
-@on_ranks(2)
-def test_the_second_group_is_opened_by_the_first_exchange_that_is_large(rank: int) -> None:
-    private_group, communicator = connect()
-    for row, opened in ((1 * KB, 1), (16 * KB - 1, 1), (16 * KB, 2), (64 * KB, 2)):
-        communicator.start(Collective("all-to-all", torch.zeros(2, row, dtype=torch.uint8))).wait()
-        communicator.start(Collective("all-gather", torch.zeros(row, dtype=torch.uint8))).wait()
-        assert len(private_group.groups) == opened, row
-    assert private_group.close(5.0)
-
-
 @on_ranks(4)
 def test_groups_of_some_ranks_have_a_second_group_too(rank: int) -> None:
     private_group, communicator = connect()
@@ -134,22 +123,3 @@ def test_between_two_ranks_the_model_has_a_link_busy_with_the_bytes_alone(kind: 
     moved = payload if kind == "all-gather" else payload / 2
     assert course.up_bytes == course.down_bytes == moved
     assert alone.up_bytes == (1.5 if kind == "all-gather" else 2) * moved
-
-
-def test_a_group_that_is_not_private_is_used_as_it_is() -> None:
-    communicator = ProcessGroupCommunicator(Alone())
-    communicator._start(Collective("all-to-all", torch.zeros(2, 64 * KB, dtype=torch.uint8)))
-    assert communicator.groups() == [communicator.group]
-
-
-class Alone:
-    """A group of two ranks that does nothing."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 2
-
-    def alltoall_base(self, *arguments: object) -> Any:
-        return torch.futures.Future[None]()

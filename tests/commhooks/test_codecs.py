@@ -249,44 +249,6 @@ def test_microscaled_elements_are_the_standards(codec: Codec, fraction: int, exp
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", UNBIASED, ids=repr)
-def test_the_mean_of_many_draws_is_the_block(codec: Codec) -> None:
-    """Every element is right with an error, of all together, of 1e-6.
-
-    Bernstein's inequality: the mean of n draws of variance v, in a range of b, is off by t with a probability of at
-    most 2·exp(-n·t²/(2v + 2bt/3)).
-    """
-    assert codec.is_unbiased and codec.draws
-    draws = 4000
-    generator = torch.Generator().manual_seed(1)
-    block = torch.randn(1, codec.block, generator=generator) * 10 ** (
-        2 * torch.rand(1, codec.block, generator=generator) - 2
-    )
-    got = coded(codec, block.expand(draws, -1), torch.rand(draws, codec.block, generator=generator)).double()
-    # Rounding leaves two neighbours, so the variance is (x - low)·(high - x), and the range high - low.
-    low, high = neighbours(codec, block)
-    exponent = math.log(2 * codec.block / 1e-6)
-    wide, variance = high - low, ((block - low) * (high - block)).clamp(min=0)
-    # The positive root of n·t² = exponent·(2v + 2bt/3), and what fp32 rounds.
-    allowed = exponent * wide / 3 + ((exponent * wide / 3) ** 2 + 2 * draws * exponent * variance).sqrt()
-    rounding = 4 * bounds.unit_roundoff(torch.float32) * block.abs().max()
-    assert ((got.mean(0) - block).abs() <= allowed / draws + rounding).all()
-
-
-def neighbours(codec: Codec, block: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values below and above each element: what the least and the largest noise make of it."""
-    least, most = torch.zeros(block.shape), torch.full(block.shape, 1 - 2**-24)
-    ends = torch.stack([coded(codec, block, least), coded(codec, block, most)]).double()
-    return ends.amin(0), ends.amax(0)
-
-
-@pytest.mark.parametrize("codec", [*UNBIASED, *BIASED], ids=repr)
-def test_a_normal_block_loses_less_than_is_declared(codec: Codec) -> None:
-    blocks, noise = drawn(codec, max(4, 4096 // codec.block), 2)
-    lost = (coded(codec, blocks, noise) - blocks).norm() ** 2 / blocks.norm() ** 2
-    assert 0 < lost < codec.relative_error()
-
-
 @pytest.mark.parametrize(
     ("codec", "loss"),
     [

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from typing import Any
 
 import pytest
 
 import commhooks
-from commhooks import make_compressor
 from commhooks.communicators.collective import KindTraffic
 from commhooks.language.requests import Layout
 from commhooks.scheduling.ledger import Statistics, _Shares
-from tests.cases import LowRankBytes
 from tests.commhooks.mirrored import backward
-from tests.commhooks.models import MODELS, Given, Shape, wrap
+from tests.commhooks.models import Given, Shape, wrap
 from tests.commhooks.workers import normal, zeros
-from tests.tiers import in_turn, thorough
+from tests.tiers import in_turn
 from tests.world import on_ranks
 
 # Parameters of 40×60, 9, 30×20 and 1: 3010 elements. At rank 2 the first message holds P of 40×2 and of 30×2, and the
@@ -67,64 +63,7 @@ def test_a_state_of_powersgd_counts_what_a_pencil_counts(rank: int, kind: str, w
             assert of.moved_bytes == pytest.approx(2 * (world_size - 1) / world_size * of.payload_bytes, abs=6)
 
 
-RUNS: dict[str, tuple[dict[str, Any], int]] = {
-    "rank 1": ({"rank": 1}, 2),
-    "rank 2": ({"rank": 2}, 2),
-    "rank 4": ({"rank": 4}, 2),
-    "alternating": ({"rank": 2, "alternating": True}, 1),
-}
 """Settings of PowerSGD, and the rounds that it makes."""
-
-
-@on_ranks(2, check_exit=True)
-@pytest.mark.parametrize(
-    ("kind", "runs"),
-    [("torch", ["rank 4", "alternating"]), *thorough([("torch", list(RUNS)), ("core", list(RUNS))])],
-    ids=["torch-some", "torch-all", "core-all"],
-)
-def test_powersgd_makes_one_collective_of_a_round_fused_and_one_of_a_round_and_bucket_in_fifo(
-    rank: int, kind: str, runs: list[str]
-) -> None:
-    """Assert as many collectives as a step ("fused"), or its units ("fifo"), have rounds, and no more bytes."""
-    for buckets, (shapes, bucket_cap_mb) in MODELS.items():
-        gradients = normal(zeros(*shapes), 2, seed=0)[rank]
-        elements = sum(math.prod(shape) for shape in shapes)
-        for name, (settings, rounds) in ((name, RUNS[name]) for name in runs):
-            formula = LowRankBytes(**settings)
-            for policy in ("fifo", "fused"):
-                model = wrap(kind, Given(*shapes), bucket_cap_mb=bucket_cap_mb)
-                attachment = commhooks.attach(model, make_compressor("powersgd", **settings), policy=policy)
-                steps = []
-                for step in range(4):
-                    backward(model, gradients)
-                    steps.append(attachment.last_step())
-                    payload = formula(list(model.parameters()), step, 2)
-                    where = f"{name}, {policy}, {buckets} buckets, step {step}"
-                    assert steps[-1].payload_bytes == steps[-1].moved_bytes == payload, (
-                        where
-                    )  # two ranks: 2(W-1)/W is 1
-                    assert (steps[-1].steps, steps[-1].gradient_elements) == (1, elements), where
-                    of_step = 1 if step == 0 else buckets  # buckets are cut after the first step
-                    assert steps[-1].buckets == of_step, where
-                    # From the third step on the buckets are those of the last one: the first, and all others together.
-                    units = min(of_step, 2) if step > 1 else of_step
-                    most = rounds * (units if policy == "fifo" else 1)
-                    # At rank 4 a matrix of 6×125 is not compressed, so a bucket of one alone makes one round.
-                    few = policy == "fifo" and name == "rank 4" and steps[-1].collectives >= units
-                    assert steps[-1].collectives == most or few, where
-                _demand_sums(attachment, steps)
-                attachment.close()
-
-
-def _demand_sums(attachment: commhooks.Handle[Any], steps: list[Statistics]) -> None:
-    """Assert that the totals, and the parameters' shares together, are the sums of the steps."""
-    total, shares = attachment.statistics(), attachment.by_parameter().values()
-    for field in ("steps", "buckets", "collectives", "gradient_bytes", "payload_elements", "payload_bytes"):
-        assert getattr(total, field) == sum(getattr(step, field) for step in steps), field
-    assert total.seconds_compressing > 0 and total.seconds_exposed > 0
-    assert {share.steps for share in shares} == {len(steps)}
-    assert sum(share.gradient_bytes for share in shares) == total.gradient_bytes
-    assert sum(share.payload_bytes for share in shares) == total.payload_bytes
 
 
 def test_no_traffic_is_added_while_shares_are_divided() -> None:

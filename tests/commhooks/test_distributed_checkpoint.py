@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 import commhooks
 from commhooks import Handle, make_compressor
 from tests import bounds
-from tests.cases import CASES
 from tests.commhooks.dcp_runs import COMPRESSORS, HOOK, Run, begin, memory_of
 from tests.commhooks.resuming import distance
 from tests.commhooks.told import Told, told_by
@@ -227,34 +226,6 @@ class CountingReader(FileSystemReader):
 # --- everything -------------------------------------------------------------------------------------------------------
 
 
-def every_case(rank: int, kind: str, policy: str, folder: str, resume: bool) -> None:
-    """Run every compressor in one piece with a checkpoint at each step, or resume from each of these both ways."""
-    resumed_runs = 0
-    for case in CASES:
-        if not case.exchanges:
-            continue
-        path = Path(folder, case.name)
-        if not resume:
-            run = begin(kind, case.make(), policy)
-            for step in range(LAST):
-                save(run.parts(), checkpoint_id=path / str(step))
-                run.train(step, step + 1)
-            torch.save(run.result(), path / f"whole.{rank}")
-            run.end()
-            continue
-        by_parameter = not case.depends_on_buckets
-        for how in ["load_distributed"] + ["dcp.load"] * by_parameter:
-            # A DDP cuts its buckets up after its first step: whoever resumes there takes a second such step.
-            for step in range(1 if by_parameter else 2, LAST):
-                run = begin(kind, case.make(), policy)
-                run.load(path / str(step), how)
-                run.train(step, LAST)
-                assert distance(run.result(), torch.load(path / f"whole.{rank}")) == 0, (case.name, how, step)
-                run.end()
-                resumed_runs += 1
-    assert not resume or resumed_runs > 100
-
-
 @pytest.fixture(scope="module")
 def saved_by(tmp_path_factory: pytest.TempPathFactory) -> SavedBy:
     """Return a function from a kind of DDP to the folder that holds its checkpoints."""
@@ -373,12 +344,3 @@ def damaged_copies(checkpoint: Path, folder: Path) -> dict[str, str]:
     (paths["tensors gone"] / tensors).unlink()
     (paths["tensors cut"] / tensors).write_bytes((checkpoint / tensors).read_bytes()[:2000])
     return {name: str(path) for name, path in paths.items()}
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1200)
-@both_ddps
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
-def test_every_compressor_resumes_from_every_step(tmp_path: Path, kind: str, policy: str) -> None:
-    for resume in (False, True):
-        run_world(every_case, 2, kind, policy, str(tmp_path), resume, timeout=600)

@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.codecs import FP8, MXFP4, QSGD, Codec, Int4, Int8, Natural, Sign, TernGrad, Vote
 from commhooks.compressors.kernels import selection, sums
-from commhooks.compressors.kernels.codes import CodePlaces, passes_for, payloads_of
 from commhooks.compressors.sparse.indices import InBlocks
 from commhooks.compressors.tiles import TiledParameter, TiledPiece, Tiling
-from commhooks.language.noise import Keys, Noise
 from commhooks.native import library
 from commhooks.packing import pack_integers
 from tests import bounds
@@ -129,34 +126,3 @@ def test_means_of_bins_are_within_the_rounding_of_their_sums(monkeypatch: pytest
         for own in found[1:]:
             assert torch.equal(own, found[1]), "at every level"
             torch.testing.assert_close(own, found[0], rtol=n * bounds.unit_roundoff(torch.float32), atol=0)
-
-
-CODECS: list[Codec] = [
-    Int8(), Int8(stochastic=False), Int4(block=24), TernGrad(), Vote(), FP8(block=40), Natural(), MXFP4(), Sign(),
-    QSGD(),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_both_forms_of_a_codecs_passes_decode_to_equal_bits(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And encode to equal bytes, but for the codes whose scales are sums."""
-    for b in (1, 7, 300):
-        blocks = drawn(RANKS * b, codec.block, dtype=torch.float32)
-        noise = Noise.of(Keys.of("weight", RANKS * b, codec.block), codec.block, 1, 2) if codec.draws else None
-        rows = torch.randperm(RANKS * b)
-        places = CodePlaces(rows // b, rows % b, rows)
-        kinds = payloads_of(codec, torch.float32)
-        results, first = list[list[Tensor]](), list[Tensor]()
-        for level in ("off", *LEVELS):
-            monkeypatch.setenv(library.VARIABLE, level)
-            passes = passes_for(codec, 0.75, torch.float32, torch.device("cpu"))
-            sent = [torch.zeros(RANKS, b, *shape, dtype=dtype) for shape, dtype in kinds]
-            coded, left = [torch.zeros_like(payload[0]) for payload in sent], blocks[:b].clone()
-            passes.send(blocks.clone(), noise, sent, places, keeps=True)
-            first = first or sent
-            passes.serve(first, noise and noise.at(slice(0, b)), coded, left)
-            written = passes.write(first, places, torch.empty_like(blocks))
-            sums_differ = isinstance(codec, (Sign, QSGD))
-            results.append([written] if sums_differ else [written, left, *sent, *coded])
-        for other in results[1:]:
-            assert all(map(torch.equal, other, results[0]))

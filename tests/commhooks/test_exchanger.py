@@ -22,6 +22,7 @@ from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from commhooks.scheduling.connection import ProcessGroupConnection
 from commhooks.scheduling.lockstep import run_in_turns
 from tests import bounds
+from tests.commhooks.resuming import distance
 from tests.commhooks.told import told_by
 from tests.ddp_core.facts import Facts
 
@@ -163,17 +164,6 @@ def ranks_that_name_other_tensors_disagree(rank: int) -> None:
     assert "ranks disagree" in told.text and "tensor w1: missing (rank 0), shape (3,)" in told.text
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Return whether plain data is the same, bit for bit."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
-
-
 @facts
 def rounds_begun_before_the_first_is_written_have_their_own_means(rank: int) -> None:
     """And leave the state of three that are awaited."""
@@ -187,7 +177,8 @@ def rounds_begun_before_the_first_is_written_have_their_own_means(rank: int) -> 
     for averaging, into in zip(reversed(rounds), reversed(got), strict=True):
         averaging.write(into)
     assert all(averaging.done() for averaging in rounds)
-    assert equal(got, expected) and equal(awaited.state_dict()["local"], overlapping.state_dict()["local"])
+    assert distance(got, expected) == 0
+    assert distance(awaited.state_dict()["local"], overlapping.state_dict()["local"]) == 0
     with pytest.raises(CompressorError, match="were written before"):
         rounds[0].write(got[0])
     awaited.close()

@@ -102,8 +102,8 @@ def a_tensor_with_gaps_may_be_declared_by_one_without(rank: int) -> None:
 
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
 def test_a_weighted_mean_counts_each_rank_by_its_weight(policy: Any) -> None:
-    """Bound: each term is scaled once, by a quotient of two rounded sums, and then averaged."""
-    weights = [3.0, 0.0, 0.5]
+    """Bound: each term is scaled once, by a quotient of two rounded sums, and then averaged; fp64 tensors in fp64."""
+    weights = [1.3, 0.0, 0.1]  # none of them exact in fp32
     workers = [
         Exchanger(GROUPS["fragment 0 of 3"], "all-reduce", connection=connection, weighted=True)
         for connection in lockstep_connections(3, policy)
@@ -113,27 +113,11 @@ def test_a_weighted_mean_counts_each_rank_by_its_weight(policy: Any) -> None:
     rounds = [worker.begin(own, weight=w) for worker, own, w in zip(workers, values, weights, strict=True)]
     run_in_turns([worker.engine.connection for worker in workers])  # type: ignore[misc]  # LockstepConnections
     for name in ("a", "b"):
-        mean = (3 * values[0][name].double() + 0.5 * values[2][name].double()) / 3.5
-        allowed = 5 * 3 * (bounds.of_mean(3, torch.float32) + 4 * torch.finfo(torch.float32).eps)  # |values| below 5
+        mean = (1.3 * values[0][name].double() + 0.1 * values[2][name].double()) / 1.4
+        dtype = values[0][name].dtype
+        allowed = 5 * 3 * (bounds.of_mean(3, dtype) + 4 * torch.finfo(dtype).eps)  # |values| below 5
         assert all((one.means[name].double() - mean).abs().amax() <= allowed for one in rounds)
         assert torch.equal(rounds[0].means[name], rounds[1].means[name])
-
-
-def test_a_weighted_mean_of_fp64_is_exact_to_fp64() -> None:
-    """Bound: as above. Fp32 tensors beside them are means of their own bucket."""
-    like = {"wide": torch.zeros(5, dtype=torch.float64), "narrow": torch.zeros(5)}
-    weights = [0.1, 0.7, 1.3]
-    workers = [
-        Exchanger(like, "all-reduce", connection=connection, weighted=True)
-        for connection in lockstep_connections(3, "fused")
-    ]
-    values = [{name: torch.linspace(rank, 5, 5, dtype=t.dtype) for name, t in like.items()} for rank in range(3)]
-    rounds = [worker.begin(own, weight=w) for worker, own, w in zip(workers, values, weights, strict=True)]
-    run_in_turns([worker.engine.connection for worker in workers])  # type: ignore[misc]  # LockstepConnections
-    for name, tensor in like.items():
-        mean = sum(w * own[name].double() for w, own in zip(weights, values, strict=True)) / sum(weights)
-        allowed = 5 * 3 * (bounds.of_mean(3, tensor.dtype) + 4 * torch.finfo(tensor.dtype).eps)  # |values| up to 5
-        assert (rounds[0].means[name] - mean).abs().amax() <= allowed, name
 
 
 def test_a_rank_of_weight_0_sends_what_it_owes_and_nothing_else() -> None:
@@ -168,6 +152,9 @@ def test_means_of_weights_that_are_all_zero_are_zero() -> None:
         (True, [1]),
         (False, 1.0),
         (False, "2"),
+        (True, 1e-46),
+        (True, 1e38),
+        (True, 1e39),
     ],
 )
 def test_a_weight_is_given_if_and_only_if_the_exchanger_is_weighted(weighted: bool, weight: Any) -> None:
@@ -176,12 +163,9 @@ def test_a_weight_is_given_if_and_only_if_the_exchanger_is_weighted(weighted: bo
         exchanger.begin({"w": torch.zeros(3)}, weight=weight)
 
 
-@pytest.mark.parametrize("weight", [1e-46, 1e38, 1e39])
-def test_weights_are_those_whose_sum_fp32_holds(weight: float) -> None:
+def test_weights_are_those_whose_sum_fp32_holds() -> None:
     """Two of 1e-46 were 0 there, and the means NaN."""
     exchanger = alone("all-reduce", {"w": torch.zeros(3)}, weighted=True)
-    with pytest.raises(CompressorError, match=r"weight must be 0, or from 1e-30 to 1e\+30"):
-        exchanger.begin({"w": torch.zeros(3)}, weight=weight)
     for lightest_or_heaviest in (1e-30, 1e30):
         averaging = exchanger.begin({"w": torch.ones(3)}, weight=lightest_or_heaviest)
         in_turns_of_one(exchanger)

@@ -196,20 +196,6 @@ def _is_collected(gone: weakref.ref[Any]) -> bool:
     return gc.collect() >= 0 and gone() is None
 
 
-def ends_without_a_word(rank: int, how: str) -> None:
-    """Exit in all the ways in which scripts exit, with a scheduler's thread idle; the world checks the exit code."""
-    model = wrap("core", Given(*SHAPES), bucket_cap_mb=0.01)
-    global _kept
-    _kept = (model, commhooks.attach(model, "powersgd"))
-    for step in range(2):
-        model(*normal(zeros(*SHAPES), 2, seed=step)[rank]).backward()
-    if how == "destroy":
-        torch.distributed.destroy_process_group()
-
-
-_kept: Any = None
-
-
 def check_survivors(outcomes: list[Outcome], where: str) -> None:
     """Assert that rank 1 was killed, and that the others were told so and ended by themselves."""
     assert outcomes[1].exit_code == -signal.SIGKILL
@@ -255,16 +241,3 @@ def test_when_a_rank_is_killed_at_any_time_the_others_raise_10_times(kind: str, 
         delay = random.Random(f"{kind}, {policy}, {repetition}").random()
         outcomes = run_world_outcomes(killed_at_any_time, 3, kind, policy, delay)
         check_survivors(outcomes, "step ")
-
-
-@pytest.mark.parametrize("how", ["destroy", "leave"])
-def test_processes_with_an_idle_scheduler_end_well(how: str) -> None:
-    run_world(ends_without_a_word, 2, how, check_exit=True)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("how", ["destroy", "leave"])
-def test_a_hundred_worlds_with_an_idle_scheduler_end_well(how: str) -> None:
-    for _ in range(100):
-        run_world(ends_without_a_word, 2, how, check_exit=True)

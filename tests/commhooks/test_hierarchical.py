@@ -406,20 +406,6 @@ def test_machines_are_refused_where_there_are_no_groups_of_ranks(rank: int) -> N
     assert str(raised.value) == str(again.value)
 
 
-@on_ranks(3)
-def test_attach_refuses_ranks_that_are_not_whole_machines_on_every_rank(rank: int) -> None:
-    """The model accepts a valid compressor still."""
-    model = wrap("core", Given((4, 4)))
-    fault = re.escape("Hierarchical(size=2): the number of ranks must be a multiple of size (got 3).")
-    with pytest.raises(SettingsError, match=f"^{fault}$"):
-        commhooks.attach(model, Hierarchical(inner=make_compressor("powersgd"), size=2))
-    attachment = commhooks.attach(model, Hierarchical(inner=make_compressor("powersgd"), size=3))
-    model(torch.ones(4, 4)).backward()
-    with pytest.raises(SettingsError, match="must be a multiple of size"):
-        attachment.replace(Hierarchical(inner=make_compressor("powersgd"), size=2))
-    model(torch.ones(4, 4)).backward()
-
-
 @pytest.mark.parametrize(
     ("inner", "elements"),
     [

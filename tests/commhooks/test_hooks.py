@@ -7,8 +7,6 @@ import gc
 import inspect
 import math
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +24,6 @@ from tests.commhooks.mirrored import SHAPES, Mirrored, backward, given, largest_
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.workers import largest, normal, zeros
 from tests.ddp_core.facts import BOTH_DDPS, Facts
-from tests.tiers import THOROUGH
 from tests.world import on_ranks
 
 both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
@@ -209,11 +206,6 @@ def test_the_state_of_powersgd_takes_pytorchs_arguments_in_pytorchs_order() -> N
     ours = [p for p in every if p.kind is not p.KEYWORD_ONLY]
     theirs = inspect.signature(PowerSGDState).parameters.values()
     assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs]
-
-
-@THOROUGH
-def test_wrappers_can_be_imported_first() -> None:
-    subprocess.run([sys.executable, "-c", "import commhooks.wrappers"], check=True)
 
 
 test = facts.tests()

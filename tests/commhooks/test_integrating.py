@@ -30,6 +30,7 @@ from commhooks.integrations import common
 from commhooks.integrations.common import Compression
 from commhooks.saving.rank_files import load_rank_files, save_rank_files
 from ddp_core import DistributedDataParallel
+from tests.commhooks.resuming import distance
 from tests.world import on_ranks
 
 DDPS = (DistributedDataParallel, PyTorchDDP)
@@ -122,8 +123,8 @@ def gathers_what_every_rank_keeps(rank: int) -> None:
         assert set(whole["local"]) == ({"rank0", "rank1"} if to in (None, rank) else {f"rank{rank}"})
     of_both: list[Any] = [None, None]
     dist.all_gather_object(of_both, _train(rank, steps=2, to=None))
-    assert _equal(of_both[0]["local"], of_both[1]["local"])
-    assert _equal(_train(rank, steps=2, to=None, then=2), _train(rank, steps=4, to=None))
+    assert distance(of_both[0]["local"], of_both[1]["local"]) == 0
+    assert distance(_train(rank, steps=2, to=None, then=2), _train(rank, steps=4, to=None)) == 0
     attachment = commhooks.attach(DistributedDataParallel(build()), powersgd())
     with pytest.raises(commhooks.CheckpointError, match=r"gathered\(to=2\): to must be a rank from 0 to 1, or None"):
         attachment.gathered(to=2)
@@ -222,12 +223,6 @@ def _train(rank: int, steps: int, to: int | None, then: int = 0) -> dict[str, An
     state = compression.attachment.gathered(to=to)
     compression.end()
     return state
-
-
-def _equal(one: object, other: object) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
 
 
 def backward(model: nn.Module) -> float:

@@ -170,25 +170,6 @@ def test_own_state_is_stored_as_asked(case: Case, storage: str) -> None:
 
 
 @every_remembering_case
-def test_a_run_is_resumed_from_a_state_dict_with_all_kinds_of_state(case: Case) -> None:
-    """On every rank; the next steps are bit for bit those of the run that was not interrupted."""
-    tensors = {f"layer{number}": tensor for number, tensor in enumerate(zeros(*SHAPES))}
-    ran, resumed = (exchangers(tensors, case.make()) for _ in range(2))
-    for step in range(3):
-        average_in_lockstep(ran, gradients_of(tensors, step))
-    for one, other in zip(ran, resumed, strict=True):
-        other.load_state_dict(one.state_dict())
-    for step in range(3, 6):
-        ours, theirs = gradients_of(tensors, step), gradients_of(tensors, step)
-        average_in_lockstep(ran, ours)
-        average_in_lockstep(resumed, theirs)
-        for mean, same in zip(ours, theirs, strict=True):
-            assert all(torch.equal(mean[name], same[name]) for name in tensors)
-    for one, other in zip(ran, resumed, strict=True):
-        assert str(one.state_dict()) == str(other.state_dict())
-
-
-@every_remembering_case
 def test_an_entry_with_one_element_more_or_a_nan_is_refused_by_name_and_nothing_is_loaded(case: Case) -> None:
     tensors = {f"layer{number}": tensor for number, tensor in enumerate(zeros(*SHAPES))}
     ran = exchangers(tensors, case.make())

@@ -23,10 +23,7 @@ from commhooks.saving.saved import SavedChannel
 from commhooks.saving.settings import settings_of
 from commhooks.state.loss_scale import LossScale
 from commhooks.state.table import StateTable
-from tests.commhooks.models import wrap
 from tests.commhooks.workers import Workers, largest, mean_of, normal, take_up, zeros
-from tests.tiers import thorough
-from tests.world import on_ranks
 
 BLOCK = 8
 SHAPES = ((9, 10), (5, 7), (6,), (40,))
@@ -80,15 +77,6 @@ def taken_up(saved: SavedChannel, world_size: int, how: str) -> Workers:
         engine.state.load(saved.replicated, saved.entries_for(rank, world_size, rules), saved.kinds)
         engine.go_on_from(saved.step, saved.grad_scale, Resumed())
     return workers
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4, 7])
-def test_two_hops_lose_nothing(world_size: int) -> None:
-    """Sent, and not sent by any hop, add up: some 50 roundings of numbers below 8, in float64."""
-    workers, short = trained(world_size)
-    assert world_size == 1 or max(largest(error(workers, rank)) for rank in range(world_size)) > 0.1
-    for index, missing in enumerate(short):
-        assert largest(missing - workers.unsent(index)) <= 1e-13
 
 
 def test_every_block_is_served_by_one_rank() -> None:
@@ -270,20 +258,6 @@ def test_units_are_powers_of_the_loss_scale() -> None:
     }  # fmt: skip
 
 
-def test_state_is_looked_for_only_when_the_scale_has_changed() -> None:
-    scale, looked = LossScale(), list[float]()
-
-    def find() -> dict[int, list[torch.Tensor]]:
-        looked.append(scale.value())
-        return {}
-
-    for announced in (None, 1.0, 4.0, 4.0, 2.0):
-        if announced is not None:
-            scale.announce(announced)
-        scale.apply_to(find, torch.device("cpu"))
-    assert looked == [1.0, 4.0]
-
-
 @pytest.mark.parametrize("storage", ["fp32", "bf16", "host"])
 def test_local_state_is_kept_where_residuals_are_and_reported_with_them(storage: str) -> None:
     workers, _ = trained(world_size=2, dtype=torch.float32, storage=storage)
@@ -319,12 +293,3 @@ def test_state_that_nobody_declared_is_named(policy: str, writes: bool) -> None:
     complaint = r"parameter 'layer0' has no state 'x': no compressor has declared it; .*\(declared: y\)"
     with pytest.raises(CompressorError, match=rf"rank 0, step 0, bucket 0 \(parameters layer0\): .*{complaint}"):
         workers.step(normal(workers.parameters, 2, seed=0))
-
-
-@on_ranks(2, check_exit=False)
-@pytest.mark.parametrize("policy", ["fifo", *thorough(["fused"])])
-def test_in_training_undeclared_state_is_named_on_every_rank(rank: int, policy: Any) -> None:
-    model = wrap("core", torch.nn.Linear(8, 4, bias=False))
-    commhooks.attach(model, ReadsWhatItDoesNotDeclare(), policy=policy)
-    with pytest.raises(Exception, match="rank .*parameter 'weight' has no state 'x': no compressor has declared it"):
-        model(torch.ones(2, 8)).sum().backward()

@@ -32,20 +32,6 @@ def gradient(ddp: nn.Module) -> float:
 
 
 @facts
-def no_sync_round_the_forward_pass_accumulates(rank: int) -> None:
-    for mode in MODES:
-        ddp = wrap(scale(), **mode)
-        for _ in range(3):
-            ddp.zero_grad()
-            with ddp.no_sync():
-                loss = ddp(ones(rank)).sum()
-            loss.backward()
-            assert gradient(ddp) == rank + 1, mode
-            ddp(10 * ones(rank)).sum().backward()
-            assert gradient(ddp) == 11 * MEAN, mode
-
-
-@facts
 def no_sync_round_the_backward_pass_accumulates(rank: int) -> None:
     for mode in MODES:
         ddp = wrap(scale(), **mode)
@@ -71,25 +57,6 @@ def what_was_used_only_while_accumulating_is_reduced_too(rank: int) -> None:
             ddp(ones(rank), "a").backward()
         ddp(ones(rank), "b").backward()
         assert grads(ddp) == [[MEAN], [MEAN]]
-
-
-@facts
-def gradients_that_are_not_zeroed_go_on_from_the_mean(rank: int) -> None:
-    for mode in MODES:
-        ddp = wrap(scale(), **mode)
-        for count in range(1, 5):
-            ddp(ones(rank)).sum().backward()
-            assert gradient(ddp) == count * MEAN, mode
-
-
-@facts
-def several_forward_passes_before_one_backward_pass(rank: int) -> None:
-    for mode in MODES:
-        ddp = wrap(scale(), **mode)
-        for _ in range(3):
-            ddp.zero_grad()
-            (ddp(ones(rank)) + ddp(10 * ones(rank))).sum().backward()
-            assert gradient(ddp) == 11 * MEAN, mode
 
 
 @facts
@@ -122,18 +89,6 @@ def every_input_weighs_the_same_in_join(rank: int) -> None:
 
 
 @facts
-def ranks_that_still_train_may_share_the_mean_in_join(rank: int) -> None:
-    ddp = wrap(scale())
-    seen = []
-    with ddp.join(divide_by_initial_world_size=False):
-        for _ in range(4 - 2 * rank):
-            ddp.zero_grad()
-            ddp(ones(rank)).sum().backward()
-            seen.append(gradient(ddp))
-    assert seen == [MEAN, MEAN, 1.0, 1.0][: 4 - 2 * rank]
-
-
-@facts
 def the_last_model_is_everyones_after_join(rank: int) -> None:
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
         model = nn.Sequential(scale(), nn.BatchNorm1d(1))
@@ -150,20 +105,6 @@ def the_last_model_is_everyones_after_join(rank: int) -> None:
             torch.distributed.all_gather_object(states, (own, [v.tolist() for v in model.state_dict().values()]))
             of_the_last, _ = states[1 - epoch]
             assert [now for _, now in states] == [of_the_last] * 2, options
-
-
-@facts
-def join_answers_for_accumulating_ranks(rank: int) -> None:
-    ddp = wrap(scale())
-    seen = []
-    with ddp.join():
-        for _ in range(1 + 2 * rank):
-            ddp.zero_grad()
-            with ddp.no_sync():
-                ddp(ones(rank)).sum().backward()
-            ddp(ones(rank)).sum().backward()
-            seen.append(gradient(ddp))
-    assert seen == [2 * MEAN, 2.0, 2.0][: 1 + 2 * rank]
 
 
 @facts

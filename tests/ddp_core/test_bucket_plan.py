@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from pathlib import Path
 from typing import Any
@@ -111,22 +110,11 @@ def trained(steps: int = 2, **options: Any) -> Any:
     return ddp
 
 
-REBUILT = [["c.weight", "b.weight"], ["a.weight"]]
 OTHER = [["b.weight"], ["a.weight", "c.weight"]]
 
 
 def buckets(ddp: Any) -> list[list[str]]:
     return [list(bucket.names) for bucket in ddp.reducer.layout.buckets]
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_plan_is_plain_data_and_comes_back_from_a_file() -> None:
-    plan = trained().bucket_plan()
-    assert plan == {"limits": [6], "buckets": REBUILT, "rebuilt": True}
-    file = io.BytesIO()
-    torch.save(plan, file)
-    file.seek(0)
-    assert torch.load(file, weights_only=True) == plan
 
 
 @pytest.mark.usefixtures("alone")
@@ -141,19 +129,6 @@ def test_buckets_that_were_loaded_stay(mode: str, steps: int) -> None:
         ddp(ones()).sum().backward()
         assert grads(ddp) == [[step + 1.0]] * 3
         assert ddp.bucket_plan() == {"limits": [6], "buckets": OTHER, "rebuilt": True}
-
-
-@pytest.mark.usefixtures("alone")
-def test_gradients_that_are_there_move_into_the_memory_of_loaded_buckets() -> None:
-    ddp = trained(0, gradient_as_bucket_view=True)
-    ddp.module.a.weight.grad = torch.full((1, 1), 7.0)
-    assert ddp.load_bucket_plan({"limits": [6], "buckets": OTHER, "rebuilt": True})
-    assert grads(ddp) == [[7.0], None, None]
-    assert ddp.module.a.weight.grad.data_ptr() == ddp.reducer.layout.buckets[1].flat.data_ptr()
-    ddp(ones()).sum().backward()
-    assert grads(ddp) == [[8.0], [1.0], [1.0]]
-    for bucket in ddp.reducer.layout.buckets:
-        assert all(p.grad.data_ptr() == view.data_ptr() for p, view in zip(bucket.members, bucket.views, strict=True))
 
 
 UNFIT: dict[str, dict[str, Any]] = {
@@ -179,30 +154,6 @@ def test_a_plan_that_does_not_fit_changes_nothing(why: str) -> None:
         assert ddp.bucket_plan()["rebuilt"] == (steps > 0)
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("mode", MODES)
-def test_no_plan_is_loaded_in_the_middle_of_a_backward_pass(mode: str) -> None:
-    plan, refusals = trained().bucket_plan(), []
-    ddp = trained(0, **MODES[mode])
-
-    def load(_: Any) -> None:
-        with pytest.raises(RuntimeError, match="cannot be loaded while gradients are being reduced"):
-            ddp.load_bucket_plan(plan)
-        refusals.append(1)
-
-    def hook(state: Any, bucket: Any) -> Any:
-        load(state)
-        return dist.all_reduce(bucket.buffer(), async_op=True)
-
-    ddp.register_comm_hook(None, hook)
-    output = ddp(ones()).sum()
-    output.register_hook(load)  # before any gradient is there
-    output.backward()
-    assert len(refusals) == 2
-    assert grads(ddp) == [[1.0]] * 3
-    assert ddp.load_bucket_plan(plan)
-
-
 @facts
 def ranks_that_have_joined_follow_a_plan_that_was_loaded(rank: int) -> None:
     for mode in MODES.values():
@@ -214,18 +165,6 @@ def ranks_that_have_joined_follow_a_plan_that_was_loaded(rank: int) -> None:
                 ddp(ones(rank)).sum().backward()
                 assert grads(ddp) == [[MEAN if step == 0 else 0.5]] * 3
         assert buckets(ddp) == OTHER
-
-
-@facts
-def gradients_accumulated_alone_are_reduced_in_loaded_buckets(rank: int) -> None:
-    for mode in MODES.values():
-        ddp = trained(2, **mode)
-        ddp.zero_grad()
-        with ddp.no_sync():
-            ddp(ones(rank)).sum().backward()
-        assert ddp.load_bucket_plan({"limits": [6], "buckets": OTHER, "rebuilt": True})
-        ddp(ones(rank)).sum().backward()
-        assert grads(ddp) == [[2 * MEAN]] * 3
 
 
 @facts
@@ -279,23 +218,6 @@ def a_reduction_that_the_program_ends_gives_means_then_and_no_step_before(rank: 
         ddp.zero_grad()
         ddp(ones(rank)).sum().backward()
         assert grads(ddp) == [[MEAN]] * 3
-
-
-@facts
-def a_reduction_is_not_ended_in_a_hook_that_runs_before_the_last_gradient_is_noted(rank: int) -> None:
-    ddp = trained(0)
-    ddp.require_manual_backward_finalization = True
-    left = list(ddp.parameters())
-
-    def hook(_: Tensor) -> None:
-        left.pop()
-        if not left:
-            ddp.finalize_backward()
-
-    for parameter in ddp.parameters():
-        parameter.register_post_accumulate_grad_hook(hook)
-    with pytest.raises(RuntimeError, match="before all gradients were there; .*post_accumulate_grad_hook is too early"):
-        ddp(ones(rank)).sum().backward()
 
 
 test = facts.tests()

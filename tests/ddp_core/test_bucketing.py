@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from ddp_core.buckets import ParameterSpec, Plan, assign_buckets
-from ddp_core.construction import choose_limits
 
 DTYPES = {"half": torch.float16, "single": torch.float32, "double": torch.float64}
 
@@ -82,11 +80,3 @@ def test_plans_are_those_of_pytorch(case: Case) -> None:
     # buckets that never filled come from a hash map there: their order among themselves says nothing
     assert sorted(map(tuple, theirs)) == sorted(ours)
     assert order is not None or [tuple(bucket) for bucket in theirs] == ours
-
-
-@pytest.mark.parametrize("cap", [0, -1, float("nan"), -0.5])
-def test_a_size_that_is_not_positive_is_refused(cap: float) -> None:
-    with pytest.raises(ValueError, match=r"bucket_cap_mb must be a positive number of MiB \(got"):
-        choose_limits(cap, None, one_bucket_at_first=False)
-    with pytest.raises(ValueError, match="bucket_cap_mb must be a positive"):
-        choose_limits(None, [1, cap], one_bucket_at_first=True)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import bounds
 from tests.ddp_core.facts import Facts
-from tests.ddp_core.models import MEAN, Branches, Outputs, Words, grads, ones, scale, wrap
+from tests.ddp_core.models import MEAN, Branches, Outputs, grads, ones, scale, wrap
 
 facts = Facts(backend="gloo in turn")  # some hooks sum sparse gradients as Gloo does
 
@@ -143,35 +143,6 @@ def a_static_graph_may_leave_parameters_out(rank: int) -> None:
             assert grads(ddp) == [[MEAN], [1.0]]
 
 
-class GivesNone(torch.autograd.Function):
-    """Adds a number, and says that it has no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return x + weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
-
-
-@facts
-def a_function_may_give_none_for_a_used_parameter(rank: int) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = scale()
-            self.b = nn.Parameter(torch.zeros(1))
-
-        def forward(self, x: Tensor) -> Any:
-            return GivesNone.apply(self.a(x), self.b)  # type: ignore[no-untyped-call]  # 'Call to untyped function "apply"'
-
-    for options, of_b in (({}, [0.0]), ({"find_unused_parameters": True}, None), ({"static_graph": True}, None)):
-        ddp = wrap(Model(), **options)
-        # the order of parameters: b is the model's own, and comes first
-        assert mean_gradients(ddp, rank, lambda y: y) == [[of_b, [MEAN]]] * 3, options
-
-
 class Checkpointed(nn.Module):
     """Runs its two weights, twice, under checkpoints of one form."""
 
@@ -219,15 +190,6 @@ def reentrant_checkpoints_that_run_twice_over_a_weight_name_the_remedy(rank: int
 
 
 @facts
-def a_whole_wrapped_module_may_be_checkpointed(rank: int) -> None:
-    ddp = wrap(scale())
-    for reentrant in (False, True, True):
-        ddp.zero_grad()
-        checkpoint(ddp, ones(rank).requires_grad_(), use_reentrant=reentrant).sum().backward()
-        assert grads(ddp) == [[MEAN]]
-
-
-@facts
 def a_gradient_penalty_is_averaged(rank: int) -> None:
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
         ddp = wrap(nn.Sequential(scale(), nn.Tanh()).double(), **options)
@@ -246,16 +208,6 @@ def a_gradient_penalty_is_averaged(rank: int) -> None:
             (slope,) = torch.autograd.grad(y, x, create_graph=True)
             ((slope**2).sum() + y).backward()
             assert grads(ddp)[0] == pytest.approx([expected], rel=bounds.IN_FLOAT64), options
-
-
-@facts
-def functional_call_runs_on_parameters_made_elsewhere(rank: int) -> None:
-    ddp = wrap(scale())
-    for _ in range(2):
-        ddp.zero_grad()
-        doubled = {f"module.{name}": 2 * value for name, value in ddp.module.named_parameters()}
-        torch.func.functional_call(ddp, doubled, (ones(rank),)).sum().backward()
-        assert grads(ddp) == [[2 * MEAN]]
 
 
 @facts
@@ -283,16 +235,6 @@ def torch_func_differentiates_a_wrapped_module_as_a_local_one(rank: int) -> None
 
 
 @facts
-def a_sparse_embedding_may_be_unused(rank: int) -> None:
-    ddp = wrap(Words(), find_unused_parameters=True)
-    for used in ((0, 1), (None, 1), (0, None), (None, None), (0, 1)):
-        ddp.zero_grad()
-        ddp(used[rank]).backward()
-        expected = [0.5 if word in used else 0.0 for word in (0, 0, 1, 1, 2, 2, 3, 3)]
-        assert grads(ddp) == [None if used == (None, None) else expected, [1.0]]
-
-
-@facts
 def a_sparse_gradient_that_no_module_announces_is_named(rank: int) -> None:
     class Functional(nn.Module):
         def __init__(self) -> None:
@@ -305,37 +247,6 @@ def a_sparse_gradient_that_no_module_announces_is_named(rank: int) -> None:
     ddp = wrap(Functional())
     with pytest.raises(RuntimeError, match="'table' got a sparse gradient"):
         ddp().sum().backward()
-
-
-class Sum(nn.Module):
-    """Adds what two embeddings and a layer say: autograd hands all of them one and the same gradient."""
-
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        self.words = nn.ModuleList(nn.Embedding(4, 2, sparse=sparse) for _ in range(2))
-        self.layer = nn.Linear(1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        words: Any = self.words
-        return torch.tanh(words[0](torch.tensor([0, 1])) + self.layer(x) + words[1](torch.tensor([1, 2])))
-
-
-@facts
-def sparse_gradients_that_share_memory_are_each_averaged_once(rank: int) -> None:
-    def hook(state: object, bucket: Any) -> Any:
-        return torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
-
-    for cap, registered in ((None, None), (1e-6, None), (1e-6, hook)):
-        ddp, local = wrap(Sum(sparse=True).double(), bucket_cap_mb=cap), Sum(sparse=False).double()
-        if registered is not None:
-            ddp.register_comm_hook(None, registered)
-        local.load_state_dict(ddp.module.state_dict())
-        torch.stack([local(ones(r).double()).square().sum() / 2 for r in range(2)]).sum().backward()
-        for _ in range(10):
-            ddp.zero_grad()
-            ddp(ones(rank).double()).square().sum().backward()
-            for got, wanted in zip(ddp.parameters(), local.parameters(), strict=True):
-                bounds.assert_equal_in_float64(got.grad.to_dense(), wanted.grad)
 
 
 test_on_two_ranks = facts.tests()

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 
 import ddp_core
@@ -147,45 +146,6 @@ def a_hook_may_return_a_future_a_list_a_work_or_a_tensor(rank: int) -> None:
 
 
 @facts
-def a_future_may_be_completed_later_and_by_another_thread(rank: int) -> None:
-    expected = means(rank)
-
-    def slow(state: object, bucket: Any) -> Any:
-        return reduced(bucket).get_future().then(lambda _: bucket.buffer()).then(lambda future: [future.value()])
-
-    ddp = hooked(None, slow)
-    assert [step(ddp, rank) for _ in range(3)] == [expected] * 3
-
-
-@facts
-def gradients_have_the_strides_of_their_parameters_and_names_tell_them(rank: int) -> None:
-    seen: dict[str, tuple[int, ...]] = {}
-    last = []
-
-    def look(state: list[int], bucket: GradBucket) -> Any:
-        assert isinstance(bucket, GradBucket)
-        assert bucket.buffer().dim() == 1
-        last.append(bucket.is_last())
-        state.append(bucket.index())
-        for name, parameter, gradient in zip(bucket.names(), bucket.parameters(), bucket.gradients(), strict=True):
-            assert dict(ddp.module.named_parameters())[name] is parameter
-            assert torch.equal(gradient, parameter.grad)
-            seen[name] = gradient.stride()
-        return plain(None, bucket)
-
-    indices: list[int] = []
-    ddp = wrap(model_of_seed(), bucket_cap_mb=1e-4)
-    ddp.register_comm_hook(indices, look)
-    step(ddp, rank)
-    assert (indices, last) == ([0], [True])
-    step(ddp, rank)
-    assert indices == [0, *range(len(indices) - 1)] and len(indices) > 2
-    assert last[1:] == [False] * (len(last) - 2) + [True]
-    assert seen == {name: parameter.stride() for name, parameter in ddp.module.named_parameters()}
-    assert not ddp.module[0].weight.is_contiguous()
-
-
-@facts
 def hooks_are_replaced_and_removed_between_steps(rank: int) -> None:
     ddp = wrap(scale())
 
@@ -224,18 +184,6 @@ def the_hooks_of_pytorch_run_unmodified(rank: int) -> None:
         for _ in range(3):
             for got, wanted in zip(step(ddp, rank), expected, strict=True):
                 assert got == pytest.approx(wanted, rel=0, abs=tolerance)
-
-
-@facts
-def powersgd_of_pytorch_runs_with_one_bucket(rank: int) -> None:
-    ddp = wrap(nn.Linear(8, 8, bias=False).double())
-    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
-    ddp.register_comm_hook(state, powerSGD_hook)
-    column = torch.arange(1.0, 9.0, dtype=torch.float64)
-    for _ in range(5):
-        ddp.zero_grad()
-        (ddp(column * (rank + 1)) * column).sum().backward()  # a gradient of rank 1: compressed without loss
-    bounds.assert_equal_in_float64(ddp.module.weight.grad, MEAN * torch.outer(column, column))
 
 
 @facts

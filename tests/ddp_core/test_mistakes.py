@@ -27,12 +27,6 @@ def frozen() -> nn.Module:
     return scale().requires_grad_(False)
 
 
-def ignored() -> nn.Module:
-    model = scale()
-    model._ddp_params_and_buffers_to_ignore = ["weight"]  # type: ignore[assignment]  # 'expression has type "list[str]"': how PyTorch's users say it
-    return model
-
-
 def on_two_device_types() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
 
@@ -46,8 +40,6 @@ def batch_normed() -> nn.Module:
     ("model", "error", "words"),
     [
         (frozen, RuntimeError, "doesn't have any parameter that requires a gradient"),
-        (ignored, RuntimeError, "doesn't have any parameter that requires a gradient"),
-        (nn.ReLU, RuntimeError, "doesn't have any parameter that requires a gradient"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), RuntimeError, r"uninitialized.*'0\.weight'.*dummy forward"),
         (on_two_device_types, ValueError, r"same type of devices.*cpu and meta.*module\.to\(device\)"),
         (batch_normed, ValueError, "SyncBatchNorm layers only work with GPU modules"),
@@ -63,16 +55,13 @@ def test_a_module_that_cannot_be_wrapped(model: Callable[[], nn.Module], error: 
     ("options", "error", "words"),
     [
         ({"device_ids": [0]}, ValueError, r"only work with.*GPU modules.*device_ids \[0\]"),
-        ({"device_ids": ["cpu"]}, ValueError, "only work with"),
         ({"device_ids": [0, 1]}, ValueError, r"contain a single element.*\[0, 1\]"),
         ({"output_device": 1}, ValueError, "only work with.*output_device 1"),
         ({"bucket_cap_mb": 0}, ValueError, r"bucket_cap_mb must be a positive number of MiB \(got 0\)"),
-        ({"bucket_cap_mb": -3}, ValueError, "bucket_cap_mb must be a positive number"),
         ({"bucket_cap_mb_list": [1, 0]}, ValueError, "must be a positive number"),
         ({"process_group": 3}, ValueError, r"process_group must be.*\(got 3\)"),
         ({"mixed_precision": object()}, NotImplementedError, r"torch\.autocast.*register_comm_hook"),
         ({"delay_all_reduce_named_params": []}, ValueError, "need to be set at the same time"),
-        ({"param_to_hook_all_reduce": nn.Parameter()}, ValueError, "need to be set at the same time"),
         (
             {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": nn.Parameter(requires_grad=False)},
             ValueError,
@@ -257,17 +246,6 @@ def test_a_hook_cannot_change_while_gradients_are_being_reduced() -> None:
     ddp.module[0].weight.register_hook(meddle)  # the last gradient; by then the other has been counted
     ddp(ones()).sum().backward()
     assert len(refusals) == 2
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_module_cannot_be_converted_once_it_is_wrapped() -> None:
-    converted = "'weight' was converted or moved after the module was wrapped"
-    with pytest.raises(RuntimeError, match=converted):
-        wrap(scale()).double()
-    ddp = wrap(scale())
-    ddp.module.double()
-    with pytest.raises(RuntimeError, match=converted):
-        ddp(ones().double())
 
 
 def channels_last_on_rank_1(rank: int) -> nn.Module:

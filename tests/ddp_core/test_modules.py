@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import os
-import pickle
 import weakref
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from ddp_core import DistributedDataParallel
-from tests import bounds
 from tests.commhooks.models import gloo_sums_complex_numbers
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import MEAN, Branches, grads, ones, scale, wrap
@@ -89,22 +87,6 @@ def everything_is_copied_from_rank_zero(rank: int) -> None:
     assert all(bool((buffer == 0).all()) for buffer in model.buffers())
 
 
-@facts
-def nothing_is_copied_where_that_is_not_wanted(rank: int) -> None:
-    model = nn.BatchNorm1d(1)
-    model.weight.data.fill_(rank)
-    model.running_mean.fill_(rank)  # type: ignore[union-attr]  # 'Item "None" of "Tensor | None"': it tracks its statistics
-    wrap(model, init_sync=False)
-    assert (model.weight.item(), model.running_mean) == (rank, torch.tensor([float(rank)]))
-    with pytest.warns(FutureWarning, match="forward_sync_buffers"):
-        ddp = wrap(model, broadcast_buffers=False)
-    assert (model.weight.item(), model.running_mean) == (0, torch.tensor([float(rank)]))
-    ddp(torch.zeros(2, 1))
-    assert model.running_mean == torch.tensor([0.9 * rank])
-    wrap(model, forward_sync_buffers=False)
-    assert model.running_mean == torch.tensor([0.0])
-
-
 class Counting(nn.Module):
     """Adds this rank's number to a buffer, in place or with a new tensor."""
 
@@ -126,31 +108,6 @@ class Counting(nn.Module):
 
 
 @facts
-def buffers_of_a_module_that_replaced_the_wrapped_one_are_rank_zeros(rank: int) -> None:
-    ddp = wrap(nn.BatchNorm1d(1))
-    other = nn.BatchNorm1d(1)
-    other.weight, other.bias = ddp.module.weight, ddp.module.bias
-    other.running_mean.fill_(rank)  # type: ignore[union-attr]  # 'Item "None" of "Tensor | None"': it tracks its statistics
-    ddp.module = other.eval()
-    ddp(torch.zeros(2, 1)).sum().backward()
-    assert other.running_mean == torch.zeros(1)
-
-
-@facts
-def a_late_pass_of_one_rank_launches_no_delayed_gradients(rank: int) -> None:
-    module = scale()
-    ddp = wrap(
-        module, delay_all_reduce_named_params=[*module.named_parameters()], param_to_hook_all_reduce=module.weight
-    )
-    ddp(ones(rank)).sum().backward()
-    if rank == 0:
-        module(ones()).sum().backward()
-    ddp.zero_grad()
-    ddp(ones(rank)).sum().backward()
-    assert grads(ddp) == [[MEAN]]
-
-
-@facts
 def buffers_are_rank_zeros_before_every_forward_pass(rank: int) -> None:
     for replace in (False, True):
         ddp = wrap(Counting(replace))
@@ -163,22 +120,6 @@ def buffers_are_rank_zeros_before_every_forward_pass(rank: int) -> None:
         ddp.train()
         with ddp.no_sync():  # the forward pass before it did not synchronise, so it did not promise to
             assert ddp(rank + 1.0).item() == 5 * (rank + 1) - 4 * rank
-
-
-@facts
-def buffers_that_a_backward_pass_still_needs_may_be_overwritten(rank: int) -> None:
-    class Uses(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-            self.factor = nn.Buffer(torch.tensor([3.0]))
-
-        def forward(self) -> Tensor:
-            return self.weight * self.factor
-
-    ddp = wrap(Uses())
-    (ddp() + ddp()).sum().backward()
-    assert grads(ddp) == [[6.0]]
 
 
 @facts
@@ -212,19 +153,6 @@ def frozen_codes_are_left_as_each_rank_has_them(rank: int) -> None:
 
 
 @facts
-def codes_on_one_rank_alone_are_named(rank: int) -> None:
-    """They are not sent, so whatever comes behind them would take other bytes."""
-    model = OnCodes(rank)
-    if rank == 1:
-        codes = model.base.weight
-        model.base.weight = nn.Parameter(torch.zeros(codes.shape, dtype=codes.dtype), requires_grad=False)
-    with pytest.raises(
-        RuntimeError, match=r"'base.weight'\) with kind Tensor appears not to match kind of the same param"
-    ):
-        wrap(model)
-
-
-@facts
 def gradients_are_views_of_the_bucket_where_asked(rank: int) -> None:
     ddp = wrap(Branches(), gradient_as_bucket_view=True)
     for _ in range(3):
@@ -255,17 +183,6 @@ def a_deep_copy_trains_apart(rank: int) -> None:
 
 
 @facts
-def a_pickle_of_another_group_is_refused_in_words(rank: int) -> None:
-    group = dist.new_group([0, 1])
-    ddp = wrap(scale(), process_group=group)
-    for attempt in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(RuntimeError, match=r"only supported.*with the default process group.*ddp\.module"):
-            attempt(ddp)
-    del ddp
-    dist.destroy_process_group(group)
-
-
-@facts
 def a_state_dict_has_the_prefix_and_fits_pytorchs(rank: int) -> None:
     ddp = wrap(nn.Sequential(scale(), nn.BatchNorm1d(1)))
     state = ddp.state_dict()
@@ -277,41 +194,6 @@ def a_state_dict_has_the_prefix_and_fits_pytorchs(rank: int) -> None:
     changed = {key: value + 1 for key, value in torch.load(file).items()}
     ddp.load_state_dict(changed)
     assert ddp.module[0].weight.item() == changed["module.0.weight"].item()
-
-
-@facts
-def a_module_may_be_wrapped_again(rank: int) -> None:
-    model = scale()
-    for _ in range(3):
-        ddp = wrap(model)
-        ddp.zero_grad()
-        ddp(ones(rank)).sum().backward()
-        assert grads(ddp) == [[MEAN]]
-        del ddp
-    old = wrap(model)
-    old._remove_autograd_hooks()
-    new = wrap(model)
-    new.zero_grad()
-    new(ones(rank)).sum().backward()
-    assert grads(new) == [[MEAN]]
-    model.zero_grad()
-    model(ones(rank)).sum().backward()  # outside the wrapper nothing is reduced
-    assert grads(model) == [[rank + 1.0]]
-
-
-@facts
-def an_optimiser_that_steps_in_the_backward_pass_steps_on_means(rank: int) -> None:
-    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-
-    ddp = wrap(scale())
-    _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 1.0})
-    before = ddp.module.weight.item()
-    for count in range(1, 4):
-        ddp(ones(rank)).sum().backward()
-        # Each of the steps so far rounds a weight of at most |before| + 3 means.
-        rounding = count * bounds.unit_roundoff(torch.float32) * (abs(before) + 3 * MEAN)
-        assert ddp.module.weight.item() == pytest.approx(before - count * MEAN, rel=0, abs=rounding)
-        assert grads(ddp) == [None]
 
 
 def let_go(buckets: list[weakref.ref[Tensor]]) -> bool:
@@ -350,20 +232,6 @@ def a_dropped_wrapper_is_freed_at_once_with_its_buckets(rank: int) -> None:
     gc.enable()
 
 
-@facts
-def the_memory_of_old_buckets_is_freed_when_they_are_rebuilt(rank: int) -> None:
-    gc.collect()
-    gc.disable()
-    ddp = wrap(Branches(), bucket_cap_mb=1e-6)
-    old = [weakref.ref(bucket.flat) for bucket in ddp.reducer.layout.buckets]
-    for _ in range(2):
-        ddp(ones(rank)).backward()
-    assert let_go(old)
-    assert [bucket.names for bucket in ddp.reducer.layout.buckets] != [["a.weight", "b.weight"]]
-    assert len(ddp.reducer.layout.buckets) == 2
-    gc.enable()
-
-
 @facts_of_three
 def groups_of_some_ranks_average_apart(rank: int) -> None:
     groups = {members: dist.new_group(list(members)) for members in ((0, 2), (1, 2))}
@@ -387,18 +255,6 @@ def two_ranks_join_before_the_third(rank: int) -> None:
         for _ in range(2 * rank):
             ddp(torch.arange(4.0).view(4, 1) * (rank + 1)).sum().backward()
     assert ddp._authoritative_rank == 2
-
-
-@facts_of_three
-def other_ranks_can_go_on_after_one_has_left(rank: int) -> None:
-    pair = dist.new_group([0, 1])
-    ddp = wrap(scale())
-    ddp(ones(rank)).sum().backward()
-    ddp._update_process_group(pair)
-    if rank < 2:
-        ddp.zero_grad()
-        ddp(ones(rank)).sum().backward()
-        assert grads(ddp) == [[MEAN]]
 
 
 @facts_in_detail

@@ -307,16 +307,6 @@ def test_buffers_are_weighed_as_fragments_are(heaviest: float) -> None:
     assert [own["mean"].tolist() for own in buffers] == [[rank] * 4 for rank in range(3)]
 
 
-def test_tied_parameters_count_once_and_frozen_ones_are_left_out() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
-    model[2].weight = model[0].weight
-    model[1].bias.requires_grad_(False)
-    (diloco,) = team_of([model], every=2)
-    assert [name for own in diloco.schedule.fragments for name in own] == ["0.weight", "0.bias", "1.weight"]
-    shared = diloco.model_state()
-    assert shared.keys() == model.state_dict().keys() and torch.equal(shared["2.weight"], shared["0.weight"])
-
-
 # --- fragments --------------------------------------------------------------------------------------------------------
 
 
@@ -428,23 +418,6 @@ def test_freezing_or_unfreezing_in_between_is_refused() -> None:
     worker.model.register_parameter("extra", nn.Parameter(torch.ones(1)))
     with pytest.raises(CompressorError, match="'extra' now requires a gradient"):
         train_in_lockstep([worker], 4, 6)
-
-
-def test_with_another_schedule_what_is_due_is_used_when_it_was_due() -> None:
-    """A turn at which the last exchange is still under way is passed over."""
-    before, after = workers(2, every=6, delay=3), workers(2, every=4, delay=3)
-    train_in_lockstep(before, 0, 4)
-    for old, new in zip(before, after, strict=True):
-        saved = old.save()
-        new.diloco.load_state_dict(saved["diloco"], settings="change")
-        new.model.load_state_dict(saved["model"])
-        new.optimizer.load_state_dict(saved["optimizer"])
-    rounds = []
-    for step in range(4, 13):
-        train_in_lockstep(after, step, step + 1)
-        rounds.append((after[0].diloco._fragments[0].due, after[0].diloco.statistics().rounds))
-    # After steps 5 to 13: due at 6; used; passed over at 5, for 8; sent at 9, for 12; used, and sent at 13, for 16.
-    assert rounds == [(6, 0), *[(None, 1)] * 3, *[(12, 1)] * 3, (None, 2), (16, 2)]
 
 
 def test_a_state_that_was_loaded_stays_as_it_is() -> None:
@@ -564,7 +537,6 @@ def spoilt(state: dict[str, Any], where: str, value: Any = None) -> dict[str, An
     ("where", "value", "complaint"),
     [
         ("shared/due", None, "DiLoCo's state is damaged: due: expected dict, got nothing"),
-        ("shared/due", 3, "DiLoCo's state is damaged"),
         ("shared/due", {"7": {"at": 9, "mean": {}}}, "means of part 7 were under way, and there are 1 parts"),
         ("shared/due/0/mean", None, r"DiLoCo's state is damaged: due\['0'\]\['mean'\]: expected dict, got nothing"),
         ("shared/due/0/mean/2.bias", None, "means under way: checkpoint has no '2.bias'"),
@@ -576,8 +548,6 @@ def spoilt(state: dict[str, Any], where: str, value: Any = None) -> dict[str, An
         ("shared/due/0/at", 2, "a mean was due at step 2, which was over at step 2"),
         ("shared/outer/2.bias", None, "outer copies: checkpoint has no '2.bias'"),
         ("shared/outer/2.bias", torch.zeros(1), r"outer copies: '2.bias' was saved with shape \(1,\), now"),
-        ("shared/step", "two", "DiLoCo's state is damaged"),
-        ("shared/schedule", 3, "DiLoCo's state is damaged"),
         ("shared/outer_optimizer", {}, r"outer_optimizer\['param_groups'\]: expected list, got nothing"),
         ("shared/outer_optimizer/param_groups", [], "outer optimizer: saved with 0 groups of parameters, now 1"),
         ("shared/outer_optimizer_class", None, "outer_optimizer_class: expected str, got nothing"),
@@ -603,15 +573,10 @@ def test_a_damaged_state_is_refused_and_changes_nothing(where: str, value: Any, 
     [
         ({"every": 0}, r"DiLoCo\(every=0\): every must be an int of at least 1"),
         ({"every": 4, "delay": 4}, r"DiLoCo\(delay=4\): delay must be an int from 0 to 3"),
-        ({"every": 4, "delay": -1}, r"DiLoCo\(delay=-1\)"),
         ({"every": 4, "mixing": 1.5}, r"DiLoCo\(mixing=1.5\): mixing must be a number in \[0, 1\]"),
-        ({"every": 4, "mixing": "0.5"}, r"DiLoCo\(mixing='0.5'\): mixing must be a number"),
-        ({"every": True}, r"DiLoCo\(every=True\): every must be an int"),
         ({"every": 4, "delay": False}, r"DiLoCo\(delay=False\): delay must be an int"),
         ({"every": 4, "fragments": 2.5}, r"DiLoCo\(fragments=2.5\): fragments must be an int or shell patterns"),
-        ({"every": 4, "fragments": None}, r"DiLoCo\(fragments=None\): fragments must be an int or shell patterns"),
         ({"every": 4, "fragments": [["0.*"], 3]}, r"DiLoCo\(fragments=\[\['0.\*'\], 3\]\): fragments must be an int"),
-        ({"every": 4, "fragments": True}, r"DiLoCo\(fragments=True\)"),
         ({"every": 4, "weighted": 2.5}, r"DiLoCo\(weighted=2.5\): weighted must be True or False"),
         ({"every": 4, "on_host": "no"}, r"DiLoCo\(on_host='no'\): on_host must be True or False"),
         ({"every": 100, "fragments": 9}, "at most as many as the trained parameters, 8"),
@@ -678,24 +643,6 @@ def test_an_optimizer_is_used_by_one_diloco_until_that_is_closed_or_gone() -> No
     for _ in range(2):
         optimizer.step()  # nobody counts
     make().close()
-
-
-def test_workers_that_differ_do_not_begin() -> None:
-    connections = lockstep_connections(2)
-    one, other = Worker(0, every=3, connection=connections[0]), Worker(1, every=4, connection=connections[1])
-    with pytest.raises(SettingsError, match="workers differ: .*every=4.* and .*every=3"):
-        step_in_lockstep([one.diloco, other.diloco])
-    connections = lockstep_connections(2)
-    one, other = (
-        Worker(0, every=3, connection=connections[0]),
-        Worker(1, every=3, connection=connections[1], model=network().requires_grad_()),
-    )
-    with torch.no_grad():
-        next(iter(other.diloco._fragments[0].outer.values())).add_(1)
-    with pytest.raises(SettingsError, match="the workers' models must begin equal"):
-        step_in_lockstep([one.diloco, other.diloco])
-    with pytest.raises(CompressorError, match="workers of one process meet in step_in_lockstep"):
-        one.diloco.step()
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

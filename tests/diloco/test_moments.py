@@ -15,7 +15,6 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from commhooks import DiLoCo, ModelAverager, SettingsError
 from commhooks.errors import CompressorError
 from commhooks.lockstep import lockstep_connections, step_in_lockstep
-from commhooks.scheduling.lanes import HEADER_BYTES
 from tests.commhooks.ranks import of_every_rank
 from tests.commhooks.resuming import distance, roundtrip
 from tests.commhooks.told import told_by
@@ -92,29 +91,6 @@ def test_each_fragments_moments_become_their_mean_at_its_turn_mixed_as_the_param
                 found = moments(worker)[str(place)][key]
                 torch.testing.assert_close(found, expected, rtol=4 * 2**-23, atol=4 * 2**-23 * float(mean.abs().max()))
     assert {int(state["step"]) for worker in team for state in moments(worker).values()} == {2}
-
-
-def test_moments_are_counted_and_are_twice_the_parameters_with_adam() -> None:
-    """And a round of them is judged: those of a rank where they are not finite do not count, and are replaced."""
-    local, mean = workers(2, every=2, outer=plain), workers(2, every=2, outer=plain, optimizer_state="mean")
-    for team in (local, mean):
-        train_in_lockstep(team, 0, 1)
-        train_in_lockstep(team, 1, 2)
-    payload = [team[0].diloco.statistics().traffic.payload_bytes for team in (local, mean)]
-    small = 4 * (1 + 2 * 3) + 2 * HEADER_BYTES  # a weight and each rank's digest; and whose turn it is, of two lanes
-    assert payload[1] == 3 * payload[0] + small
-    assert distance(moments(mean[0]), moments(mean[1])) == 0 < distance(moments(local[0]), moments(local[1]))
-    for worker in mean:
-        worker.inner_step(2)
-    expected = moments(mean[0])
-    for state in mean[1].optimizer.state.values():
-        state["exp_avg"].view(-1)[0] = math.inf
-    step_in_lockstep([worker.diloco for worker in mean])
-    for worker in mean:  # a second step, of gradients 0, would change moments
-        worker.diloco.check_step()
-    step_in_lockstep([worker.diloco for worker in mean])
-    assert distance(moments(mean[0]), expected) == 0 == distance(moments(mean[1]), expected)
-    assert mean[0].diloco.statistics().dropped_rounds == 0
 
 
 def test_a_rank_whose_state_was_not_finite_keeps_its_count_of_steps() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import commhooks
 import ddp_core
-from commhooks import DiLoCo, Exchanger, PowerSGDState, SettingsError, StartAfter
+from commhooks import DiLoCo, Exchanger, SettingsError
 from commhooks.compressors import PowerSGD, TopK
 from commhooks.errors import CompressorError, HookTypeError
 from commhooks.exchange import Channel, Feed, Handle, open_exchange
@@ -27,11 +26,6 @@ from tests.ddp_core.facts import Facts
 
 GROUPS = {"a": {"x": torch.zeros(64, 64)}, "b": {"y": torch.zeros(64, 64)}}
 facts = Facts(world_size=2)
-
-
-def ddp() -> ddp_core.DistributedDataParallel:
-    torch.manual_seed(0)
-    return ddp_core.DistributedDataParallel(nn.Linear(64, 64))
 
 
 def step(model: nn.Module, rank: int) -> None:
@@ -125,31 +119,6 @@ def no_channel_switches_if_ranks_name_other_compressors_or_channels(rank: int) -
 
 
 @facts
-def a_state_made_with_no_group_gathers_over_the_default_one(rank: int) -> None:
-    state, model = PowerSGDState(None, start_powerSGD_iter=0), ddp()
-    state.bind(model)
-    model.register_comm_hook(state, commhooks.powerSGD_hook)
-    step(model, rank)
-    assert len(state.gathered()["local"]) == 2
-    state.close()
-    assert not state.is_attached
-
-
-@facts
-def a_warning_that_is_an_error_leaves_nothing_attached(rank: int) -> None:
-    model = ddp()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        told = told_by(lambda: commhooks.attach(model, Late(inner=PowerSGD(), steps=0)))
-    assert told.error == "UserWarning" and "loses what it does not send" in told.text, told
-    with commhooks.attach(model, "fp16") as handle:
-        step(model, rank)
-        assert handle.steps == 1
-    assert told_by(handle.open).error == "AttachError" and not handle.is_attached
-    step(model, rank)
-
-
-@facts
 def a_model_that_is_hardly_compressed_is_told_of_once(rank: int) -> None:
     model = ddp_core.DistributedDataParallel(nn.ParameterDict({"experts": torch.zeros(8, 64, 96)}))
     first = PowerSGD(rank=4, matrices="first-dimension")
@@ -186,11 +155,6 @@ def an_unknown_option_is_the_same_error_in_every_way_in(rank: int) -> None:
 
 
 test_on_two_ranks = facts.tests()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Late(StartAfter):
-    """A user's own class around one of ours."""
 
 
 def test_a_bucket_is_refused_while_its_last_mean_is_under_way() -> None:

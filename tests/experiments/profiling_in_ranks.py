@@ -66,14 +66,6 @@ def profiled(rank: int, ranks: int, argument: str, send: Send) -> None:
     send((rank, found, is_as_before, left == own, {one.label: sent(training, one) for one in candidates()}))
 
 
-def profiled_as(rank: int, ranks: int, argument: int, send: Send) -> None:
-    """Send a profile as one of so many ranks."""
-    training = Training("core")
-    found = planning.profile(training.ddp, training.step, hooks=candidates(), steps=3, as_ranks=argument)
-    if rank == 0:
-        send(found)
-
-
 def installed(training: Training) -> list[str]:
     """Return the hooks of the kinds that a profile installs, those of the DDP too."""
     from torch.optim import optimizer

@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from commhooks.experiments.hooks import make_hook
 from commhooks.experiments.report.plots import LIGHT
+from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import load_task
 from commhooks.experiments.tasks.images import ResNet18
+from commhooks.lockstep import average_in_lockstep
 from experiments.studies.blocks import Picture, Table
 from experiments.studies.jobs import run_jobs
-from experiments.studies.lockstep import ACCURACY, LOSS
-from experiments.studies.reproduce.ablation import Ablation, Trial, hook_for, train_variants
+from experiments.studies.lockstep import ACCURACY, LOSS, join_workers
+from experiments.studies.reproduce.ablation import Ablation, Trial, train_variants
 from experiments.studies.reproduce.comparing import between, compare, draw_differences, findings, show_ablation, table
 from experiments.studies.reproduce.notes import Notes
-from experiments.studies.reproduce.powersgd.data_sent import HOOKS, bytes_sent
 
 TASK = "digits:size=tiny,steps=3"
 ABLATION = Ablation(
@@ -105,11 +107,6 @@ def test_a_run_that_diverged_is_counted_and_leaves_no_mean(change: Mapping[str, 
     assert Picture("differences", "", draw).png(LIGHT).startswith(b"\x89PNG")
 
 
-def test_a_share_of_the_steps_becomes_a_number_of_them() -> None:
-    assert hook_for("powersgd:rank=1,start_after=25%", 300) == "powersgd:rank=1,start_after=75"
-    assert hook_for("powersgd:rank=1,start_after=5%", 30) == "powersgd:rank=1,start_after=1"
-
-
 def test_the_runs_of_a_seed_have_the_same_data_and_finished_ones_are_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +151,11 @@ def test_jobs_have_one_thread_and_this_process_gets_its_own_back() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("scheme", "floats"), [("SGD", 11_173_962), ("rank 1", 45_935), ("rank 7", 263_885)])
-def test_two_workers_send_as_much_for_resnet18_as_the_paper_says(scheme: str, floats: int) -> None:
-    assert bytes_sent(ResNet18(), HOOKS[scheme], 2) == 4 * floats
+@pytest.mark.parametrize(("hook", "floats"), [("all-reduce", 11_173_962), ("rank=1", 45_935), ("rank=7", 263_885)])
+def test_two_workers_send_as_much_for_resnet18_as_the_powersgd_paper_says(hook: str, floats: int) -> None:
+    hook = hook if hook == "all-reduce" else f"powersgd:min_compression_rate=1,{hook}"
+    model = ResNet18()
+    exchangers = join_workers(model, make_hook(Spec.parse(hook)), 2)
+    gradient = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    average_in_lockstep(exchangers, [gradient] * 2)
+    assert exchangers[0].statistics().payload_bytes == 4 * floats

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from commhooks.experiments.cluster import (
     Cluster,
     ClusterError,
     clusters,
-    interface_bytes,
     iproute,
     preflight,
     records,
@@ -61,18 +59,6 @@ def test_what_goes_wrong_with_a_cluster_ends_a_command_in_words(
     (tmp_path / "demo.json").write_text('{"name": "de')
     with pytest.raises(ClusterError, match=r"demo.json is not the record of a cluster .*: delete it"):
         records.records()
-
-
-def test_an_interface_counts_what_it_sends_and_receives() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        one.bind(("127.0.0.1", 0))
-        sent, received = interface_bytes("lo")
-        for _ in range(100):
-            one.sendto(bytes(1000), one.getsockname())
-        more_sent, more_received = interface_bytes("lo")
-    assert more_sent - sent >= 102_800 and more_received - received >= 102_800  # 28 bytes of headers each
-    with pytest.raises(ValueError, match="no interface 'eth77' here; expected one of .*lo"):
-        interface_bytes("eth77")
 
 
 @needs_namespaces

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +17,6 @@ from commhooks.experiments.links.link import LinkSettings
 from commhooks.experiments.runs import RunResult, RunSettings
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.sweeps import execute
-from commhooks.experiments.training import worker
-from commhooks.experiments.training.measure import Split
-from commhooks.experiments.training.registration import Counted, Registered
 from commhooks.experiments.training.worker import (
     Preparing,
     RunDone,
@@ -90,15 +85,6 @@ def test_a_run_that_fails_ends_neither_its_scene_nor_the_sweep(worlds: list[Work
     assert "rank 1 failed: breaks" in next(iter(made.failures.values()))
     written = {RunResult.read(path).settings for path in (tmp_path / "results").iterdir()}
     assert written == set(made.results)
-
-
-def test_ranks_that_do_not_start_end_the_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def world(*_: object, **__: object) -> None:
-        raise WorldError("rank 0 died")
-
-    monkeypatch.setattr(execute, "run_world", world)
-    with pytest.raises(WorldError, match="rank 0 died"):
-        execute.execute([settings("fp16"), settings("int8")], tmp_path, lambda *_: None)
 
 
 def test_a_calibration_that_fails_costs_only_the_runs_that_it_was_for(
@@ -184,13 +170,3 @@ def test_hosts_that_would_be_too_slow_cost_only_their_own_runs(
     assert len(made.results) == 6
     assert all(re.search(got, reason_of(story)) for story in made.failures.values())
     assert sum(isinstance(message, execute.RunFailed) for message in heard) == 2
-
-
-def test_every_time_of_a_step_is_divided_by_the_dilation_and_no_byte_is() -> None:
-    split = Split(seconds=8.0, compute=4.0, compression=2.5, waiting=1.5, hidden=1.0)
-    dense_bytes: Any = Registered.dense_bytes
-    registered = SimpleNamespace(dense_bytes=functools.partial(dense_bytes, None))
-    run: Any = SimpleNamespace(dilation=2.0, ranks=3, registered=registered)
-    found = worker._record(1, 0.5, split, Counted(100, 10, 20), Counted(190, 40, 60), run)
-    assert (found.seconds, found.compute, found.compression, found.waiting, found.hidden) == (4, 2, 1.25, 0.75, 0.5)
-    assert (found.gradient_bytes, found.payload_bytes, found.moved_bytes, found.dense_bytes) == (90, 30, 40, 120)

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -91,22 +90,6 @@ def test_a_run_that_goes_on_has_the_same_steps_and_evaluation_as_one_that_ends_t
     assert ours.outcomes[0].moved_bytes == theirs.outcomes[0].moved_bytes
 
 
-def test_the_last_learning_rate_is_kept_after_the_steps_that_a_schedule_is_for(
-    alone: None, task: Spec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rates: list[float] = []
-    step = torch.optim.SGD.step
-
-    def kept(self: Any, closure: None = None) -> Any:
-        rates.append(self.param_groups[0]["lr"])
-        return step(self, closure)
-
-    monkeypatch.setattr(torch.optim.SGD, "step", kept)
-    trained(task, goals={0: Goal(loss=None, seconds=math.inf, steps=6)})
-    assert rates[::2][:STEPS] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
-    assert rates[2 * STEPS :] == pytest.approx([2.5e-4, 2.5e-4])
-
-
 def test_the_baseline_of_the_scene_sets_the_goal_and_does_not_go_on(alone: None, task: Spec) -> None:
     found = trained(task, going_on=GoingOn(baseline=Spec("all-reduce"), times=3, target=1e-9))
     first, other = found["all-reduce"], found["fp16"]
@@ -170,33 +153,6 @@ def test_a_hook_that_is_added_later_has_the_goal_of_the_baseline_that_is_there(
     assert works[0].goals == {0: going_on.goal(first.steps)}
     (path,) = (tmp_path / "results").iterdir()
     assert RunResult.read(path).goal == works[0].goals[0]
-
-
-def test_sweeps_end_their_runs_after_the_steps_asked_for(tmp_path: Path) -> None:
-    assert Sweep(runs=(result().settings,), out=tmp_path).going_on([]) is None
-    with pytest.raises(ValueError, match=r"go_on: expected a whole number of at least 1: .* \(got 0\)"):
-        Sweep(runs=(result().settings,), out=tmp_path, go_on=0)
-
-
-def gone_on(run: RunResult, more: int) -> RunResult:
-    """Return the run as if it had gone on for so many steps."""
-    last, when = run.steps[-1], run.steps[-1].ended
-    added = tuple(dataclasses.replace(last, step=last.step + n, ended=when + 100 * n) for n in range(1, more + 1))
-    evaluations = (*run.evaluations, dataclasses.replace(run.evaluations[-1], step=last.step + more))
-    goal = Goal(loss=0.5, seconds=100.0, steps=10 * len(run.steps))
-    return dataclasses.replace(run, steps=run.steps + added, evaluations=evaluations, goal=goal)
-
-
-def test_a_result_that_went_on_survives_its_file_and_an_earlier_one_has_no_goal(tmp_path: Path) -> None:
-    long = gone_on(result(), 25)
-    path = long.write(tmp_path)
-    assert RunResult.read(path) == long
-    with_none = dataclasses.replace(long, goal=None).write(tmp_path)
-    with pytest.raises(ValueError, match="it has 65 of 40 steps"):
-        RunResult.read(with_none)
-    old = result().write(tmp_path)
-    old.write_text(old.read_text().replace(',\n "goal": null', ""))
-    assert '"goal"' not in old.read_text() and RunResult.read(old) == result()
 
 
 @pytest.mark.usefixtures("pictures_are_not_rendered")

@@ -1,4 +1,4 @@
-"""The study `gpu-cost`: what an operator counts, what hooks count on a CPU, and the page."""
+"""What is counted of an operator, and of hooks on a CPU; the bounds of PowerSGD are ratchets."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from commhooks.compressors.powersgd import low_rank, orthonormal
 from commhooks.language import memory
 from commhooks.scheduling import packing
 from experiments.studies.bench.given import Shape
-from experiments.studies.gpu_cost import page
 from experiments.studies.gpu_cost.counting import Cost, Counting
-from experiments.studies.gpu_cost.rank import count, fake_group
+from experiments.studies.gpu_cost.rank import MODELS, count, fake_group
 
 CPU = torch.device("cpu")
 SMALL = [(96, 64), (64,)]
@@ -64,18 +63,6 @@ def test_the_host_waits_where_it_reads_a_value_or_a_size_depends_on_one() -> Non
     assert cost_of(lambda: memory + 1).waits == 0
 
 
-def test_a_replay_changes_no_memory_and_raises_for_other_calls() -> None:
-    memory = torch.ones(4)
-    with Counting(CPU) as counting:
-        memory.add_(1).view(2, 2).sum(dim=1, keepdim=True)
-    with counting.replay():
-        summed = memory.add_(1).view(2, 2).sum(dim=1, keepdim=True)
-    assert memory.tolist() == [2.0] * 4
-    assert (summed.shape, summed.stride()) == ((2, 1), (1, 1))
-    with counting.replay(), pytest.raises(RuntimeError, match=r"sub_.* was called instead of .*add_"):
-        memory.sub_(1)
-
-
 @pytest.mark.parametrize("hook", ["all-reduce", "fp16", "bf16"])
 def test_a_plain_hook_launches_at_most_two_kernels_more_than_pytorchs(hook: str, group: dist.ProcessGroup) -> None:
     ours, peers = (count(name, SMALL, group, CPU).cost for name in (hook, f"torch.{hook}"))
@@ -90,20 +77,11 @@ def let_work_be_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "_LARGE", sys.maxsize)  # what is large is looked at otherwise on a CPU
 
 
-def test_on_a_gpu_a_cast_touches_fewer_bytes_than_pytorchs(
-    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    let_work_be_queued(monkeypatch)
-    ours, peers = (count(name, SMALL, group, CPU).cost for name in ("fp16", "torch.fp16"))
-    assert (ours.launches, peers.launches) == (3, 4)
-    assert (ours.bytes, peers.bytes) == (12 * ELEMENTS, 16 * ELEMENTS)
-
-
 @pytest.mark.parametrize(
     ("shapes", "launches"),
     [
-        pytest.param(page.MODELS["GPT block"], 64, id="GPT block"),
-        pytest.param(page.MODELS["ResNet-18"], 200, id="ResNet-18"),
+        pytest.param(MODELS["GPT block"], 64, id="GPT block"),
+        pytest.param(MODELS["ResNet-18"], 200, id="ResNet-18"),
         pytest.param([(5_000, 800)], 35, id="embedding"),
     ],
 )
@@ -126,4 +104,3 @@ def test_pytorchs_hooks_count_what_their_code_says(group: dist.ProcessGroup) -> 
     assert cast.cost.bytes == (4 + 2 + 4 + 2 + 4) * ELEMENTS
     assert low_rank.cost.collectives == 3  # what is not compressed, P and Q
     assert low_rank.residual_bytes == 4 * ELEMENTS
-    assert all(one.host_seconds < 0.1 for one in (dense, cast, low_rank))

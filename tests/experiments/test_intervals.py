@@ -18,22 +18,9 @@ def test_an_interval_is_students() -> None:
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high))
 
 
-def test_its_sign_is_that_of_all_of_it() -> None:
-    assert [Interval(0, low, high).sign for low, high in ((1, 2), (-2, -1), (-1, 1), (0, 0))] == [1, -1, 0, 0]
-
-
 def test_a_value_that_is_not_finite_makes_an_interval_unbounded() -> None:
     found = Interval.of([1.0, math.nan])
     assert (found.low, found.high, found.sign) == (-math.inf, math.inf, 0)
-
-
-def test_in_other_units_it_is_scaled() -> None:
-    assert Interval(1, -2, 4).scaled(100) == Interval(100, -200, 400)
-
-
-def test_one_seed_has_a_mean_and_no_interval() -> None:
-    found = Estimate.of({7: 2.5})
-    assert (found.mean, found.interval, found.sign, found.seeds) == (2.5, None, None, 1)
 
 
 def test_two_seeds_have_their_values_and_no_interval_and_a_sign_if_they_agree() -> None:
@@ -63,11 +50,6 @@ def test_the_interval_of_ratios_covers_the_truth_about_as_often_as_it_says() -> 
     found = [Estimate.of_ratios(dict(enumerate(row))).interval for row in draws]
     covered = sum(one is not None and one.low <= 3 <= one.high for one in found)
     assert 0.92 < covered / 600 < 0.98  # 95 % with a standard deviation of 0.9 %
-
-
-def test_ratios_are_compared_with_one_and_differences_with_zero() -> None:
-    near = {0: 0.9, 1: 1.0, 2: 1.1}
-    assert (Estimate.of_ratios(near).sign, Estimate.of(near).sign) == (0, 1)
 
 
 def test_only_seeds_that_both_have_are_paired() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commhooks.communicators import Collective
-from commhooks.experiments.links.gloo import Course, course_of
-from commhooks.experiments.links.link import EmulatedLink, LinkSettings, Wire
+from commhooks.experiments.links.gloo import course_of
+from commhooks.experiments.links.link import EmulatedLink, LinkSettings
 from commhooks.language import Group
 
 
@@ -88,27 +88,6 @@ def test_a_collective_needs_the_time_of_its_bytes_and_of_its_hops(
 def test_a_broadcast_passes_the_link_once_for_every_branch_and_level_of_its_tree(ranks: int, transfers: int) -> None:
     link = LinkSettings(bits_per_second=8e6, framing=False)
     assert link.seconds_of(course_of("broadcast", 1000, ranks)) == pytest.approx(transfers * 1e-3)
-
-
-def test_large_exchanges_of_two_ranks_need_the_time_of_their_bytes_and_of_more_that_of_a_row_besides() -> None:
-    link = LinkSettings(bits_per_second=8e6, framing=False)
-    for kind in ("all-gather", "all-to-all"):
-        assert link.seconds_for(Collective(kind, torch.zeros(2, 25_000)), 2) == pytest.approx(
-            0.2 if kind == "all-gather" else 0.1
-        )
-    rows = Collective("all-to-all", torch.zeros(4, 50_000))
-    assert link.seconds_for(rows, 4) == pytest.approx(3 * 0.2 + 0.2)
-    larger = Collective("all-to-all", torch.zeros(4, 100_000))
-    assert link.seconds_for(larger, 4) == pytest.approx(3 * 0.4 + 0.25)  # what waits in a socket
-
-
-def test_packets_add_their_headers_and_acknowledgements_and_messages_their_own() -> None:
-    link = LinkSettings(bits_per_second=8e6)
-    packets = 1_448_000 / 1448
-    broadcast = link.seconds_of(course_of("broadcast", 1_448_000, 2))
-    assert broadcast == pytest.approx((packets * 1514 + 390) / 1e6)
-    all_reduce = link.seconds_of(course_of("all-reduce", 1_448_000, 2))
-    assert all_reduce == pytest.approx((packets * (1514 + 66 / 2) + 4 * 390) / 1e6)
 
 
 @pytest.mark.parametrize(
@@ -220,49 +199,9 @@ def test_the_rate_is_never_exceeded(transfers: list[tuple[float, float]]) -> Non
         assert carried <= time.now - begin + 1e-6
 
 
-def test_a_wait_that_runs_out_raises_and_may_be_repeated() -> None:
-    time = FakeTime()
-    pending = emulated(time).start(megabytes(1))
-    for _ in range(3):
-        with pytest.raises(TimeoutError, match="has not carried"):
-            pending.wait(0.3)
-    pending.wait(0.3)
-    assert time.now == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("text", ["unlimited", "hosts:1Mbit/s", "real"])
 def test_a_link_without_a_limit_and_one_of_another_kind_add_nothing(text: str) -> None:
     time = FakeTime()
     link = LinkSettings.parse(text)
     EmulatedLink(Instant(time), link, clock=time.clock, sleep=time.sleep).start(megabytes(9)).wait()
     assert time.now == 0.0
-
-
-@pytest.mark.parametrize(("start_clock", "end"), [(True, 11.0), (False, 10.5)])
-def test_the_schedule_begins_with_the_clock_or_the_first_transfer(start_clock: bool, end: float) -> None:
-    time = FakeTime()
-    settings = LinkSettings(bits_per_second=16e6, schedule=((10.0, 8e6),), framing=False)
-    link = EmulatedLink(Instant(time), settings, clock=time.clock, sleep=time.sleep)
-    if start_clock:
-        link.start_clock()
-    time.sleep(10)
-    link.start(megabytes(1)).wait()
-    assert time.now == pytest.approx(end)
-
-
-def test_the_clock_of_a_schedule_stands_still_while_other_runs_have_their_turns() -> None:
-    now = [0.0]
-    wire = Wire(LinkSettings.parse("8Mbit/s+800kbit/s@10s,framing=off"), clock=lambda: now[0])
-    megabyte = Course(1e6, 1e6, 1, 1)
-    wire.start_clock()
-    wire.pause()
-    now[0] = 100.0  # their models are made
-    wire.resume()
-    assert wire.carry(megabyte) == 101
-    now[0] = 105.0
-    wire.pause()
-    now[0] = 200.0
-    wire.resume()  # the run's fifth second
-    assert wire.carry(megabyte) == 201
-    now[0] = 206.0
-    assert wire.carry(megabyte) == 216

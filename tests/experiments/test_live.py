@@ -96,16 +96,6 @@ def test_without_a_terminal_every_run_leaves_one_line_and_with_quiet_none() -> N
     assert second.endswith(f"link {slow.settings.link.label}: failed: ValueError: no")
 
 
-def test_without_a_terminal_a_line_a_minute_says_how_far_the_runs_are() -> None:
-    clock, (shown, out), one = Clock(), console(), result()
-    live = Live([one.settings], {}, shown, clock=clock)
-    take(live, one, slice(7), clock, 20.0)
-    lines = out.getvalue().splitlines()
-    begins = [f"{one.settings.label}: step {step}/40 · 0 of 1 run · 0:0{step // 3}:00" for step in (3, 6)]
-    assert [line.rpartition(" · ")[0] for line in lines] == begins
-    assert lines[1].endswith("about 0:11:20 left")  # 34 steps
-
-
 def test_under_torchrun_only_rank_0_shows_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     run = result()
     monkeypatch.setenv("WORLD_SIZE", "2")

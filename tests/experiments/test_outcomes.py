@@ -25,11 +25,6 @@ def without(hook: str, seed: int, runs: list[RunResult]) -> list[RunResult]:
     return [one for one in runs if (one.settings.hook.label, one.settings.seed) != (hook, seed)]
 
 
-def never(run: RunResult) -> RunResult:
-    """Return the run as if it had reached no target."""
-    return stepwise(run, lambda _: {"loss": 9.0})
-
-
 def with_diverged(hook: str, seed: int, runs: list[RunResult]) -> list[RunResult]:
     return [diverged(one) if (one.settings.hook.label, one.settings.seed) == (hook, seed) else one for one in runs]
 
@@ -106,13 +101,6 @@ def test_a_diverged_run_is_counted_and_its_loss_is_not_averaged() -> None:
     assert found.best == "fp16"  # though the other was faster with two seeds
 
 
-def test_a_seed_that_the_baseline_misses_does_not_count_against_a_hook() -> None:
-    missed = [never(one) if one.settings.seed == 1 else one for one in GPT]
-    found = setting(missed, target=2.4)
-    assert sorted(found.outcomes[0].reached) == [0, 2]
-    assert sorted(found.versus[POWER].to_target.by_seed) == [0, 2] and found.best == POWER
-
-
 def test_a_link_whose_rate_changes_has_no_use_and_a_warning() -> None:
     usual, varying = (
         setting([stepwise(result(link=link), lambda _: {"interface_bytes": 10**6})])
@@ -128,20 +116,3 @@ def test_if_the_baselines_loss_did_not_fall_there_is_no_target() -> None:
     first = setting(rising).outcomes[0]
     assert all(map(math.isnan, first.targets.values())) and not first.reached
     assert set(setting(rising, target=2.1).outcomes[0].reached) == set(SEEDS)
-
-
-def test_probed_steps_are_no_typical_steps() -> None:
-    run = result()
-    found = setting([with_slow_probes(run)]).outcomes[0]
-    assert found.step.mean == pytest.approx(Typical.of(run.steps[::2]).seconds)
-    assert found.step_spread.high < 1
-    assert found.seconds.mean > 20 * 9.0  # the whole run counts them
-
-
-def test_runs_made_at_another_time_did_not_take_turns() -> None:
-    later = [
-        stepwise(one, lambda step: {"ended": step.ended + 1e6}) if one.settings.hook.label == "fp16" else one
-        for one in GPT
-    ]
-    versus = setting(later).versus
-    assert (versus["fp16"].turns, versus[POWER].turns) == (False, True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import re
@@ -24,7 +23,6 @@ from commhooks.experiments.sweeps.execute import Listener, Made
 from commhooks.experiments.sweeps.lock import LOCK, claimed
 from commhooks.experiments.sweeps.output import prepare_folder
 from commhooks.experiments.sweeps.store import write_failure
-from tests.commhooks.test_full_disk import largest_file
 from tests.experiments.synthetic import result, results
 
 ROOT = Path(__file__).parents[2]
@@ -132,18 +130,6 @@ def test_a_folder_with_other_files_is_left_alone(there: str, foreign: str, out: 
     assert files(folder) == before
 
 
-@pytest.mark.parametrize("foreign", ["report.html", "plots/a.png", LOCK, "results"])
-def test_somebody_elses_file_is_not_replaced_unasked(
-    foreign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / foreign).parent.mkdir(exist_ok=True)
-    (tmp_path / foreign).write_text("years of work")
-    ended, trained = run(monkeypatch, "--out", str(tmp_path))
-    assert (ended.exit_code, trained) == (2, False)
-    assert foreign in ended.output
-    assert files(tmp_path) == {foreign: b"years of work"}
-
-
 def test_a_folder_in_use_is_left_to_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is killed leaves its lock file, and no lock."""
     script = f"""
@@ -215,13 +201,3 @@ def test_a_file_for_which_the_disk_has_no_room_is_named(
     assert caught.value.filename == str(path)
     if written == "results":
         assert list(path.parent.iterdir()) == []  # what was begun takes no room
-
-
-def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> None:
-    """So another process that reads it meanwhile finds it whole."""
-    path = tmp_path / "found.json"
-    path.write_text("found before")
-    with largest_file(50):
-        ended = CliRunner().invoke(app, ["check", "fp16", "--law", "wire", "--json", str(path)])
-    assert ended.exit_code == 1 and os.strerror(errno.EFBIG) in ended.output, ended.output
-    assert path.read_text() == "found before"

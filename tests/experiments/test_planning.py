@@ -6,13 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from commhooks.experiments.commands.cli import app
-from commhooks.experiments.planning.plans import plan
-from commhooks.experiments.planning.request import Planned, numbers_in
-from commhooks.experiments.planning.showing import validation_table
+from commhooks.experiments.planning.request import numbers_in
 from tests.commhooks.test_plan import a_probe, a_profile, hook
 from tests.commhooks.test_sharded_steps import profiled
 
@@ -121,13 +118,3 @@ def test_a_task_is_measured_on_two_ranks_and_validated(monkeypatch: pytest.Monke
     assert set(raw["measured"]) == {"noop", "allreduce", "fp16"}
     assert raw["plans"][0]["plain_error"] is not None and raw["probe"] is None
     assert "real steps, in turns" in text and "all-reduce" in text
-
-
-def test_a_table_compares_real_steps_with_what_was_predicted() -> None:
-    profile, probe = a_profile(hook("fp16", 0.113, 2)), a_probe()
-    steps = {"allreduce": [0.1, 0.1, 0.12], "noop": [0.1]}
-    found = Planned((plan(profile, probe),), "Model", None, profile, probe, steps)
-    console = Console(record=True, width=100)
-    console.print(validation_table(found))
-    text = console.export_text()
-    assert "140 ms" in text and "+40.0 %" in text and "noop" not in text

@@ -6,17 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from commhooks import SettingsError
 from commhooks.experiments.planning import Profile
 from commhooks.experiments.planning.errors import ProfileError
-from commhooks.experiments.planning.keeping import Kept
-from commhooks.experiments.planning.phases import PhaseWatch
 from tests.experiments import profiling_in_ranks
 from tests.experiments.standing_ranks import RANKS, StandingRanks
-from tests.quantised import OnCodes
 
 LABELS = {one.label for one in profiling_in_ranks.candidates()}
 
@@ -106,42 +100,6 @@ def test_a_step_that_fails_on_one_rank_ends_the_profile_on_all(standing: Standin
             assert (is_as_before, is_gone) == (True, True)
 
 
-def test_buffers_that_a_forward_pass_replaces_are_put_back() -> None:
-    model = nn.Linear(2, 2)
-    model.register_buffer("average", torch.ones(2))
-    model.register_buffer("last", None)
-    average, kept = model.get_buffer("average"), Kept(model)
-    model.average, model.last = torch.zeros(2), torch.zeros(2)
-    kept.restore()
-    assert model.get_buffer("average") is average and average.tolist() == [1, 1]
-    assert dict(model.named_buffers()).keys() == {"average"}
-
-
-def test_frozen_codes_need_not_be_put_back() -> None:
-    """A tensor that answers no operation cannot be copied, and no training step changes it."""
-    model = OnCodes(1)
-    kept, optimizer = Kept(model), torch.optim.SGD(model.parameters(), lr=0.1)
-    kept.keep_optimizer(optimizer)
-    before = model.head.weight.detach().clone()
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    assert not torch.equal(model.head.weight, before)
-    kept.restore()
-    assert torch.equal(model.head.weight, before) and model.marks() == [1, 1]
-
-
-def test_a_profile_as_one_of_more_ranks_sends_what_one_of_them_does(standing: StandingRanks, core: Said) -> None:
-    said: list[Profile] = []
-    standing.run(profiling_in_ranks.profiled_as, RANKS, 16, said.append, timeout=120.0)  # type: ignore[arg-type]  # it hears objects
-    ((found,), alone) = (said, core[0][1])
-    assert (found.ranks, alone.ranks) == (16, RANKS)
-    of_many, of_two = (profiling_in_ranks.pretended(one, "int8") for one in (found, alone))
-    assert of_two.keys() >= {"all-to-all", "all-gather"}
-    assert of_many == {"all-reduce": sum(one.bytes for one in found.gradients)}, "so many would send more in codes"
-    powersgd = [profiling_in_ranks.pretended(one, "powersgd:rank=1") for one in (found, alone)]
-    assert powersgd[0] == powersgd[1]
-
-
 def test_what_cannot_be_profiled_is_refused_in_words(standing: StandingRanks) -> None:
     said: list[dict[str, str]] = []
     standing.run(profiling_in_ranks.refused, RANKS, None, said.append, timeout=120.0)  # type: ignore[arg-type]  # it hears objects
@@ -178,21 +136,3 @@ def test_a_profile_survives_json_and_what_is_none_is_refused(core: Said, tmp_pat
             Profile.read(path)
     with pytest.raises(ProfileError, match="FileNotFoundError"):
         Profile.read(tmp_path / "nothing.json")
-
-
-def test_backward_passes_inside_another_one_belong_to_it() -> None:
-    model = nn.Linear(3, 1)
-
-    def twice() -> None:
-        for _ in range(2):
-            checkpointed = torch.utils.checkpoint.checkpoint(
-                model, torch.ones(2, 3).requires_grad_(), use_reentrant=True
-            )
-            checkpointed.sum().backward()
-
-    with PhaseWatch(list(model.parameters())) as watch:
-        phases = watch.watch(twice)
-        assert len(phases.backward) == 2
-        assert sum(phases.parts) == pytest.approx(phases.seconds)
-        with pytest.raises(SettingsError, match="no backward pass"):
-            watch.watch(lambda: model(torch.ones(1, 3)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import re
 from html.parser import HTMLParser
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from commhooks.experiments.report.across import series_of
 from commhooks.experiments.report.findings import finding
 from commhooks.experiments.report.lines import lines_of
 from commhooks.experiments.report.table import print_tables
@@ -102,25 +100,6 @@ def test_the_page_shows_a_picture_a_table_and_a_sentence_for_each_setting_and_fo
     assert "4 ranks share 2 cores" in shown.words
 
 
-@pytest.mark.a_row
-def test_pictures_are_png_svg_and_pdf_and_tables_csv_and_latex(folder: Path) -> None:
-    kinds = {"time", "steps", "bytes", "metric", "step-time", "gradients", "layers"}
-    names = {f"{link}.{kind}" for link in ("100-Mbit-s", "1-Gbit-s") for kind in kinds} | {"series-1.rate"}
-    assert {path.name for path in (folder / "plots").iterdir()} == {
-        f"{name}.{suffix}" for name in names for suffix in ("png", "svg", "pdf")
-    }
-    begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
-    for path in (folder / "plots").iterdir():
-        assert path.read_bytes().startswith(begins[path.suffix[1:]])
-    with (folder / "tables" / "1-Gbit-s.csv").open() as file:
-        rows = {row["hook"]: row for row in csv.DictReader(file)}
-    found = settings_of(results(tasks=("gpt",), seeds=SEEDS, links=("1Gbit/s",)))[0]
-    assert float(rows[POWER]["speed_up_low"]) == pytest.approx(found.judged[POWER].speed_up.low)
-    assert float(rows["fp16"]["moved_bytes"]) == 8e7 and rows["all-reduce"]["verdict"] == ""
-    latex = (folder / "tables" / "1-Gbit-s.tex").read_text()
-    assert r"\toprule" in latex and r"$\times$" in latex and latex.count(r"\\") == 1 + len(rows)
-
-
 def test_a_report_of_nothing_is_refused_and_one_of_failures_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one finished or failed run"):
         write([], tmp_path, baseline=None, target_loss=None, command="")
@@ -174,17 +153,3 @@ def test_lines_are_in_the_order_of_verdicts_and_name_what_went_wrong() -> None:
     assert "no seed in common" in alone[1].warning and not alone[1].verdict
     later = [result(), stepwise(result("fp16"), lambda step: {"ended": step.ended + 1e6})]
     assert lines_of(setting(later))[1].warning == "made at another time"
-
-
-def test_settings_that_differ_in_one_number_are_a_series() -> None:
-    grid = [
-        (hook, link, ranks) for hook in ("all-reduce", "fp16") for link in ("1Gbit/s", "10Mbit/s") for ranks in (2, 4)
-    ]
-    runs = [result(hook, link=link, ranks=ranks) for hook, link, ranks in grid]
-    found = [(one.along, one.name, one.places) for one in series_of(settings_of(runs))]
-    assert found == [
-        ("rate", "2 ranks", (1e7, 1e9)),
-        ("rate", "4 ranks", (1e7, 1e9)),
-        ("ranks", "1 Gbit/s", (2.0, 4.0)),
-        ("ranks", "10 Mbit/s", (2.0, 4.0)),
-    ]

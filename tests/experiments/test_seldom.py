@@ -11,15 +11,12 @@ from pathlib import Path
 import pytest
 
 import commhooks
-from commhooks.experiments.hooks import make_hook
 from commhooks.experiments.report.writing import write
 from commhooks.experiments.results.outcomes import settings_of
 from commhooks.experiments.runs import RunResult, RunSettings
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import load_task
 from commhooks.experiments.training.seldom import settings_of as arguments_of
-from experiments.studies.lockstep import train_in_lockstep
-from experiments.studies.seldom_lockstep import train_seldom_in_lockstep
 from tests.experiments.on_two_ranks import train_on_two_ranks
 
 BITS_PER_SECOND = 50e6
@@ -99,27 +96,3 @@ def test_a_report_has_the_mean_step_and_the_peak_of_a_round(results: dict[str, R
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     shown = unescape(re.sub("<[^>]+>", "", page))
     assert all(hook in shown for hook in HOOKS) and "peak bytes" in shown
-
-
-@pytest.mark.parametrize("hook", [EXACT, SELDOM, STREAMED])
-def test_workers_of_one_process_end_as_ranks_do(results: dict[str, RunResult], hook: str) -> None:
-    tasks, ran = [load_task("digits:size=tiny") for _ in range(2)], results[hook]
-    trained = train_seldom_in_lockstep(
-        tasks, ran.settings.hook, steps=STEPS, optimizer=Spec.parse("sgd:lr=0.05", "optimizer")
-    )
-    assert trained.loss == ran.evaluations[-1].loss
-    assert trained.payload_bytes == pytest.approx(statistics.fmean(step.payload_bytes for step in ran.steps), abs=0.01)
-
-
-def test_a_data_parallel_start_trains_as_data_parallel_training_does() -> None:
-    parallel = train_in_lockstep(load_task("gpt:size=tiny"), make_hook(Spec("all-reduce")), steps=4, workers=2)
-    whole, half = (
-        train_seldom_in_lockstep(
-            [load_task("gpt:size=tiny") for _ in range(2)], Spec.parse("diloco:every=2"), steps=4, start=start
-        )
-        for start in (4, 2)
-    )
-    assert whole.loss == pytest.approx(parallel.loss, rel=1e-6)
-    assert (whole.payload_bytes, whole.moved_bytes) == (parallel.payload_bytes, parallel.moved_bytes)
-    assert half.payload_bytes == 3 / 4 * whole.payload_bytes  # two steps, and one round
-    assert half.loss != whole.loss

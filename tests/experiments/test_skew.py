@@ -47,18 +47,7 @@ def test_a_rank_sees_each_of_its_images_once_in_an_epoch_and_in_another_order_in
     assert sorted(epochs[0].tolist()) == sorted(epochs[1].tolist())
 
 
-def test_the_shares_follow_the_seed() -> None:
-    data = skewed(40, 0.5)
-    assert torch.equal(data.share(3, 1, RANKS), data.share(3, 1, RANKS))
-    assert not torch.equal(data.share(3, 1, RANKS), data.share(4, 1, RANKS))
-
-
 def test_without_skew_batches_are_those_of_the_plain_task() -> None:
     plain, zero = load_task("digits:size=small", 3), load_task("digits:size=small,skew=0", 3)
     for one, other in zip(plain.batch(30, 1, RANKS), zero.batch(30, 1, RANKS), strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_batch_larger_than_a_ranks_share_is_rejected() -> None:
-    with pytest.raises(ValueError, match=r"12 images is more than the 10 .*use fewer ranks or a smaller batch_size"):
-        skewed(40, 1.0, batch_size=12)(0, 0, 0, RANKS)

@@ -13,7 +13,6 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from commhooks.experiments.runs import LayerRecord, ProbeRecord, RunResult
 from commhooks.experiments.sweeps import tensorboard
-from commhooks.experiments.sweeps.execute import RunFailed
 from commhooks.experiments.sweeps.tensorboard import LiveLogs
 from commhooks.experiments.training.worker import Evaluated, RunDone, StepDone
 from tests.experiments.synthetic import DENSE_BYTES, STARTED, result
@@ -122,14 +121,6 @@ def test_a_run_made_again_replaces_what_was_logged_of_it_before(tmp_path: Path) 
     assert len(list(folder.iterdir())) == 1
     assert [event.step for event in events(folder).Scalars("loss/train")] == list(range(1, 21))
     assert len(events(tmp_path / other.settings.log_folder).Scalars("loss/train")) == 40
-
-
-def test_a_failed_run_is_marked_as_such(tmp_path: Path) -> None:
-    run = result()
-    with LiveLogs(tmp_path) as logs:
-        for message in (*messages(run, until=5), RunFailed("rank 1 died")):
-            logs(run.settings, message)
-    assert status(events(tmp_path / run.settings.log_folder)) == Status.Value("STATUS_FAILURE")
 
 
 def test_a_log_that_cannot_be_written_ends_with_a_warning_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Turns: who acts when, what counts, and on which rank; and the steps that are timed in them."""
+"""Turns: who acts when, what counts, and on which rank; the steps that are timed in them; and their medians."""
 
 from __future__ import annotations
 
+import math
 import time
 from functools import partial
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.experiments.launch import Tell, WorldError
+from experiments.studies.medians import Ratio, milliseconds
 from experiments.studies.ranks import on_ranks, same_step
 from experiments.studies.turns import Order, as_given, drawn, forth_and_back, in_turns, on_slowest, rotated, turns_of
 
@@ -104,3 +106,38 @@ def test_a_rank_that_fails_fails_the_call() -> None:
 def test_a_step_trains_and_drops_its_gradients() -> None:
     parameters, (first, second), left = on_ranks(steps, 1, print)
     assert parameters > 0 and second < first and not left
+
+
+def around(seconds: float) -> list[float]:
+    """Return nine turns, which differ by 1 %."""
+    return [seconds * noise for noise in (1.0, 1.01, 0.99) * 3]
+
+
+def test_a_ratio_is_taken_turn_by_turn_so_that_a_slow_turn_of_both_changes_nothing() -> None:
+    theirs = around(1.0)
+    theirs[3] *= 7
+    ratio = Ratio.of([1.2 * seconds for seconds in theirs], theirs)
+    assert (ratio.median, ratio.low, ratio.high) == pytest.approx((1.2, 1.2, 1.2))
+    assert ratio.sign == 1
+
+
+def test_one_disturbed_turn_does_not_widen_the_interval() -> None:
+    disturbed = [*around(1.2)[:-1], 50.0]
+    assert Ratio.of(disturbed, [1.0] * 9).high < 1.3
+
+
+def test_the_interval_of_a_ratio_covers_its_median_in_19_of_20_trials() -> None:
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.exp(torch.randn(2_000, 9, generator=generator)).tolist()
+    held = sum(Ratio.of(draw, [1.0] * 9).low <= 1 <= Ratio.of(draw, [1.0] * 9).high for draw in draws)
+    assert 0.95 - 3 * math.sqrt(0.95 * 0.05 / 2_000) < held / 2_000 < 0.98
+
+
+def test_too_few_turns_have_no_finite_interval() -> None:
+    ratio = Ratio.of([2.0] * 5, [1.0] * 5)
+    assert ratio.sign == 0 and "too few turns" in ratio.text and "too few turns" in ratio.saved
+    assert Ratio.of([2.0] * 6, [1.0] * 6).sign == 1
+
+
+def test_milliseconds_have_quartiles() -> None:
+    assert milliseconds([0.1, 0.2, 0.3]) == "200 (150 to 250)"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import re
 import runpy
 import shutil
 import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -276,35 +274,6 @@ def trains_two_models(rank: int, folder: str) -> None:
         accelerator.backward(model(torch.randn(4, 64)).square().mean())
     accelerator.load_state(folder)
     assert differences(saved, [attachment.state_dict() for attachment in attachments]) == []
-
-
-def trains_another_after_freeing_the_first(rank: int, folder: str) -> None:
-    """Train a model, make room, and train another one with the same accelerator, as after "out of memory"."""
-    settle_in(rank)
-    from accelerate import Accelerator
-
-    from commhooks.integrations.accelerate import compress
-
-    accelerator = Accelerator(cpu=True)
-    kept: Any = None
-    for size in (64, 32):
-        accelerator.free_memory()
-        module = nn.Linear(size, 64)
-        model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
-        attachment = compress(accelerator, model, "powersgd")
-        accelerator.backward(model(torch.randn(4, size)).square().mean())
-        optimizer.step()
-        if kept is None:
-            kept = weakref.ref(module.weight)
-    gc.collect()
-    assert kept() is None
-    accelerator.save_state(folder)
-    accelerator.load_state(folder)
-    assert attachment.steps == 1
-
-
-def test_a_model_that_was_freed_is_neither_kept_nor_saved(tmp_path: Path) -> None:
-    run_world(trains_another_after_freeing_the_first, 2, str(tmp_path))
 
 
 def test_each_of_two_models_has_its_own_state(tmp_path: Path) -> None:

@@ -46,13 +46,6 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one_bit_for_bit(
         assert resumed[setting] == uninterrupted[setting]
 
 
-def test_a_run_resumed_without_the_state_of_the_hook_ends_otherwise(
-    runs: list[tuple[dict[str, dict[str, str]], ...]],
-) -> None:
-    for uninterrupted, resumed in runs:
-        assert resumed["without its state"]["parameters"] != uninterrupted["plain"]["parameters"]
-
-
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return rank 0's error for everything that cannot work."""

@@ -182,16 +182,6 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     assert kept == [Path("checkpoint-2", f"commhooks-rank{rank}.pt") for rank in range(2)]
 
 
-def alone(rank: int, folder: str) -> str:
-    settle_in(rank, 1)
-    return raised(begin(rank, folder, compressor="powersgd")[0].train)
-
-
-def test_one_process_is_refused(tmp_path: Path) -> None:
-    (told,) = run_world(alone, 1, str(tmp_path))
-    assert told.startswith("AttachError: CompressGradients: Accelerate sees one process")
-
-
 def resumed_by_three(rank: int, folder: str) -> tuple[str, int]:
     settle_in(rank, 3)
     strict, _ = begin(rank, folder, compressor="powersgd")

@@ -25,7 +25,6 @@ from tests.guard.situations import (
     Net,
     Run,
     Situations,
-    average,
     put,
     squares,
 )
@@ -169,13 +168,6 @@ def pytorchs_optimizer_in_backward_steps_after_the_inner_module_was_called(run: 
 # ---------------------------------------------------------------- parameters that the reducer does not know
 
 
-@silent()
-def parameters_are_replaced_by_a_load_with_assign(run: Run) -> None:
-    module = run.model.module
-    module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
-    run.train(optimizer=run.optimizer_of(module.parameters()))
-
-
 def replace_the_head(run: Run, **options: Any) -> None:
     model = run.wrap(Net(), **options)
     torch.manual_seed(1)
@@ -278,19 +270,6 @@ def the_last_micro_batch_is_in_no_sync(run: Run) -> None:
 def steps_are_taken_inside_no_sync(run: Run) -> None:
     with run.model.no_sync():
         run.train()
-
-
-@silent()
-def one_layer_has_so_many_passes_that_the_log_forgets_the_others(run: Run) -> None:
-    net = run.model.module
-    body = run.optimizer_of([*net.first.parameters(), *net.second.parameters()])
-    head = run.optimizer_of(net.head.parameters())
-    for _ in run.steps(2, body, head):
-        run.backward(run.model)
-        run.backward(net.encode)
-        for _ in range(20):
-            run.backward(lambda x: net.head(net.encode(x).detach()))
-        average(parameter.grad for parameter in net.head.parameters())
 
 
 # ---------------------------------------------------------------- gradients that come another way

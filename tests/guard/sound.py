@@ -5,8 +5,6 @@ What ends with different ranks on purpose is registered with `LOCAL`, what says 
 
 from __future__ import annotations
 
-import copy
-import gc
 import io
 import time
 from typing import Any
@@ -23,7 +21,6 @@ from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer
 from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
@@ -112,17 +109,6 @@ def ranks_use_different_branches(run: Run) -> None:
     run.model = run.wrap(Net(), find_unused_parameters=True)
     for step in run.steps(5):
         run.backward(run.model, without_head=(step + run.rank) % 2 == 1)
-
-
-@sound()
-def a_branch_is_thawed_and_the_model_wrapped_again(run: Run) -> None:
-    module = Net()
-    module.first.requires_grad_(False)
-    first = run.wrap(module, find_unused_parameters=True)
-    run.train(first, run.optimizer_of(module.parameters()), steps=2)
-    module.first.requires_grad_(True)
-    second = run.wrap(module, find_unused_parameters=True)
-    run.train(second, run.optimizer_of(module.parameters()))
 
 
 @sound()
@@ -249,38 +235,6 @@ def rank_0_alone_probes_the_inner_module(run: Run) -> None:
 
 
 @sound()
-def the_norm_of_the_local_gradient_is_logged(run: Run) -> None:
-    for _ in run.steps():
-        torch.autograd.grad(run.loss(run.model.module), list(run.model.parameters()))
-        run.backward(run.model)
-
-
-@sound()
-def adversarial_samples_are_found_past_the_wrapper(run: Run) -> None:
-    for _ in run.steps():
-        batch = run.batch().requires_grad_()
-        squares(run.model.module(batch)).backward()
-        assert batch.grad is not None
-        run.optimizer.zero_grad()
-        squares(run.model((batch + 0.1 * batch.grad.sign()).detach())).backward()
-
-
-@sound()
-def a_sgd_closure_follows_a_probe(run: Run) -> None:
-    batch = run.batch()
-
-    def closure() -> float:
-        run.optimizer.zero_grad()
-        loss = squares(run.model(batch))
-        loss.backward()
-        return loss.item()
-
-    for _ in range(3):
-        run.backward(run.model.module)
-        run.optimizer.step(closure)
-
-
-@sound()
 def lbfgs_calls_the_wrapper_in_its_closure(run: Run) -> None:
     optimizer, batch = torch.optim.LBFGS(run.model.parameters(), max_iter=3), run.batch()
 
@@ -348,18 +302,6 @@ def a_rank_comes_to_its_step_later_than_the_guard_waits_without_a_word(run: Run)
 # ---------------------------------------------------------------- several models, several optimizers
 
 
-@sound()
-def optimizers_share_the_parameters_and_have_schedulers(run: Run) -> None:
-    module = run.model.module
-    first = run.optimizer_of([*module.first.parameters(), *module.second.parameters()])
-    second = torch.optim.Adam(module.head.parameters())
-    schedulers = [torch.optim.lr_scheduler.StepLR(first, 2), torch.optim.lr_scheduler.LinearLR(second, total_iters=2)]
-    for _ in run.steps(5, first, second):
-        run.backward(run.model)
-        for scheduler in schedulers:
-            scheduler.step()
-
-
 @sound(LOCAL)  # the optimizer's moments, on purpose; the step at 0 changes no parameter
 def the_learning_rate_begins_at_zero(run: Run) -> None:
     """Fill the optimizer's state with a step at 0, as before a checkpoint is loaded, on this rank's own gradients."""
@@ -386,21 +328,6 @@ def a_generator_and_its_critic_train(run: Run) -> None:
             squares(critic(generator(run.batch())) - 1).backward()
 
 
-@sound()
-def a_wrapped_teacher_runs_forward_alone(run: Run) -> None:
-    teacher = run.wrap(Net())
-    for _ in run.steps():
-        batch = run.batch()
-        squares(run.model(batch) - teacher(batch).detach()).backward()
-
-
-@sound()
-def a_model_of_one_rank_trains_beside_the_guarded_one(run: Run) -> None:
-    alone = TorchDDP(nn.Linear(4, 2), process_group=group_of_this_rank(run))
-    for _ in run.steps(5, run.optimizer_of([*run.model.parameters(), *alone.parameters()])):
-        run.backward(lambda x: alone(run.model(x)))
-
-
 @sound(LOCAL)
 def groups_of_one_rank_train_alone(run: Run) -> None:
     model = run.wrap(Net(), process_group=group_of_this_rank(run))
@@ -422,16 +349,6 @@ def a_sharded_model_trains_beside_the_guarded_one(run: Run) -> None:
     fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     for _ in run.steps(5, run.optimizer, run.optimizer_of(sharded.parameters())):
         run.backward(lambda x: sharded(run.model(x)))
-
-
-@sound()
-def a_probe_of_each_ranks_own_trains_along(run: Run) -> None:
-    model = run.model
-    torch.manual_seed(run.rank)
-    probe = nn.Linear(4, 2)
-    for _ in run.steps(5, run.optimizer_of([*model.parameters(), *probe.parameters()])):
-        outputs = model(run.batch())
-        (squares(outputs) + squares(probe(outputs.detach()))).backward()
 
 
 # ---------------------------------------------------------------- parameters that are no business of the wrapper's
@@ -540,40 +457,6 @@ sound.calls(
     activations_are_checkpointed=lambda run: run.train_module(Checkpointed(reentrant=False)),
     activations_are_checkpointed_in_nested_backward_passes=lambda run: run.train_module(Checkpointed(reentrant=True)),
 )
-
-
-@sound()
-def swa_utils_keep_averages_over_the_steps(run: Run) -> None:
-    moving = AveragedModel(run.model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    equal, scheduler = AveragedModel(run.model.module), SWALR(run.optimizer, swa_lr=0.01)
-    for step in run.steps(6):
-        run.backward(run.model)
-        if step > 2:
-            equal.update_parameters(run.model.module)
-            scheduler.step()
-        moving.update_parameters(run.model.module)
-        with torch.no_grad():
-            moving(run.batch())
-
-
-@sound()
-def a_model_is_saved_copied_and_wrapped_again_after_its_wrapper_is_gone(run: Run) -> None:
-    module = Net()
-    run.train(run.wrap(module), run.optimizer_of(module.parameters()), steps=2)
-    torch.save(module, io.BytesIO())
-    run.backward(copy.deepcopy(module))
-    gc.collect()
-    run.train(run.wrap(module), run.optimizer_of(module.parameters()))
-
-
-@sound()
-def a_checkpoint_is_loaded_in_between(run: Run) -> None:
-    run.train(steps=2)
-    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
-    run.train(steps=2)
-    run.model.load_state_dict(saved[0])
-    run.optimizer.load_state_dict(saved[1])
-    run.train(steps=2)
 
 
 @sound()

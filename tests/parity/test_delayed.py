@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import commhooks
 from tests.ddp_core.facts import Facts
@@ -87,17 +85,6 @@ def every_step_has_the_bits_of_pytorchs_class(rank: int) -> None:
 
 
 @facts
-def an_attached_compressor_leaves_them_alone(rank: int) -> None:
-    """At two ranks a mean has the same bits in whichever order it is summed."""
-    plain = history(rank, "ours")
-    for which in ("ours", "torch"):
-        assert first_difference(plain, history(rank, which, "all-reduce")) is None
-        compressed = history(rank, which, "powersgd")
-        first = [f"{name}.grad" for name in ("4.bias", "2.weight", "4.weight")]
-        assert first_difference(*([{n: run[0][n] for n in first}] for run in (plain, compressed))) is None
-
-
-@facts
 def gradients_are_means_in_memory_that_stays(rank: int) -> None:
     model = Branches()
     ddp = delayed(model, "a.weight", "b.weight")
@@ -114,17 +101,6 @@ def gradients_are_means_in_memory_that_stays(rank: int) -> None:
         assert now.data_ptr() == memory.data_ptr()
     ddp(ones(rank)).backward()  # accumulates onto means
     assert grads(model) == [[2 * MEAN], [2 * MEAN]]
-
-
-@facts
-def replicas_start_equal_and_models_are_compared(rank: int) -> None:
-    model = Branches()
-    nn.init.constant_(model.b.weight, rank)
-    delayed(model, "a.weight", "b.weight")
-    assert model.b.weight.item() == 0
-    model.b = nn.Linear(1 + rank, 1)
-    with pytest.raises(RuntimeError, match=r"'b\.weight'.*sizes"):
-        delayed(model, "a.weight", "b.weight", "b.bias")
 
 
 @facts
@@ -153,21 +129,6 @@ def ranks_may_get_to_the_trigger_in_different_orders(rank: int) -> None:
         ddp.zero_grad()
         ddp(ones(rank), "abc" if rank else "cba").backward()
         assert grads(model) == [[MEAN]] * 3
-
-
-@facts
-def a_hook_does_not_see_them(rank: int) -> None:
-    model, seen = Branches(), []
-    ddp = delayed(model, "a.weight", "b.weight")
-
-    def hook(_: object, bucket: Any) -> Tensor:
-        seen.extend(bucket.names())
-        return torch.full((1,), 7.0)
-
-    ddp.register_comm_hook(None, hook)
-    ddp(ones(rank)).backward()
-    assert seen == ["a.weight"]
-    assert grads(model) == [[7.0], [MEAN]]
 
 
 @facts
@@ -205,50 +166,6 @@ def all_may_be_delayed_and_wait_for_one_of_themselves(rank: int) -> None:
             ddp.zero_grad()
             ddp(ones(rank)).backward()
             assert grads(model) == [[MEAN], [MEAN]]
-
-
-class Twice(nn.Module):
-    """Uses weight ``b`` before and after weight ``a``, each time in a checkpoint that makes its gradient on its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = scale(), scale()
-        for weight in self.parameters():
-            nn.init.ones_(weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(
-            checkpoint(self.b, self.a(checkpoint(self.b, x, use_reentrant=True)), use_reentrant=True)
-        )
-
-
-@facts
-def a_second_gradient_after_the_reduction_is_an_error_unless_the_graph_is_static(rank: int) -> None:
-    model = Twice()
-    ddp = delayed(model, "a.weight", "b.weight", static_graph=True)
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(ones(rank).requires_grad_()).backward()
-        assert grads(model) == [[MEAN], [2 * MEAN]]
-    model = Twice()
-    ddp = delayed(model, "a.weight", "b.weight")
-    output = ddp(ones(rank).requires_grad_())
-    with pytest.raises(RuntimeError, match=r"ready only once.*b\.weight"):
-        output.backward()
-    with pytest.raises(RuntimeError, match="finished reduction"):
-        torch.optim.SGD([model.b.weight], lr=1.0).step()
-
-
-@facts
-def a_rank_without_data_takes_part(rank: int) -> None:
-    model = Branches()
-    ddp = delayed(model, "a.weight", "b.weight")
-    with ddp.join(divide_by_initial_world_size=False):
-        for _ in range(2 + rank):
-            ddp.zero_grad()
-            ddp(ones(rank)).backward()
-    if rank == 1:
-        assert grads(model) == [[2.0], [2.0]]
 
 
 test = facts.tests()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from commhooks import Handle, attach_replicas, attach_sharded
 from tests.commhooks.ranks import survived
@@ -256,74 +256,6 @@ def checkpointed_activations_tied_weights_and_clipped_norms_change_nothing(rank:
     assert furthest(kept[0], kept[1]) == furthest(kept[0], kept[2]) == 0
 
 
-class Later(Network):
-    """The network with a head that passes before the last one leave out, or use for nothing."""
-
-    def __init__(self, *, leaves_out: bool) -> None:
-        super().__init__()
-        self.leaves_out, self.is_last = leaves_out, False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.second["wide"](self.first(x).tanh()).tanh()
-        y: Tensor = self.scale * x[:, :CLASSES]
-        if self.is_last or not self.leaves_out:
-            y = y + float(self.is_last) * self.head(x)
-        return y
-
-
-@facts
-def gradients_accumulate_in_mixed_precision_if_a_parameter_is_never_used_or_only_in_the_last_pass(rank: int) -> None:
-    """Bit for bit as with FSDP2, which up to 2.14 adds up in fp32 and has zeros and last gradients in bf16."""
-    kept = []
-    for compressor in (None, "all-reduce", "int8"):
-        model = Later(leaves_out=compressor is not None)
-        sharded(MIXED, model=model)
-        attachment = attach_sharded(model, compressor, hook_timeout=30.0) if compressor else None
-        optimizer, groups = sgd(model), sharded_groups(model)
-        for step in range(6):
-            model.is_last = bool(step % 2)
-            model.set_requires_gradient_sync(model.is_last)  # type: ignore[operator]  # FSDPModule's
-            backward(model, rank, step)
-            if model.is_last:
-                optimizer.step()
-                optimizer.zero_grad()
-        kept.append(shards(model))
-        if attachment is not None:
-            attachment.close()
-        assert not any("post_backward" in vars(group) for group in groups)
-    assert furthest(kept[0], kept[1]) == 0
-    assert 0 < furthest(kept[0], kept[2]) < 0.02
-
-
-def two_layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
-    for module in (model[0], model):
-        fully_shard(module, mesh=everyone())
-    return model
-
-
-@facts
-def what_a_user_freezes_while_it_is_gathered_stays_frozen(rank: int) -> None:
-    model = two_layers()
-    shards = list(model[1].parameters())
-    attachment = attach_sharded(model, "fp16", hook_timeout=20.0)
-    model(torch.ones(4, 8)).square().sum().backward()
-    with torch.no_grad():
-        model(torch.ones(4, 8))  # the root stays gathered
-    for shard in shards:
-        shard.requires_grad_(False)
-    told = told_by(lambda: model(torch.ones(4, 8)).square().sum().backward())
-    assert told.error == "AttachError" and "frozen or unfrozen since attach_sharded" in told.text
-    assert not any(shard.requires_grad for shard in shards)
-    attachment.close()
-
-
-def sharded_groups(model: nn.Module) -> list[Any]:
-    modules: list[Any] = [one for one in model.modules() if isinstance(one, FSDPModule)]
-    return [group for one in modules for group in one._get_fsdp_state()._fsdp_param_groups]
-
-
 @facts
 def bytes_are_those_of_the_rows_that_others_keep(rank: int) -> None:
     """Of the widest module: 65 of 130 rows of 65 weights, and 65 biases; int8 has blocks of 256, and scales."""
@@ -461,29 +393,6 @@ def test_trained_parameters_that_nobody_averages_are_named_on_attaching(rank: in
     texts = [text for one in said if "unless something else averages" in (text := str(one.message))]
     assert len(texts) == (0 if rank else len(wanted))
     assert all(text in found for text, found in zip(wanted, texts, strict=False))
-
-
-@facts
-def modules_sharded_together_are_one_under_the_name_of_the_first(rank: int) -> None:
-    """Also while their parameters have no memory yet."""
-    mesh = everyone()
-    with torch.device("meta"):
-        model = Network()
-    fully_shard([model.first, model.second["wide"]], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    attachment = attach_sharded(model, "int8", hook_timeout=30.0)
-    assert {one.device.type for one in attachment["first"].engine.state.named().values()} == {"cpu"}
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-    optimizer = sgd(model)
-    attachment.watch(optimizer)
-    train(model, optimizer, rank, 0, 2)
-    assert attachment.is_attached
-    assert {name: unit.steps for name, unit in attachment.items()} == {"the model": 2, "first": 2}
-    assert set(attachment.by_parameter()) == set(dict(model.named_parameters()))
-    attachment.close()
-    assert "that is not in the model given" in told_by(lambda: attach_sharded(model.first, "int8")).text
 
 
 @facts

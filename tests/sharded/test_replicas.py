@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from commhooks import DiLoCo, Handle, attach_replicas, attach_sharded, load_distributed
@@ -33,7 +33,6 @@ from tests.ddp_core.facts import Facts
 from tests.quantised import OnCodes
 from tests.sharded.models import (
     FP32,
-    INPUTS,
     MIXED,
     MODULES,
     NARROW,
@@ -61,7 +60,6 @@ from tests.world import on_ranks, run_world_outcomes, stay_away, tell
 
 STEPS = 13
 POLICIES = ["fifo", "fused"]
-CAN_END_BY_HAND = hasattr(FSDPModule, "set_manual_backward_finalization")
 two, four = Facts(2, turns=POLICIES), Facts(4, turns=POLICIES)
 
 
@@ -173,29 +171,6 @@ def test_replicas_average_gradients_of_each_grad_dtype_as_native_hsdp_does(rank:
         for other in kept[1:]:
             assert {name: one.dtype for name, one in kept[0].items()} == {n: one.dtype for n, one in other.items()}
             assert furthest(kept[0], other) <= (0.01 if precision is FP32 else 0), (precision, wanted)
-
-
-@pytest.mark.skipif(not CAN_END_BY_HAND, reason="FSDP2 always ends a backward pass itself")
-@on_ranks(2)
-def test_a_backward_pass_that_the_program_ends_is_averaged_or_refused(rank: int) -> None:
-    kept, mesh = [], alone()
-    for policy in (None, "sharded", *POLICIES):
-        model: Any = sharded(mesh=None if policy in (None, "sharded") else mesh["shards"])
-        if policy is None:
-            model.set_reduce_scatter_unused_params(True)
-        elif policy == "sharded":
-            attach_sharded(model, "all-reduce", hook_timeout=30.0)
-        else:
-            attached(model, mesh, "all-reduce", policy)
-        model.set_manual_backward_finalization(True)
-        backward(model, rank)
-        told = told_by(model.finalize_backward)
-        if policy == "fused":
-            assert "outside a backward pass (set_manual_backward_finalization)" in told.text, told.text
-        else:
-            assert told.error == "nothing", told.text
-            kept.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
-    assert furthest(kept[0], kept[1]) == furthest(kept[0], kept[2]) == 0
 
 
 @four
@@ -418,33 +393,6 @@ def modules_accumulate_with_set_requires_all_reduce_as_with_native_hsdp_bit_for_
         assert empty[0] == empty[1], which
 
 
-@two
-def what_was_kept_before_a_backward_pass_that_failed_is_dropped_as_native_hsdp_drops_it(rank: int, policy: str) -> None:
-    found = []
-    for name in (None, "all-reduce"):
-        model: Any = sharded(mesh=alone() if name is None else alone()["shards"])
-        model.set_reduce_scatter_unused_params(True)
-        attachment = attached(model, alone(), name, policy) if name is not None else None
-        model.set_requires_all_reduce(False)
-        backward(model, rank)
-        if attachment is not None:
-            assert attachment.memory().gradients == 4 * sum(one.numel() for one in shards(model).values())
-        assert "shape" in told_by(lambda model=model: model(torch.ones(8, INPUTS - 1))).text  # type: ignore[misc]  # a lambda's
-        model.reset_iter_state()
-        backward(model, rank)
-        for module in (model.first, model.head):  # the last and the first one that has a gradient
-            fails_in_its_backward_pass(model, module, rank)
-            model.reset_iter_state()
-            model.zero_grad()
-            backward(model, rank)
-        model.set_requires_all_reduce(True)
-        backward(model, rank)
-        found.append(gradients(model))
-        if attachment is not None:
-            attachment.close()
-    assert furthest(*found) == 0
-
-
 def fails_in_its_backward_pass(model: nn.Module, module: nn.Module, rank: int) -> None:
     """Let a module of the model fail in one backward pass."""
     failing = module.register_full_backward_hook(_fail)
@@ -488,30 +436,6 @@ def detaching_gives_kept_gradients_back_as_a_detached_ddp_has_them(rank: int, po
         assert furthest(gradients(model), {name: means[name] + kept * own[name] for name in own}) < 1e-5, then
 
 
-@two
-def means_add_up_and_what_was_not_averaged_before_is_named(rank: int, policy: str) -> None:
-    """Under "fifo" each module's new gradients alone are averaged, whatever `.grad` holds."""
-    model = sharded(mesh=alone()["shards"])
-    for compressor in ("all-reduce", "int8"):
-        attachment = attached(model, alone(), compressor, policy)
-        backward(model, rank)
-        once = gradients(model)
-        backward(model, rank)
-        twice = gradients(model)
-        if compressor == "all-reduce":
-            assert furthest({name: 2 * one for name, one in once.items()}, twice) == 0
-        assert furthest(*of_every_rank(twice)) == 0
-        attachment.close()
-        model.zero_grad()
-    backward(model, rank)
-    attachment = attached(model, alone(), "all-reduce", policy)
-    told = told_by(lambda: backward(model, rank))
-    if policy == "fused":
-        assert told.error in {"CompressorError", "CollectiveError"}, told.text
-        assert "had a gradient before this backward pass that this attachment has not averaged" in told.text
-    attachment.close()
-
-
 class Branches(nn.Module):
     """Layers of which a rank uses some."""
 
@@ -546,95 +470,6 @@ def modules_that_some_replicas_do_not_use_hang_nobody(rank: int, policy: str) ->
         assert told.error == "CollectiveError", told.text
         assert not optimizer.state[model.never.weight], "no step was taken"
     attachment.close()
-
-
-@two
-def gradients_that_are_kept_add_up_by_parameter_if_passes_use_others(rank: int, policy: str) -> None:
-    """Both layers are of one size, and of one FSDP module, which reduces either alone unless zeros fill its place."""
-    found, mesh = [], alone()
-    for name in (None, "all-reduce"):
-        model: Any = Branches()
-        model.requires_grad_(False)
-        model.left.requires_grad_(True)
-        model.right.requires_grad_(True)
-        attachment = None
-        if name is not None:
-            fully_shard(model, mesh=mesh["shards"])
-            attachment = attached(model, mesh, name, policy)
-        for step, uses in enumerate(["left", "right", "right", "left", "left"]):
-            model.uses = uses
-            if attachment is not None:
-                model.set_requires_all_reduce(step in (2, 4))
-            backward(model, rank, step)
-        trained: dict[str, Any] = {one: p for one, p in model.named_parameters() if p.requires_grad}
-        if attachment is None:
-            for parameter in trained.values():
-                dist.all_reduce(parameter.grad)
-                parameter.grad.div_(2)
-        found.append({one: getattr(p.grad, "to_local", p.grad.detach)().clone() for one, p in trained.items()})
-        if attachment is not None:
-            attachment.close()
-            group = model._get_fsdp_state()._fsdp_param_groups[0]
-            assert not group.reduce_scatter_unused_params
-    assert furthest(*found) < 1e-6
-
-
-@two
-def replicas_meet_at_the_end_of_each_pass_if_the_module_that_wants_an_average_is_not_used_on_all(
-    rank: int,
-) -> None:
-    """Otherwise one replica's pass would be averaged with the next pass of the other."""
-    mesh, model = alone(), Branches()
-    for module in (model.stem, model.left, model.right):
-        fully_shard(module, mesh=mesh["shards"])
-    model.never.requires_grad_(False)
-    attachment = attached(model, mesh, "all-reduce", "fused", hook_timeout=5.0)
-    model.stem.set_requires_all_reduce(False)  # type: ignore[operator]  # FSDPModule's
-    model.left.set_requires_all_reduce(False)  # type: ignore[operator]
-    for step in range(3):
-        model.uses = "right" if rank == 0 or step == 2 else "left"
-        backward(model, rank, step)
-        one, other = of_every_rank((attachment.steps, gradients(model.right)))
-        assert one[0] == other[0] == step + 1 and furthest(one[1], other[1]) == 0
-        model.zero_grad()
-    attachment.close()
-
-
-class Checkpointed(Network):
-    """The network with a layer that is computed again in the backward pass, in a backward pass of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).tanh()
-        x = checkpoint(self.second["wide"], x, use_reentrant=True).tanh()
-        y: Tensor = self.head(x)
-        return self.scale * y
-
-
-@two
-def the_exchange_comes_after_all_of_fsdps_work(rank: int) -> None:
-    """Also if the model has several roots, and after a backward pass within the backward pass."""
-    mesh = alone()
-    for kind in (Network, Checkpointed):
-        found = []
-        for policy in POLICIES:
-            model = kind()
-            for module in (model.first, model.second["wide"], model.head):
-                fully_shard(module, mesh=mesh["shards"])
-            if kind is Checkpointed:
-                fully_shard(model, mesh=mesh["shards"])
-            else:
-                for left_out in (model.scale, model.second["unused"]):  # each layer is a root
-                    left_out.requires_grad_(False)
-            optimizer, attachment = sgd(model), attached(model, mesh, "all-reduce", policy)
-            attachment.watch(optimizer)
-            train(model, optimizer, rank, 0, 4)
-            assert attachment.steps == 4
-            if policy == "fused":
-                assert attachment.statistics().collectives == 4
-            whole: dict[str, Any] = dict(model.named_parameters())
-            found.append({name: getattr(one, "to_local", one.detach)().clone() for name, one in whole.items()})
-            attachment.close()
-        assert furthest(*found) == 0, kind
 
 
 class Adapted(nn.Module):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,76 +112,6 @@ def if_one_element_on_one_of_four_ranks_is_not_finite_all_four_drop_the_round(ra
         own.step()
     assert furthest(shards(model), {name: before[name].to_local() for name in shards(model)}) == 0
     assert own.statistics().dropped_rounds == 1
-
-
-class Orthogonal(torch.optim.Optimizer):
-    """Takes one step towards orthogonal gradients: of whole matrices, of this rank's rows, or of sums over them."""
-
-    def __init__(self, parameters: Any, of: str) -> None:
-        super().__init__(parameters, {"lr": 0.01})
-        self.of = of
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None and p.dim() == 2:
-                held, g = (p, p.grad) if self.of == "whole matrices" else (p.to_local(), p.grad.to_local())
-                gram = g.mT @ g
-                if self.of == "sums":
-                    dist.all_reduce(gram, group=p.device_mesh.get_group())
-                held.sub_(0.01 * (1.5 * g - 0.5 * g @ gram))
-
-
-def warned(run: Callable[[], object]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run()
-    return [str(one.message) for one in caught if "treats this rank's piece" in str(one.message)]
-
-
-@facts
-def optimizers_that_take_pieces_for_matrices_are_warned_of_once_by_rank_0(rank: int) -> None:
-    """Not those that are given DTensors, add up products over ranks, or compute each element by itself."""
-
-    def shards_watched(optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
-        model = sharded_in_its_site()
-        attachment = commhooks.attach_sharded(model, "all-reduce")
-        optimizer = optimizer_of(model)
-        attachment.watch(optimizer)
-        train(model, optimizer, rank, 0, 2)
-        attachment.close()
-
-    def seldom(inner: Callable[[nn.Module], torch.optim.Optimizer], outer: Any) -> None:
-        model = sharded_in_its_site()
-        optimizer = inner(model)
-        made = commhooks.DiLoCo(
-            model, optimizer, every=2, fragments=2, outer=outer, process_group=sites().get_group("replicas")
-        )
-        steps(model, optimizer, made, 0, 3)
-        made.close()
-
-    whole, pieces, sums = (functools.partial(_orthogonal, of=of) for of in ("whole matrices", "pieces", "sums"))
-    sgd = functools.partial(torch.optim.SGD, lr=1.0)
-    outer = functools.partial(Orthogonal, of="whole matrices")
-    first, second = (
-        "'first.weight', 33 x 20, as the whole matrix, which is 65 x 20",
-        "'second.wide.weight', 65 x 65, as",
-    )
-    for run, expected, parts in (
-        (functools.partial(shards_watched, adamw), 0, ()),
-        (functools.partial(shards_watched, whole), 0, ()),
-        (functools.partial(shards_watched, sums), 0, ()),
-        (functools.partial(shards_watched, pieces), rank in (0, 2), (first, "not with to_local()")),
-        (functools.partial(seldom, whole, sgd), 0, ()),
-        (functools.partial(seldom, pieces, sgd), rank == 0, (first, "not with to_local()")),
-        (functools.partial(seldom, adamw, outer), rank == 0, (second, "such as SGD")),
-    ):
-        told = warned(run)
-        assert len(told) == expected and all(part in one for one in told for part in parts), told
-
-
-def _orthogonal(model: nn.Module, of: str) -> torch.optim.Optimizer:
-    return Orthogonal(model.parameters(), of)
 
 
 test_on_four_ranks = facts.tests()

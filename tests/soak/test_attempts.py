@@ -30,7 +30,7 @@ import ddp_core
 from commhooks import CheckpointError, Handle, LoadRules, load_checkpoint, save_checkpoint
 from commhooks.saving.folder import checkpoints_in
 from commhooks.saving.rank_files import load_rank_files, save_rank_files
-from commhooks.saving.writer import ABANDONED_SECONDS, Writer
+from commhooks.saving.writer import Writer
 from tests.world import on_ranks, run_world
 from tests.world.launcher import context, ensure_server
 
@@ -194,17 +194,6 @@ def test_a_save_beside_a_framework_s_model_that_is_mixed_again_and_again_names_t
 
 
 @on_ranks(RANKS)
-def test_a_save_beside_a_framework_s_model_removes_no_file_of_a_newer_one_of_more_ranks(
-    rank: int, tmp_path: Path
-) -> None:
-    with another_save_in_between(rank, tmp_path / "other", [0, RANKS] if rank == 0 else [rank]) as attachment:
-        save_rank_files(tmp_path / "one", "hook", attachment)
-    assert (tmp_path / "one" / f"hook-rank{RANKS}.pt").exists()
-    save_rank_files(tmp_path / "one", "hook", attachment)
-    assert not (tmp_path / "one" / f"hook-rank{RANKS}.pt").exists()
-
-
-@on_ranks(RANKS)
 def test_a_save_beside_a_framework_s_model_that_fails_leaves_the_one_before(rank: int, tmp_path: Path) -> None:
     """And one that was killed leaves a part that the next one removes."""
     attachment = compressed(rank)
@@ -259,12 +248,6 @@ def wait_for(root: Path, process: ForkServerProcess) -> Path:
         time.sleep(0.001)
 
 
-def age(folder: Path) -> None:
-    then = time.time() - 2 * ABANDONED_SECONDS
-    for path in (*folder.iterdir(), folder):
-        os.utime(path, (then, then))
-
-
 @pytest.mark.processes
 def test_a_killed_save_is_cleared_away_and_a_living_one_is_not(tmp_path: Path) -> None:
     """However many checkpoints another process saves meanwhile; that one's is then the newest."""
@@ -286,21 +269,6 @@ def test_a_killed_save_is_cleared_away_and_a_living_one_is_not(tmp_path: Path) -
     loaded = load_checkpoint(root, model=PLAIN)
     assert loaded is not None and loaded.extra == {"slow": True}
     assert not any(root.glob(".*"))
-
-
-@pytest.mark.processes
-def test_what_another_machine_left_is_cleared_away_once_it_is_old(tmp_path: Path) -> None:
-    killed = start(save_slowly, tmp_path / "run", tmp_path / "never")
-    left = wait_for(tmp_path / "run", killed)
-    killed.kill()
-    killed.join(30)
-    *front, _, save = left.name.split("-")
-    left = left.rename(left.with_name("-".join([*front, "0123abcd", save])))
-    save_once(tmp_path / "run", 1, 2)
-    assert left.exists()
-    age(left)
-    save_once(tmp_path / "run", 2, 2)
-    assert not left.exists()
 
 
 @pytest.mark.parametrize("still_saves", [True, False])

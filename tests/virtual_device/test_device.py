@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from datetime import timedelta
 
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.virtual_device import begin, building, ranks, report
+from tests.virtual_device import begin, ranks, report
 from tests.virtual_device.backends import LockstepGroup
 from tests.world import WorldError, run_world
 
@@ -20,7 +18,6 @@ pytestmark = pytest.mark.virtual_device
 
 RUNS = ["eager", "late", "random:1", "random:2"]
 CUDA = torch.device("cuda", 0)
-ROOT = building.SOURCE.parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -172,28 +169,6 @@ def _one_never_comes(rank: int) -> None:
     time.sleep(4)
 
 
-@pytest.mark.parametrize("run", ["late", "random:1"])
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_pytorchs_own_ddp_trains_on_it(backend: str, run: str) -> None:
-    ours, theirs = run_world(_own_ddp, 2, "torch", backend=backend, environment=ranks.environment(run))
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert ours[0].abs().sum() > 0
-
-
-def _own_ddp(rank: int, kind: str) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(
-        nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5)).cuda(), bucket_cap_mb=0.001
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + rank)).cuda()
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-    return [parameter.detach().cpu() for parameter in model.parameters()]
-
-
 # ---- ranks that are devices of this process ----
 @pytest.mark.parametrize("run", RUNS)
 def test_collectives_in_lockstep(run: str) -> None:
@@ -218,30 +193,3 @@ def test_collectives_in_lockstep(run: str) -> None:
     assert [each.tolist() for each in swapped] == [first[:3] + second[:3], first[3:] + second[3:]]
     assert [each.tolist() for each in row] == [sums[:3], sums[3:]]
     assert report().races == ()
-
-
-def test_a_result_that_is_read_before_the_stream_waits_is_a_race() -> None:
-    (group,) = LockstepGroup.world(1)
-    x = torch.ones(4, device=CUDA)
-    work = group.allreduce([x])
-    x.add_(1)
-    work.wait()
-    assert "add.out writes on stream 0 what all-reduce writes on stream" in str(report().races)
-
-
-def test_a_device_that_cannot_go_on_is_an_error_that_says_what_it_waits_for() -> None:
-    program = (
-        "import torch\n"
-        "from tests.virtual_device import begin, install\n"
-        "install(); begin('late')\n"
-        "from tests.virtual_device.backends import LockstepGroup\n"
-        "x = torch.ones(4, device='cuda:0')\n"
-        "LockstepGroup.world(2)[0].allreduce([x]).wait()\n"
-        "x.tolist()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 1
-    assert "virtual device: nothing can run, and the host waits for stream 0: a deadlock." in done.stderr
-    assert "first all-reduce, begun" in done.stderr

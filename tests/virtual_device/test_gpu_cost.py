@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from commhooks.compressors import PowerSGD
 from experiments.studies.gpu_cost.counting import Counting
-from experiments.studies.gpu_cost.page import MODELS
-from experiments.studies.gpu_cost.rank import count, fake_group
+from experiments.studies.gpu_cost.rank import MODELS, count, fake_group
 from tests.virtual_device import begin, report
 
 pytestmark = pytest.mark.virtual_device

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class FP8(Codec):
 
     block: int = 128
 
-    compiled = "fp8", 0
+    compiled: ClassVar[tuple[str, int] | None] = "fp8", 0
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes [B, block]."""

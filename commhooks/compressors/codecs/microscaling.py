@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ class MXFP8(Microscaled):
 class MXFP4(Microscaled):
     """E2M1 elements, packed two to a byte."""
 
-    compiled = "mxfp4", 0
+    compiled: ClassVar[tuple[str, int] | None] = "mxfp4", 0
     largest_exponent = 2  # of 6
 
     def to_bytes(self, blocks: Tensor, magnitudes: Tensor, inverses: Tensor) -> Tensor:

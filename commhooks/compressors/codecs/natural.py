@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Natural(Codec):
 
     block: int = 1024
 
-    compiled = "natural", 0
+    compiled: ClassVar[tuple[str, int] | None] = "natural", 0
     draws = True  # rounding is stochastic
     is_unbiased = True
 

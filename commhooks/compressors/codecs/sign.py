@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class Sign(Codec):
     block: int = 1024
 
     multiple = 8
-    compiled = "sign", 0
+    compiled: ClassVar[tuple[str, int] | None] = "sign", 0
 
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return the scales [B, 1], and bytes of 8 signs each [B, block/8]."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Vote(Codec):
     block: int = 128
 
     multiple = 8
-    compiled = "vote", 0
+    compiled: ClassVar[tuple[str, int] | None] = "vote", 0
     draws = True  # zeros are decided at random
     shows_non_finite = False  # a bit cannot show it
 

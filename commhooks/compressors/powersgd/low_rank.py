@@ -212,19 +212,21 @@ class LowRankGroup:
     def __init__(self, matrices: Sequence[LowRankMatrix], level: str | None) -> None:
         first, of_one = matrices[0], matrices[0].form.matrices
         (n, m, *_), r, gradient = first.form, first.r, first.tile.gradient
+        self.matrices: Sequence[LowRankMatrix]
+        self.r: int
         self.matrices, self.r, k = matrices, r, len(matrices) * of_one
         self._runs_later = runs_later(gradient)
         self.P = gradient.new_zeros(k, r, n, dtype=computing_dtype(gradient.dtype))
         self.Q = gradient.new_zeros(k, r, m, dtype=self.P.dtype)
         keys = tuple(x.home.name for x in matrices)
         factors: dict[Side, Tensor] = {"P": self.P, "Q": self.Q}
-        self.parts = {
+        self.parts: dict[Side, Part] = {
             side: Part(own, first.layout or Layout(keys, (own[0].numel() * of_one,) * len(keys)))
             for side, own in factors.items()
         }
-        self.places = {side: own.split(of_one) for side, own in factors.items()}
+        self.places: dict[Side, tuple[Tensor, ...]] = {side: own.split(of_one) for side, own in factors.items()}
         """Each matrix's or stack's factors."""
-        self.is_compiled = level is not None and first.is_plain
+        self.is_compiled: bool = level is not None and first.is_plain
         self.products: list[_Banded | _SideBySide] = []
         at = 0
         for own in [] if self.is_compiled else self._together():
@@ -372,7 +374,7 @@ class LowRankPlan:
         """The level of compiled passes; None: everything runs eagerly."""
         self._group(matrices)
         # Sent together with factors, the rest is as wide as they are; sent alone, it keeps its own dtype.
-        self.rest = Uncompressed(rest, self.groups[0].P.dtype if self.groups else None)
+        self.rest: Uncompressed = Uncompressed(rest, self.groups[0].P.dtype if self.groups else None)
 
     def _group(self, matrices: Sequence[LowRankMatrix]) -> None:
         self.matrices = matrices
@@ -380,7 +382,7 @@ class LowRankPlan:
         for x in matrices:
             alike.setdefault(x.kind, []).append(x)
         # Ranks exchange factors in this order, so it does not depend on the level.
-        self.groups = [LowRankGroup(of_kind, self.level) for of_kind in alike.values()]
+        self.groups: list[LowRankGroup] = [LowRankGroup(of_kind, self.level) for of_kind in alike.values()]
         self._eager = [at for at, group in enumerate(self.groups) if not group.is_compiled]
         has_compiled = self.level is not None and len(self._eager) < len(self.groups)
         self._compiled = _Compiled(self.groups, self.level) if self.level is not None and has_compiled else None
@@ -388,7 +390,7 @@ class LowRankPlan:
         is_queued = bool(self.groups) and runs_later(self.groups[0].P)
         self._spare = None if is_queued or not most else self.groups[0].P.new_empty(most)
         """Memory for one column of P times one row of Q, kept from step to step."""
-        self.rows = _rows_of_right_factors(self.groups)
+        self.rows: Tensor | None = _rows_of_right_factors(self.groups)
         """The row number of each element of all groups' Q, one group's after another's, if work is queued: all groups
         are then handled in one call. None otherwise."""
 

@@ -31,7 +31,7 @@ class Commands(Explained):
                 formatter.write_dl([(name.ljust(width), summary) for name, summary in commands.items()])
 
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     help=PURPOSE,
     cls=Commands,
     context_settings=CONTEXT,
@@ -56,7 +56,7 @@ def commhooks(
     """Run before every command; do nothing except for --version."""
 
 
-for function in (
+for _function in (
     plan,
     compare,
     sweep,
@@ -68,6 +68,6 @@ for function in (
     tasks,
     env,
 ):
-    name = function.__name__
-    app.command(help=help_of(name), cls=Command)(function)
+    _name = _function.__name__
+    app.command(help=help_of(_name), cls=Command)(_function)
 app.add_typer(cluster.app, name="cluster")

@@ -39,7 +39,7 @@ Host 0 has the address 10.77.0.1, host 1 has 10.77.0.2.
     commhooks cluster exec demo 1 -- torchrun --nnodes 2 --node-rank 1 --master-addr 10.77.0.1 train.py
 """
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     help=_HELP,
     cls=Explained,
     context_settings=CONTEXT,

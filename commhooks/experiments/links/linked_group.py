@@ -108,7 +108,7 @@ class LinkedWork(dist.Work):
         self._future: Future[Any] = self._outcome.then(_result)
         self._ended = threading.Event()
         # A daemon, so that a link of a few bits per second does not hold a process back that wants to end.
-        self.thread = threading.Thread(
+        self.thread: threading.Thread = threading.Thread(
             target=self._finish, args=(inner, arrival, wire, waits), name="linked work", daemon=True
         )
         self.thread.start()

@@ -54,7 +54,7 @@ class Segments:
     def begin_step(self) -> None:
         """Forget the last step."""
         self.buckets: list[BucketRecord] = []
-        self.own_seconds = 0.0
+        self.own_seconds: float = 0.0
         self._unpacking = 0.0  # seconds of taking answers, which belong to the bucket that is resumed next
         self._last: tuple[str, float] = ("", 0.0)  # what ended last on the worker thread, and when
         self._asking: list[int] = []  # buckets whose requests are not on their way

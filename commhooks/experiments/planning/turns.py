@@ -21,6 +21,7 @@ from commhooks.experiments.planning.errors import ProfileError
 from commhooks.experiments.planning.keeping import Kept
 from commhooks.experiments.planning.measuring import StepRecord
 from commhooks.experiments.planning.phases import Phases, PhaseWatch
+from commhooks.experiments.planning.place import Place as RanksPlace
 from commhooks.experiments.planning.place import free_cores, places_of
 from commhooks.experiments.planning.segments import Segments, Watched
 from commhooks.experiments.timing.pretending import PretendingConnection, attach_pretending
@@ -55,11 +56,11 @@ class Turns:
         group: dist.ProcessGroup,
         as_ranks: int | None,
     ) -> None:
-        self.ranks = Ranks(group, ProfileError)
-        self.world_size = as_ranks or self.ranks.world_size
+        self.ranks: Ranks = Ranks(group, ProfileError)
+        self.world_size: int = as_ranks or self.ranks.world_size
         """The number of ranks, real or pretended, under a hook."""
-        self.places = places_of(self.ranks)
-        self.cores = free_cores(self.places)
+        self.places: list[RanksPlace] = places_of(self.ranks)
+        self.cores: int = free_cores(self.places)
         self.records: dict[str, list[StepRecord]] = {PLAIN: [], **{one.label: [] for one in candidates}}
         self.state_bytes: dict[str, int] = {}
         self._ddp, self._named, self._step = ddp, named, step

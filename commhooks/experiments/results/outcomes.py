@@ -39,9 +39,9 @@ class Outcome:
         self, hook: str, results: Mapping[int, RunResult], targets: Mapping[int, float], failed: Sequence[int] = ()
     ) -> None:
         self.hook = hook
-        self.results = dict(sorted(results.items()))
+        self.results: dict[int, RunResult] = dict(sorted(results.items()))
         self.targets = targets  # training losses, by seed; NaN: none
-        self.failed = tuple(failed)  # seeds whose run failed
+        self.failed: tuple[int, ...] = tuple(failed)  # seeds whose run failed
 
     @cached_property
     def diverged(self) -> tuple[int, ...]:

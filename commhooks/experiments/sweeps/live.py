@@ -124,7 +124,7 @@ class Live:
         self._hooks = Progress(name, *texts, console=console, get_time=clock)
         made, asked = sum(row.made for row in self._rows.values()), sum(one.steps for one in runs)
         self._total = self._whole.add_task("", total=asked, completed=made, runs="", left="")
-        self.drawn = Group(self._whole, self._hooks)
+        self.drawn: Group = Group(self._whole, self._hooks)
         self._scene: RunSettings | None = None
         self._tasks: dict[RunSettings, TaskID] = {}
         self._varying = [key for key in _written(runs) if len({str(one.to_dict().get(key)) for one in runs}) > 1]

@@ -91,7 +91,7 @@ class RunLog:
     """
 
     def __init__(self, settings: RunSettings, folder: Path) -> None:
-        self.path = folder / settings.log_folder
+        self.path: Path = folder / settings.log_folder
         for stale in self.path.glob("events.out.tfevents.*"):
             stale.unlink()
         self._settings = settings

@@ -40,12 +40,12 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.attend = nn.Linear(width, 3 * width)
-        self.merge = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.widen = nn.Linear(width, 4 * width)
-        self.narrow = nn.Linear(4 * width, width)
+        self.norm1: nn.LayerNorm = nn.LayerNorm(width)
+        self.attend: nn.Linear = nn.Linear(width, 3 * width)
+        self.merge: nn.Linear = nn.Linear(width, width)
+        self.norm2: nn.LayerNorm = nn.LayerNorm(width)
+        self.widen: nn.Linear = nn.Linear(width, 4 * width)
+        self.narrow: nn.Linear = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return activations, N×T×C, for activations, N×T×C."""
@@ -61,11 +61,11 @@ class GptModel(nn.Module):
 
     def __init__(self, size: GptSize) -> None:
         super().__init__()
-        self.byte = nn.Embedding(BYTES, size.width)
-        self.position = nn.Embedding(size.context, size.width)
-        self.blocks = nn.Sequential(*(Block(size.width, size.heads) for _ in range(size.layers)))
-        self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, BYTES, bias=False)
+        self.byte: nn.Embedding = nn.Embedding(BYTES, size.width)
+        self.position: nn.Embedding = nn.Embedding(size.context, size.width)
+        self.blocks: nn.Sequential = nn.Sequential(*(Block(size.width, size.heads) for _ in range(size.layers)))
+        self.norm: nn.LayerNorm = nn.LayerNorm(size.width)
+        self.head: nn.Linear = nn.Linear(size.width, BYTES, bias=False)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)

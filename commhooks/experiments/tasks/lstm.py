@@ -37,9 +37,9 @@ class LstmModel(nn.Module):
 
     def __init__(self, width: int, layers: int, vocabulary: int = BYTES) -> None:
         super().__init__()
-        self.symbols = nn.Parameter(torch.empty(vocabulary, width).uniform_(-0.1, 0.1))
-        self.layers = nn.LSTM(width, width, layers, batch_first=True)
-        self.bias = nn.Parameter(torch.zeros(vocabulary))
+        self.symbols: nn.Parameter = nn.Parameter(torch.empty(vocabulary, width).uniform_(-0.1, 0.1))
+        self.layers: nn.LSTM = nn.LSTM(width, width, layers, batch_first=True)
+        self.bias: nn.Parameter = nn.Parameter(torch.zeros(vocabulary))
 
     def forward(self, text: Tensor) -> Tensor:
         """Return scores, N×T×vocabulary, for symbols, N×T."""

@@ -51,12 +51,14 @@ class Registered:
 
     def __init__(self, settings: RunSettings, task: LoadedTask, dilation: float) -> None:
         self._model, self._device = task.model, task.device
-        self.is_queued = uses_streams(self._device)
-        self.waits = WaitClock()
-        self.wire = Wire(settings.link.slowed(dilation), clock=self.waits.clock)
+        self.is_queued: bool = uses_streams(self._device)
+        self.waits: WaitClock = WaitClock()
+        self.wire: Wire = Wire(settings.link.slowed(dilation), clock=self.waits.clock)
         self._group = self._make_group(settings)
-        self.ddp = self._wrapped(settings)
-        self.optimizer = task.optimizer(settings.optimizer)  # of the parameters that the wrapped model has
+        self.ddp: nn.Module = self._wrapped(settings)
+        self.optimizer: torch.optim.Optimizer = task.optimizer(
+            settings.optimizer
+        )  # of the parameters that the wrapped model has
         self._register(settings)
 
     def _make_group(self, settings: RunSettings) -> LinkedGroup | None:

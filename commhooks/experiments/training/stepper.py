@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from commhooks.experiments.tasks import LoadedTask
 
@@ -24,7 +25,7 @@ class Stepper:
         """
         self.task = task
         self.ddp: Any = ddp
-        self.optimizer = task.optimizer()
+        self.optimizer: Optimizer = task.optimizer()
         self._taken = 0
         self._batch = self.next_batch() if same_batch else None
 

@@ -7,11 +7,16 @@ from itertools import compress
 
 from commhooks.experiments.results.summary import Spread
 from experiments.studies.bench.results import Measured, Results
-from experiments.studies.bench.rows import EXPONENT, MET, MISSED, WITHIN, Row
+from experiments.studies.bench.rows import MET, MISSED, WITHIN, Row
 from experiments.studies.bench.sections import SECTIONS, Section
 from experiments.studies.blocks import Block, Table, circumstances, markdown
 
-BEGINNING = """# Benchmarks
+BEGINNING = """---
+measured: {commits}
+measures: [commhooks/compressors, commhooks/engine, commhooks/native, commhooks/scheduling, ddp_core]
+---
+
+# Benchmarks
 
 How fast this package is, as ratios. Each figure is divided by a peer that was measured in turns with it, in the same
 run: PyTorch's own class or hook, a memory copy, or the time of another hook. Lower is better throughout. The times
@@ -26,16 +31,22 @@ beside the ratios show what they are made of; they depend on the machine, and no
   the noise, the distance from 1 to the farther of its quartiles; this applies only to step times of `ddp_core`,
   `allreduce_hook` and `fp16_compress_hook`. *Missed* otherwise.
 
-`make bench` measures all sections, writes [the file]({name}.json) and renders these pages from it; `python -m
+`make bench` measures the sections below, writes [the file]({name}.json) and renders these pages from it; `python -m
 experiments.studies bench ddp hooks` measures some. `make bench-check` measures them again and compares the ratios with
 those in the file: it fails if a median got worse by more than the interquartile ranges of both together. It says so if
 the file is from another machine.
+
+The file also has sections that are frozen, each with its page: [Gloo's event loop]({name}/wakeups.md), [the cost as the
+work grows]({name}/growth.md), [`fused` and `fifo`]({name}/policies.md), [checkpoints]({name}/checkpoints.md),
+[communication behind the backward pass]({name}/hiding.md) and [the guard]({name}/guard.md).
 """
 
 
 def pages(results: Results, name: str) -> dict[str, str]:
     """Return the pages of the file `name`.json in Markdown, by their paths from its folder."""
-    overview = [BEGINNING.format(name=name), *_summary(results, name)]
+    results = {key: results[key] for key in SECTIONS if key in results}  # without those that are frozen
+    commits = sorted({measured.commit for measured in results.values()})
+    overview = [BEGINNING.format(name=name, commits=commits), *_summary(results, name)]
     sections = {
         f"{name}/{key}.md": markdown(_section(section, results[key])).rstrip() + "\n"
         for key, section in SECTIONS.items()
@@ -58,9 +69,14 @@ def _summary(results: Results, name: str) -> Iterator[Block]:
     """Yield how many targets each section met, and what missed its target."""
     yield Table(
         "",
-        ["", "figures", "targets", MET, WITHIN, MISSED],
+        ["", "figures", "targets", MET, WITHIN, MISSED, "commit"],
         [
-            [f"[{section.title}]({name}/{key}.md)", str(len(results[key].rows)), *map(str, _counts(results[key].rows))]
+            [
+                f"[{section.title}]({name}/{key}.md)",
+                str(len(results[key].rows)),
+                *map(str, _counts(results[key].rows)),
+                f"`{results[key].commit[:8]}`",
+            ]
             for key, section in SECTIONS.items()
             if key in results
         ],
@@ -69,19 +85,18 @@ def _summary(results: Results, name: str) -> Iterator[Block]:
         yield f"Not measured yet: {', '.join(absent)}."
     targets, met, within, missed = _counts([row for measured in results.values() for row in measured.rows])
     yield (
-        f"Of {targets} figures with a target, {met} met it, {within} did so within the spread, and "
-        f"{missed} missed it{':' if missed else '.'}"
+        f"Of {targets} figures with a target, {met} met it, {within} did so within the spread, and {missed} missed it."
     )
-    lines = [
-        f"- [{section.title}]({name}/{key}.md): {row.key}: {figure(row.spread)}, target {row.target:.2f}."
-        f"{f' {row.note}' if row.note else ''}"
-        for key, section in SECTIONS.items()
-        if key in results
-        for row in results[key].rows
-        if row.target is not None and row.verdict == MISSED
-    ]
-    if lines:
-        yield "\n".join(lines)
+    for key, section in SECTIONS.items():
+        found = [row for row in results[key].rows if row.verdict == MISSED] if key in results else []
+        lines = [
+            f"- {row.key}: {figure(row.spread)}, target {row.target:.2f}.{f' {row.note}' if row.note else ''}"
+            for row in found
+            if row.target is not None
+        ]
+        if lines:
+            yield f"## Missed: {section.title}"
+            yield "\n".join(lines)
 
 
 def _counts(rows: Sequence[Row]) -> tuple[int, int, int, int]:
@@ -93,8 +108,6 @@ def _counts(rows: Sequence[Row]) -> tuple[int, int, int, int]:
 def table(title: str, rows: Sequence[Row]) -> Table:
     """Return the rows of a section, without columns that none of them needs."""
     headings = ["", "ratio", "noise", "target", "", "made of"]
-    if all(row.unit == EXPONENT for row in rows):
-        headings[1:3] = ["exponent", "a copy's"]
     has_target = any(row.target is not None for row in rows)
     has_noise = any(row.noise is not None for row in rows)
     shown = [True, True, has_noise, has_target, has_target, True]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from commhooks.experiments.results.summary import Spread
 
-RATIO, EXPONENT = "ratio", "exponent"
+RATIO = "ratio"
 OURS, THEIRS, AGAIN = "ours", "theirs", "again"  # contenders: the peer has two turns in each round
 MET, WITHIN, MISSED = "met", "within the spread", "missed"
 

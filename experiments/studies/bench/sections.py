@@ -6,18 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from experiments.studies.bench import (
-    checkpoints,
     ddp,
-    growth,
-    guard,
-    hiding,
     hooks,
     levels,
-    policies,
     powersgd,
     real_step,
     throughput,
-    wakeups,
 )
 from experiments.studies.bench.rows import Row
 
@@ -40,12 +34,6 @@ SECTIONS = {
         "PowerSGD and its memory traffic", powersgd.SENTENCE, powersgd.measure, is_wide=True, is_limited=True
     ),
     "real-step": Section("PowerSGD in a real step", real_step.SENTENCE, real_step.measure, is_limited=True),
-    "wakeups": Section("Gloo's event loop in a real step", wakeups.SENTENCE, wakeups.measure),
     "throughput": Section("Compressors and a memory copy", throughput.SENTENCE, throughput.measure, is_wide=True),
     "levels": Section("Compiled passes and a memory copy", levels.SENTENCE, levels.measure, is_wide=True),
-    "growth": Section("The cost as the work grows", growth.SENTENCE, growth.measure),
-    "policies": Section("`fused` and `fifo`", policies.SENTENCE, policies.measure),
-    "checkpoints": Section("Checkpoints and `torch.save`", checkpoints.SENTENCE, checkpoints.measure),
-    "hiding": Section("Communication behind the backward pass", hiding.SENTENCE, hiding.measure),
-    "guard": Section("The guard against gradients that were not averaged", guard.SENTENCE, guard.measure),
 }

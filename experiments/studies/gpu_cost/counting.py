@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,8 +71,6 @@ class Cost:
     waits: int = 0
     collectives: int = 0
     """Collectives, which also count as launches."""
-    views: int = 0
-    """Views and allocations: calls that launch nothing."""
     by_operator: Counter[str] = dataclasses.field(default_factory=Counter)
     """Launches."""
 
@@ -85,7 +82,6 @@ class Counting(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # 'Call to untyped function "__init__"'
         self.cost = Cost()
         self._device = device.type
-        self._launched: list[tuple[Any, Any]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -95,13 +91,7 @@ class Counting(TorchDispatchMode):
         answer = func(*args, **kwargs)
         if self._reaches_device(func, args, kwargs, answer):
             self._count(func, args, kwargs, answer)
-            if launches(func):
-                self._launched.append((func, _without_memory(answer)))
         return answer
-
-    def replay(self) -> Replaying:
-        """Return a context in which the calls counted here are made again, without their kernels."""
-        return Replaying(self._launched, self._reaches_device)
 
     def _reaches_device(self, func: Any, args: Any, kwargs: Any, answer: Any) -> bool:
         if func.namespace == "c10d":
@@ -115,7 +105,6 @@ class Counting(TorchDispatchMode):
             self._launch(name, 1)
             return
         if not launches(func):
-            self.cost.views += 1
             return
         given, got = list(_tensors((args, kwargs))), list(_tensors(answer))
         self._launch(name, launches_of(name, args))
@@ -133,48 +122,6 @@ class Counting(TorchDispatchMode):
             return crosses and not (kwargs.get("non_blocking") or in_place)
         by_mask = name in ("index", "index_put_") and any(one.dtype == torch.bool for one in _indices(args))
         return by_mask or name == "_local_scalar_dense" or name in _OF_VALUES
-
-
-class Replaying(TorchDispatchMode):
-    """A context that answers calls which launch something from a recording, so that only their callers do any work.
-
-    Raises `RuntimeError` if the calls are not those that were recorded.
-    """
-
-    def __init__(
-        self, recorded: Sequence[tuple[Any, Any]], reaches_device: Callable[[Any, Any, Any, Any], bool]
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # 'Call to untyped function "__init__"'
-        self.calls = 0
-        """The number of calls, including calls of operators on the host."""
-        self.own_seconds = 0.0
-        """Seconds spent in this context itself, not in the code that calls operators."""
-        self._recorded = recorded
-        self._reaches_device = reaches_device
-        self._next = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Return the recorded answer of an operator on the device; run any other operator."""
-        begun = time.perf_counter()
-        kwargs, spent = kwargs or {}, 0.0
-        recorded, like = self._recorded[self._next] if self._next < len(self._recorded) else (None, None)
-        written = _written(func, args, kwargs)
-        answer = written if written is not None or recorded is not func else _with_memory(like)
-        if not launches(func):
-            answer = func(*args, **kwargs)  # its time is not the caller's
-        elif recorded is func and self._reaches_device(func, args, kwargs, answer):
-            self._next += 1
-        elif self._reaches_device(func, args, kwargs, None):
-            raise RuntimeError(f"{func} was called instead of {recorded}: the calls of two steps differ.")
-        else:
-            running = time.perf_counter()
-            answer = func(*args, **kwargs)
-            spent = time.perf_counter() - running
-        self.calls += 1
-        self.own_seconds += time.perf_counter() - begun - spent
-        return answer
 
 
 def launches(func: Any) -> bool:
@@ -222,42 +169,6 @@ def bytes_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], got: Seq
             seen.add(id(tensor))
             total += _memory(tensor) * (is_written + is_read)
     return total + sum(_memory(tensor) for tensor in got if id(tensor) not in seen)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the arguments that an operator writes to and returns; None if there are none."""
-    returned = [each for each in func._schema.returns if each.alias_info is not None and each.alias_info.is_write]
-    if not returned:
-        return None
-    written = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(args[number] if number < len(args) else kwargs[argument.name])
-    return written[0] if len(returned) == 1 else tuple(written)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """The description of a tensor that is kept in its place, so that a step's temporaries can be freed."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-def _without_memory(answer: Any) -> Any:
-    """Return an operator's answer with shapes in place of its tensors."""
-    if isinstance(answer, Tensor):
-        return _Shape(answer.shape, answer.stride(), answer.dtype, answer.device)
-    return type(answer)(map(_without_memory, answer)) if isinstance(answer, (list, tuple)) else answer
-
-
-def _with_memory(answer: Any) -> Any:
-    """Return an operator's answer with new memory, in which nothing was computed."""
-    if isinstance(answer, _Shape):
-        return torch.empty_strided(answer.shape, answer.stride, dtype=answer.dtype, device=answer.device)
-    return type(answer)(map(_with_memory, answer)) if isinstance(answer, (list, tuple)) else answer
 
 
 def _indices(args: Sequence[Any]) -> list[Tensor]:

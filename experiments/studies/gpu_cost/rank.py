@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -24,15 +23,11 @@ from commhooks.experiments.specs import Spec
 from commhooks.scheduling.inline import InlineScheduler
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.policy import PolicyName
-from experiments.studies.bench.given import GivenBucket, Shape
+from experiments.studies.bench.given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
 from experiments.studies.gpu_cost.counting import Cost, Counting
 
 RANKS = 8
 """The number of ranks; PyTorch's "fake" process group answers every collective with this rank's own input."""
-LAUNCH_SECONDS = 5e-6
-"""Seconds that the host is assumed to spend in PyTorch and the driver for each launch."""
-VIEW_SECONDS = 1e-6
-"""The same for each view or allocation."""
 STEPS_BEFORE = 3
 """The number of steps before the counted one: they lay out state and plans, and PyTorch's PowerSGD begins with the
 third."""
@@ -44,10 +39,12 @@ PEERS: Mapping[str, Callable[..., Any]] = {
     "torch.bf16": default_hooks.bf16_compress_hook,
 }
 """PyTorch's hooks without state."""
-_TURNS, _SECONDS = 9, 0.5
-"""The most replays of a step, and the seconds after which no more begin."""
-_CALLS = 200
-
+MODELS: Mapping[str, Sequence[Shape]] = {
+    "ResNet-18": resnet18_shapes(),
+    "GPT block": GPT_SHAPES[:8],
+    "embedding": [(50_000, 800)],
+}
+"""Shapes of parameters, all in one bucket."""
 Hook = Callable[[Any], Any]
 
 
@@ -56,8 +53,6 @@ class Counted:
     """The counted cost of one step of one bucket."""
 
     cost: Cost
-    host_seconds: float
-    """Seconds of this machine's Python, without the time of operators."""
     residual_bytes: int
     """Bytes of the residuals that the hook keeps."""
 
@@ -174,7 +169,7 @@ def count(hook: str, shapes: Sequence[Shape], group: dist.ProcessGroup, device: 
     with mock.patch.object(torch.cuda, "synchronize", wraps=torch.cuda.synchronize) as synchronize, counting:
         _step(run, bucket)
     counting.cost.waits += synchronize.call_count
-    return Counted(counting.cost, _host_seconds(run, bucket, counting), residuals())
+    return Counted(counting.cost, residuals())
 
 
 def _hook(hook: str, bucket: GivenBucket, group: dist.ProcessGroup) -> tuple[Hook, Callable[[], int]]:
@@ -187,35 +182,6 @@ def _hook(hook: str, bucket: GivenBucket, group: dist.ProcessGroup) -> tuple[Hoo
     engine = Engine(make_hook(Spec.parse(hook)), _Connection(group), may_join=False)
     engine.bind([(f"layer{number}", parameter) for number, parameter in enumerate(bucket.parameters())])
     return engine.run, lambda: engine.memory().residuals
-
-
-def _host_seconds(run: Hook, bucket: GivenBucket, counting: Counting) -> float:
-    """Return the seconds of a step in which no kernel runs, less what a replay adds; the fewest of several turns."""
-    empty = bucket.buffer().new_zeros(1)
-    known = Counting(empty.device)
-    with known:
-        _call_often(empty)
-    of_a_call = min(_replayed(functools.partial(_call_often, empty), known, 0.0) for _ in range(_TURNS)) / _CALLS
-    step, begun = functools.partial(_step, run, bucket), time.perf_counter()
-    turns: list[float] = []
-    while len(turns) < _TURNS and (not turns or time.perf_counter() - begun < _SECONDS):
-        turns.append(_replayed(step, counting, of_a_call))
-    return max(min(turns), 0.0)
-
-
-def _replayed(step: Callable[[], None], counting: Counting, seconds_of_a_call: float) -> float:
-    """Return the seconds of a step without kernels, minus `seconds_of_a_call` for each call."""
-    replaying = counting.replay()
-    with replaying:
-        begun = time.perf_counter()
-        step()
-        seconds = time.perf_counter() - begun
-    return seconds - replaying.own_seconds - replaying.calls * seconds_of_a_call
-
-
-def _call_often(empty: Tensor) -> None:
-    for _ in range(_CALLS):
-        empty.add_(1)
 
 
 def _step(run: Hook, bucket: GivenBucket) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,8 +20,6 @@ from experiments.studies.jobs import Job, run_jobs
 from experiments.studies.lockstep import Trained, train_in_lockstep
 from experiments.studies.reproduce.notes import Notes
 
-_SHARE = re.compile(r"(\d+)%")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
@@ -32,8 +29,7 @@ class Ablation:
     """Tasks as on the command line: 'digits:size=small,steps=80', and with another optimizer than the task's own:
     'gpt:size=tiny under sgd:lr=0.1,momentum=0.9'. Each run takes the task's own number of steps."""
     variants: Mapping[str, str]
-    """Hooks by label: {"PowerSGD rank 2": "powersgd:rank=2"}, the dense baseline first. '10%' in a hook stands for that
-    share of the task's steps."""
+    """Hooks by label: {"PowerSGD rank 2": "powersgd:rank=2"}, the dense baseline first."""
     against: Mapping[str, str] = field(default_factory=dict)
     """The label with which each label is compared; missing: the first one."""
     seeds: int = 5
@@ -82,7 +78,7 @@ class Trial:
         """Train, and return a row of the results; a number that is not finite becomes None."""
         named, optimizer = task_and_optimizer(self.task)
         task = load_task(named, self.seed)
-        hook = make_hook(Spec.parse(hook_for(self.hook, task.steps)), self.seed)
+        hook = make_hook(Spec.parse(self.hook), self.seed)
         trained = train_in_lockstep(task, hook, steps=task.steps, workers=self.workers, optimizer=optimizer)
         return as_row(trained, key=self.key, task=self.task, variant=self.variant, seed=self.seed, steps=task.steps)
 
@@ -91,11 +87,6 @@ def task_and_optimizer(text: str) -> tuple[Spec, Spec | None]:
     """Return the task and the optimizer of 'gpt under sgd:lr=0.1'; None: the task's own."""
     task, _, optimizer = text.partition(" under ")
     return Spec.parse(task, "task"), Spec.parse(optimizer, "optimizer") if optimizer else None
-
-
-def hook_for(text: str, steps: int) -> str:
-    """Return a hook's text with each '10%' replaced by that share of the steps."""
-    return _SHARE.sub(lambda found: str(steps * int(found[1]) // 100), text)
 
 
 def train_variants(ablation: Ablation, notes: Notes) -> dict[str, Any]:
@@ -110,11 +101,9 @@ def train_variants(ablation: Ablation, notes: Notes) -> dict[str, Any]:
     """
     for task in ablation.tasks:  # a mistake is an error before the first run, not after an hour
         named, optimizer = task_and_optimizer(task)
-        loaded = load_task(named)
-        loaded.optimizer(optimizer)
-        steps = loaded.steps
+        load_task(named).optimizer(optimizer)
         for hook in ablation.variants.values():
-            make_hook(Spec.parse(hook_for(hook, steps)))
+            make_hook(Spec.parse(hook))
     return {"runs": rows_of(trials_of(ablation, Trial), notes, ablation.processes)}
 
 

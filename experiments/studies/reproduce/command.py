@@ -13,7 +13,7 @@ from experiments.studies.reproduce.running import Request
 from experiments.studies.reproduce.running import reproduce as run
 
 HELP = """
-Run an experiment of the DDP paper, of PowerSGD or of others again, and compare the results.
+Measure again what the documentation promises, and compare the results with their source.
 
 [bold]A list[/bold] of all reproductions.
 
@@ -21,15 +21,15 @@ Run an experiment of the DDP paper, of PowerSGD or of others again, and compare 
 
 [bold]One of them[/bold], with its usual settings: at most ten minutes on a machine with two cores.
 
-    python -m experiments.studies reproduce powersgd-error-feedback
+    python -m experiments.studies reproduce feedback-and-optimizers
 
 [bold]More seeds[/bold], for narrower intervals, in a folder of their own.
 
-    python -m experiments.studies reproduce powersgd-error-feedback --seeds 20 --out runs/twenty
+    python -m experiments.studies reproduce feedback-and-optimizers --seeds 20 --out runs/twenty
 
 [bold]Without root[/bold], with emulated links in place of those between hosts (network namespaces).
 
-    python -m experiments.studies reproduce ddp-figure-10 --link emulated
+    python -m experiments.studies reproduce control-link --link emulated
 
 [bold]The folder[/bold] given by --out receives results.json (all measurements, with settings, versions and machine), \
 measured.md (what the source says, tables and findings) and the pictures. The same command prints a finished \
@@ -39,9 +39,7 @@ one again; after Ctrl-C, it continues. The documentation has a page for each.
 
 def reproduce(
     name: Annotated[str | None, typer.Argument(help="Its name; without one, all reproductions are listed.")] = None,
-    size: Annotated[
-        str, typer.Option(help="default; tiny: a trial that takes seconds; full, of diloco-recipes: an hour.")
-    ] = "default",
+    size: Annotated[str, typer.Option(help="default; tiny: a trial that takes seconds.")] = "default",
     seeds: Annotated[int | None, typer.Option(help="Runs of each variant; more: narrower intervals.")] = None,
     link: Annotated[
         str | None, typer.Option(help="hosts: network namespaces, which need root; emulated: without root.")

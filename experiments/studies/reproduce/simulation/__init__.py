@@ -1,1 +1,0 @@
-"""The step-time model beside clusters that were measured, and beside published tables."""
