@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from commhooks.experiments.cluster import hosts_on
-from commhooks.experiments.launch import run_world
 from commhooks.experiments.links.link import LinkSettings
 from commhooks.experiments.report.plots import Theme, canvas, legend, looks
 from commhooks.experiments.report.words import NEVER, percent
@@ -26,14 +24,14 @@ from commhooks.units import seconds_in_words, three_digits
 from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.medians import Ratio, milliseconds
 from experiments.studies.ranks import on_ranks
-from experiments.studies.reproduce.control_ranks import NewRate, Ran, Settings, run_phases, run_turns
+from experiments.studies.reproduce.control_ranks import Settings, run_phases, run_turns
 from experiments.studies.reproduce.notes import Notes
 from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.worker import on_hosts
 
 T = TypeVar("T")
 
 _RANKS = 2
-_TIMEOUT_SECONDS = 120.0
 _CONTROLLER = "controller"
 _THROUGHPUT_TARGET, _STEPS_TARGET, _SLOWER_TARGET = 0.90, 10, 0.03
 _MET = {True: "met", False: "missed"}
@@ -50,24 +48,9 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
     return {"fixed": fixed, "controlled": controlled, "beside": notes.once("beside", lambda: _turns(settings, notes))}
 
 
-def _link(settings: Settings) -> LinkSettings:
-    """Return the link between the hosts, which has no limit yet."""
-    return LinkSettings(kind="hosts") if settings.limited else LinkSettings()
-
-
 def _run(settings: Settings, fixed: Spec | None, notes: Notes) -> dict[str, Any]:
     """Return one run over the changing link."""
-    found: list[Ran] = []
-    with hosts_on(_link(settings), _RANKS) as cluster:
-
-        def hear(message: object) -> None:
-            if isinstance(message, NewRate) and cluster is not None:
-                cluster.set_rate(message.rate)
-            elif isinstance(message, Ran):
-                found.append(message)
-
-        run_world(run_phases, _RANKS, (settings, fixed), hear, timeout=_TIMEOUT_SECONDS, cluster=cluster)
-    [ran] = found
+    [ran] = on_hosts(run_phases, (settings, fixed), _RANKS, notes.tell, has_hosts=settings.limited)
     medians = ", ".join(seconds_in_words(statistics.median(phase)) for phase in _by_phase(ran.seconds, settings))
     notes.tell(f"{_CONTROLLER if fixed is None else fixed.label}: {medians} a step in the phases")
     return asdict(ran)
@@ -75,7 +58,8 @@ def _run(settings: Settings, fixed: Spec | None, notes: Notes) -> dict[str, Any]
 
 def _turns(settings: Settings, notes: Notes) -> dict[str, Any]:
     """Return the controller's turns beside a plain all-reduce's, on links without a limit."""
-    beside = on_ranks(partial(run_turns, settings), _RANKS, notes.tell, link=_link(settings))
+    link = LinkSettings(kind="hosts") if settings.limited else None
+    beside = on_ranks(partial(run_turns, settings), _RANKS, notes.tell, link=link)
     notes.tell(f"without a limit the controller chose {beside.chosen}")
     return asdict(beside)
 

@@ -20,6 +20,7 @@ from commhooks.experiments.tasks import load_task
 from commhooks.experiments.training.registration import wrap_in_ddp
 from commhooks.experiments.training.stepper import Stepper
 from commhooks.experiments.training.worker import fingerprint
+from experiments.studies.reproduce.worker import NewRate
 from experiments.studies.turns import on_slowest, rotated, turns_of
 
 _WARM_UP = 3  # steps that are not counted: memory is allocated, and the DDP rebuilds its buckets
@@ -39,13 +40,6 @@ class Settings:
     bucket_cap_mb: float = 0.5
     turns: int = 10  # of the controller beside a plain all-reduce, without a limit
     turn_steps: int = 15
-
-
-@dataclass(frozen=True)
-class NewRate:
-    """Rank 0 asks for another rate of all links, in bits per second; None: no limit."""
-
-    rate: float | None
 
 
 @dataclass(frozen=True)

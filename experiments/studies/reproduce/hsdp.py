@@ -6,7 +6,6 @@ What a step takes longer than one that sends nothing between sites is the slow h
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +14,9 @@ from typing import Any
 
 import torch
 
-from commhooks.experiments.cluster import hosts_on
 from commhooks.experiments.hooks import make_hook
-from commhooks.experiments.launch import run_world
 from commhooks.experiments.links.gloo import ACKNOWLEDGEMENT, FRAMING, moved_bytes
-from commhooks.experiments.links.link import LinkSettings, parse_rate
+from commhooks.experiments.links.link import parse_rate
 from commhooks.experiments.planning.costs import Shape
 from commhooks.experiments.report.words import percent
 from commhooks.experiments.results.summary import Spread
@@ -28,13 +25,12 @@ from commhooks.experiments.tasks import load_task
 from commhooks.experiments.timing.payloads import rounds_of
 from commhooks.units import counted, three_digits
 from experiments.studies.blocks import Block, Table
-from experiments.studies.reproduce.control_ranks import NewRate
 from experiments.studies.reproduce.hsdp_ranks import EVERY, HSDP, WITHIN, Asked, Settings, run_turns
 from experiments.studies.reproduce.notes import Notes
 from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.worker import on_hosts
 
 _SITES = 2
-_TIMEOUT_SECONDS = 240.0
 _HEADERS = FRAMING + ACKNOWLEDGEMENT  # bytes on the wire for each byte of data, in both directions at once
 _SUM = "all-reduce"  # what HSDP sends in fp32
 
@@ -93,26 +89,11 @@ def _computed(models: Sequence[str]) -> dict[str, dict[str, int]]:
 
 
 def _world(settings: Settings, batches: int, notes: Notes) -> dict[str, Any]:
-    """Return what new ranks measured, `Turns` by rate and contender."""
-    found: dict[str, dict[str, Any]] = {}
-    rates = {rate: _bits(rate) for rate in settings.rates}
-    with hosts_on(LinkSettings(kind="hosts") if settings.limited else LinkSettings(), _SITES) as cluster:
-
-        def hear(message: object) -> None:
-            if isinstance(message, NewRate) and cluster is not None:
-                cluster.set_rate(message.rate)
-            elif isinstance(message, str):
-                notes.tell(f"{_titled(batches)}, {message}")
-            elif isinstance(message, tuple):
-                rate, turns = message
-                found[rate] = {name: dataclasses.asdict(one) for name, one in turns.items()}
-
-        ranks = _SITES * settings.ranks_per_site
-        run_world(
-            run_turns, ranks, Asked(settings, batches, rates), hear,
-            timeout=_TIMEOUT_SECONDS, cluster=cluster, ranks_per_host=settings.ranks_per_site,
-        )  # fmt: skip
-    return found
+    """Return what new ranks measured, by rate and contender."""
+    asked = Asked(settings, batches, {rate: _bits(rate) for rate in settings.rates})
+    tell = lambda text: notes.tell(f"{_titled(batches)}, {text}")
+    found = on_hosts(run_turns, asked, _SITES, tell, has_hosts=settings.limited, ranks_per_host=settings.ranks_per_site)
+    return dict(found)
 
 
 def sent_by_site(parameters: Sequence[tuple[int, Shape]], hook: str, ranks: int, sites: int = 2) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,19 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import commhooks
-from commhooks.experiments.cluster import INTERFACE, interface_bytes
 from commhooks.experiments.hooks import make_hook
 from commhooks.experiments.launch import Send, silent
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import load_task
 from commhooks.experiments.timing.sharded import blocks_of
-from experiments.studies.reproduce.control_ranks import NewRate
-from experiments.studies.turns import drawn, on_slowest, turns_of
+from experiments.studies.reproduce.worker import Worker, ask_for, over_ranks
+from experiments.studies.turns import drawn, turns_of
 
 WITHIN, HSDP, EVERY = "within sites only", "HSDP", "HSDP, every batch"
 """Contenders without a compressor: FSDP2 on a site alone, plain HSDP, and HSDP that averages after every batch."""
 _LARGEST_NORM = 1.0
-_SETTING_SECONDS = 1.0  # for the process that made the sites to set the rate of their links: much longer than it takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,44 +49,29 @@ class Asked:
     rates: Mapping[str, float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turns:
-    """A contender's turns at one rate; lists have a value for each."""
-
-    seconds: list[float]  # of the step, on the rank where it took longest
-    losses: list[float]  # before the step, mean over its batches and all ranks
-    moved: list[float]  # bytes that a site's ranks counted between sites, mean over the sites; 0 without a compressor
-    carried: list[float]  # bytes that a site's interface sent, mean over the sites
-
-
 def run_turns(rank: int, ranks: int, asked: Asked, send: Send) -> None:
-    """Take turns of every contender at every rate; rank 0 sends each rate with `Turns` by contender."""
+    """Take turns of every contender at every rate; rank 0 sends each rate with the turns by contender.
+
+    Losses are those before the step, means over its batches and all ranks; bytes are those of a site's ranks together
+    that go between sites (`moved`, 0 without a compressor), and of its interface (`carried`), means over the sites.
+    """
     torch.set_num_threads(1)
     settings, tell = asked.settings, send if rank == 0 else silent
     names = [WITHIN, HSDP, *([EVERY] if asked.batches > 1 else []), *settings.hooks]
     workers = {name: _Worker(settings, name, asked.batches) for name in names}
     for rate, bits in asked.rates.items():
         if settings.limited:
-            tell(NewRate(bits))
-            time.sleep(_SETTING_SECONDS)
+            ask_for(bits, tell)
         tell(f"turns at {rate}")
-        taken = turns_of(workers, settings.turns, warm_up=1, order=drawn, tell=tell)
-        tell((rate, {name: _turns(turns, settings) for name, turns in taken.items()}))
+        turns = {name: worker.turn for name, worker in workers.items()}
+        taken = turns_of(turns, settings.turns, warm_up=1, order=drawn, tell=tell)
+        tell((rate, {name: over_ranks(turns) for name, turns in taken.items()}))
     for worker in workers.values():
         worker.close()
 
 
-def _turns(turns: list[list[float]], settings: Settings) -> Turns:
-    seconds, losses, moved, carried = (list(values) for values in zip(*turns, strict=True))
-    sums = torch.tensor([losses, moved, carried], dtype=torch.float64)
-    dist.all_reduce(sums)
-    losses, moved, carried = (sums / dist.get_world_size()).tolist()
-    of_site = [settings.ranks_per_site * one for one in moved]
-    return Turns(seconds=on_slowest(seconds), losses=losses, moved=of_site, carried=carried)
-
-
-class _Worker:
-    """A model of its own under one contender, which takes and times steps."""
+class _Worker(Worker):
+    """A model of its own under one contender; a turn is a step."""
 
     def __init__(self, settings: Settings, name: str, batches: int) -> None:
         sites = dist.get_world_size() // settings.ranks_per_site
@@ -105,13 +87,12 @@ class _Worker:
             made, group = make_hook(Spec.parse(name)), mesh["replicate"].get_group()
             self._attachment = commhooks.attach_replicas(self._model, made, process_group=group)
         self._averages_every = name == EVERY
-        self._batches, self._taken, self._has_sites = batches, 0, settings.limited
+        self._batches, self._taken, self._ranks_per_site = batches, 0, settings.ranks_per_site
+        self.has_hosts = settings.limited
 
-    def __call__(self) -> list[float]:
-        """Take a step that begins on all ranks together; return its seconds and loss, the bytes counted and carried."""
-        dist.barrier()
-        moved, carried = self._moved(), self._carried()
-        began, loss = time.perf_counter(), 0.0
+    def run(self) -> dict[str, float]:
+        """Take a step; return the loss before it."""
+        loss = 0.0
         for number in range(self._batches):
             self._model.set_requires_all_reduce(self._averages_every or number == self._batches - 1)
             batch = self._task.batch(self._taken, dist.get_rank(), dist.get_world_size())
@@ -122,15 +103,13 @@ class _Worker:
         nn.utils.clip_grad_norm_(self._model.parameters(), _LARGEST_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        seconds = time.perf_counter() - began
-        dist.barrier()  # what the other ranks still send is this step's
-        return [seconds, loss, float(self._moved() - moved), float(self._carried() - carried)]
+        return {"losses": loss}
 
-    def _moved(self) -> int:
-        return 0 if self._attachment is None else self._attachment.statistics().moved_bytes
-
-    def _carried(self) -> int:
-        return interface_bytes(INTERFACE)[0] if self._has_sites else 0
+    def moved(self) -> float:
+        """Return the bytes that a site's ranks together have counted, if all sent as many as this one."""
+        if self._attachment is None:
+            return 0.0
+        return float(self._ranks_per_site * self._attachment.statistics().moved_bytes)
 
     def close(self) -> None:
         """Detach the compressor."""

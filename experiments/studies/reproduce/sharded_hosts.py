@@ -6,18 +6,15 @@ limit of the links come first: what they take, and what the step-time model adds
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from commhooks.experiments.cluster import hosts_on
 from commhooks.experiments.hooks import gather_of, make_hook
-from commhooks.experiments.launch import run_world
 from commhooks.experiments.links.gloo import ACKNOWLEDGEMENT, FRAMING
-from commhooks.experiments.links.link import LinkSettings, parse_rate
+from commhooks.experiments.links.link import parse_rate
 from commhooks.experiments.report.words import percent
 from commhooks.experiments.results.summary import Spread
 from commhooks.experiments.specs import Spec
@@ -29,12 +26,11 @@ from commhooks.units import counted, three_digits
 from experiments.studies.bench.memory import KEEPS_FREED, is_countable
 from experiments.studies.blocks import Block, Table
 from experiments.studies.ranks import on_ranks
-from experiments.studies.reproduce.control_ranks import NewRate
 from experiments.studies.reproduce.notes import Notes
 from experiments.studies.reproduce.reproduction import Reproduction
 from experiments.studies.reproduce.sharded_hosts_ranks import Asked, Settings, run_turns, weigh
+from experiments.studies.reproduce.worker import on_hosts
 
-_TIMEOUT_SECONDS = 240.0
 _HEADERS = FRAMING + ACKNOWLEDGEMENT  # bytes on the wire for each byte of data, in both directions at once
 _FREE = "unlimited"
 
@@ -50,23 +46,10 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
 
 
 def _world(settings: Settings, ranks: int, notes: Notes) -> dict[str, Any]:
-    """Return what new ranks measured, `Turns` by rate and hook."""
-    found: dict[str, dict[str, Any]] = {}
-    has_hosts = settings.kind == "hosts"
+    """Return what new ranks measured, by rate and hook."""
     rates = {rate: None if rate == _FREE else parse_rate(rate) for rate in (_FREE, *settings.rates)}
-    with hosts_on(LinkSettings(kind="hosts") if has_hosts else LinkSettings(), ranks) as cluster:
-
-        def hear(message: object) -> None:
-            if isinstance(message, NewRate) and cluster is not None:
-                cluster.set_rate(message.rate)
-            elif isinstance(message, str):
-                notes.tell(f"{ranks} ranks: {message}")
-            elif isinstance(message, tuple):
-                rate, turns = message
-                found[rate] = {hook: dataclasses.asdict(one) for hook, one in turns.items()}
-
-        run_world(run_turns, ranks, Asked(settings, rates), hear, timeout=_TIMEOUT_SECONDS, cluster=cluster)
-    return found
+    tell = lambda text: notes.tell(f"{ranks} ranks: {text}")
+    return dict(on_hosts(run_turns, Asked(settings, rates), ranks, tell, has_hosts=settings.kind == "hosts"))
 
 
 def _weighed(settings: Settings, notes: Notes) -> dict[str, Any]:

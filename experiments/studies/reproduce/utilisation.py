@@ -15,10 +15,7 @@ from typing import Any
 
 from scipy.optimize import brentq
 
-from commhooks.experiments.cluster import hosts_on
-from commhooks.experiments.launch import run_world
 from commhooks.experiments.links.gloo import ACKNOWLEDGEMENT, FRAMING
-from commhooks.experiments.links.link import LinkSettings
 from commhooks.experiments.planning.candidates import label_in_profile
 from commhooks.experiments.planning.predicting import predict, step_of
 from commhooks.experiments.report.words import percent
@@ -31,12 +28,11 @@ from commhooks.experiments.timing.step_time import Bucket, Stage
 from commhooks.units import counted, three_digits
 from experiments.studies.blocks import Block, Table
 from experiments.studies.ranks import on_ranks
-from experiments.studies.reproduce.control_ranks import NewRate
 from experiments.studies.reproduce.notes import Notes
 from experiments.studies.reproduce.reproduction import Reproduction
-from experiments.studies.reproduce.utilisation_ranks import Asked, Settings, Turns, run_profile, run_turns
+from experiments.studies.reproduce.utilisation_ranks import Asked, Settings, run_profile, run_turns
+from experiments.studies.reproduce.worker import on_hosts
 
-_TIMEOUT_SECONDS = 180.0
 _GOAL, _BYTES_GOAL = 0.90, 0.05
 _MET = {True: "met", False: "missed"}
 _HEADERS = FRAMING + ACKNOWLEDGEMENT  # bytes on the wire for each byte of data, in both directions at once
@@ -55,23 +51,11 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
 
 
 def _world(asked: Asked, notes: Notes) -> dict[str, Any]:
-    """Return what new ranks measured, `Turns` by hook."""
-    found: list[dict[str, Turns]] = []
+    """Return what new ranks measured, by hook."""
     settings = asked.settings
-    without_limit = LinkSettings(kind="hosts") if settings.kind == "hosts" else LinkSettings()
-    with hosts_on(without_limit, settings.ranks) as cluster:
-
-        def hear(message: object) -> None:
-            if isinstance(message, NewRate) and cluster is not None:
-                cluster.set_rate(message.rate)
-            elif isinstance(message, str):
-                notes.tell(message)
-            elif isinstance(message, dict):
-                found.append(message)
-
-        run_world(run_turns, settings.ranks, asked, hear, timeout=_TIMEOUT_SECONDS, cluster=cluster)
-    [turns] = found
-    return {hook: dataclasses.asdict(one) for hook, one in turns.items()}
+    has_hosts = settings.kind == "hosts"
+    [turns] = on_hosts(run_turns, asked, settings.ranks, notes.tell, has_hosts=has_hosts)
+    return dict(turns)
 
 
 def _profiled(settings: Settings, notes: Notes) -> dict[str, Any]:

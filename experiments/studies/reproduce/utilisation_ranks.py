@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import commhooks
 from commhooks.experiments import planning
-from commhooks.experiments.cluster import INTERFACE, interface_bytes
 from commhooks.experiments.hooks import make_hook, policy_of
 from commhooks.experiments.launch import Send, Tell, silent
 from commhooks.experiments.links.link import LinkSettings
@@ -26,13 +24,12 @@ from commhooks.experiments.training.seldom import settings_of
 from commhooks.experiments.training.stepper import Stepper
 from commhooks.units import counted, seconds_in_words
 from experiments.studies.ranks import same_step
-from experiments.studies.reproduce.control_ranks import NewRate
-from experiments.studies.turns import on_slowest, rotated
+from experiments.studies.reproduce.worker import Worker, ask_for, over_ranks
+from experiments.studies.turns import rotated
 
 NOTHING = "none"
 """The name of steps without any communication."""
 DENSE = "all-reduce"
-_SETTING_SECONDS = 1.0  # for the process that made the hosts to set the rate of their links: much longer than it takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,23 +75,13 @@ class Asked:
     limited: bool = True  # False: the links keep having no limit
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turns:
-    """A hook's turns; lists have a value for each."""
-
-    steps: int  # of a turn
-    nothing: list[float]  # seconds of `Settings.steps` steps without communication: mean of those before and after it
-    seconds: list[float]  # of the turn, as the following two on the rank where it took longest
-    beginning: list[float]  # in DiLoCo's calls that use no mean
-    ending: list[float]  # in those that do
-    moved: list[float]  # bytes that the hook counted, mean over the ranks
-    carried: list[float]  # bytes that the host's interface sent, mean over the ranks
-    peak: float  # bytes of a step while an exchange is under way; 0: not DiLoCo
-    shares: list[float]  # the part of the parameters in each fragment
-
-
 def run_turns(rank: int, ranks: int, asked: Asked, send: Send) -> None:
-    """Take turns of every hook, and of steps without communication before and after each; rank 0 sends `Turns` by hook.
+    """Take turns of every hook, with steps without communication before and after each; rank 0 sends them by hook.
+
+    Of a hook it sends the steps of a turn, and lists with a value for each turn: its `seconds`, those in DiLoCo's calls
+    that use no mean (`beginning`) and in those that do (`ending`), the bytes `moved` and `carried`, and the seconds of
+    `Settings.steps` steps with `nothing`, the mean of those before and after it. Of DiLoCo it sends the `peak` of a
+    step's bytes too, while an exchange is under way, and the part of the parameters in each fragment (`shares`).
 
     Models, connections and a first turn of each, which does not count, come before rank 0 asks for the link's rate.
     """
@@ -103,27 +90,23 @@ def run_turns(rank: int, ranks: int, asked: Asked, send: Send) -> None:
     workers = {hook: _Worker(asked, hook, send if rank == 0 else silent) for hook in (NOTHING, *asked.hooks)}
     for worker in workers.values():
         worker.turn()
-    if rank == 0 and asked.limited and settings.kind == "hosts":
-        send(NewRate(settings.link.bits_per_second))
-        time.sleep(_SETTING_SECONDS)
+    if asked.limited and settings.kind == "hosts":
+        ask_for(settings.link.bits_per_second, send if rank == 0 else silent)
     taken: dict[str, list[dict[str, float]]] = {hook: [] for hook in asked.hooks}
     for number in range(asked.turns):
-        before = workers[NOTHING].turn()
+        before = workers[NOTHING].turn()["seconds"]
         for hook in rotated(number, list(asked.hooks)):
-            own, after = workers[hook].turn(), workers[NOTHING].turn()
-            taken[hook].append({**own, "nothing": (before["seconds"] + after["seconds"]) / 2})
+            own, after = workers[hook].turn(), workers[NOTHING].turn()["seconds"]
+            taken[hook].append({**own, "nothing": (before + after) / 2})
             before = after
     found = {
-        hook: Turns(
-            steps=workers[hook].steps,
-            **{name: [turn[name] for turn in turns] for name in turns[0]},  # type: ignore[arg-type]  # 'expected "int"'
-            **workers[hook].close(),
-        )
+        hook: {"steps": workers[hook].steps, **over_ranks(turns), **workers[hook].fragments()}
         for hook, turns in taken.items()
     }
     if rank == 0:
         send(found)
-    workers[NOTHING].close()
+    for worker in workers.values():
+        worker.close()
     workers.clear()  # a DDP must go before its process group does
 
 
@@ -142,14 +125,14 @@ def run_profile(settings: Settings, tell: Tell) -> Profile:
     return found
 
 
-class _Worker:
-    """A model with one way to communicate, whose turns are timed."""
+class _Worker(Worker):
+    """A model under data-parallel training or DiLoCo, or with steps that send nothing."""
 
     def __init__(self, asked: Asked, hook: str, tell: Tell) -> None:
         settings, spec = asked.settings, Spec.parse(hook)
         task = load_task(Spec.parse(settings.task, "task"))
         self.steps = settings.steps if hook == NOTHING else settings.steps_of(hook)
-        self._hook, self._tell, self._has_hosts = hook, tell, settings.kind == "hosts"
+        self._hook, self._tell, self.has_hosts = hook, tell, settings.kind == "hosts"
         self._diloco: commhooks.DiLoCo | None = None
         self._attachment: commhooks.Handle[Any] | None = None
         wrap = around(settings.link) if asked.limited else None
@@ -165,12 +148,9 @@ class _Worker:
                 task.model, self._stepper.optimizer, wrap_communicator=wrap, **settings_of(spec)
             )
 
-    def turn(self) -> dict[str, float]:
-        """Take steps that begin on all ranks together; return what `Turns` has of them."""
-        dist.barrier()
-        moved, carried = self._moved(), self._carried()
+    def run(self) -> dict[str, float]:
+        """Take the steps of a turn; return the seconds in DiLoCo's calls."""
         beginning = ending = 0.0
-        began = time.perf_counter()
         for _ in range(self.steps):
             self._stepper()
             if self._diloco is not None:
@@ -180,33 +160,34 @@ class _Worker:
                 schedule = self._diloco.schedule
                 is_end = (self._diloco.steps % schedule.every or schedule.every) in schedule.turns
                 beginning, ending = beginning + took * (not is_end), ending + took * is_end
-        seconds = time.perf_counter() - began
-        dist.barrier()  # what the other ranks still send is this turn's
-        sent = torch.tensor([self._moved() - moved, self._carried() - carried], dtype=torch.float64)
-        dist.all_reduce(sent)
-        values = dict(zip(("seconds", "beginning", "ending"), on_slowest([seconds, beginning, ending]), strict=True))
-        values |= dict(zip(("moved", "carried"), (sent / dist.get_world_size()).tolist(), strict=True))
+        return {"beginning": beginning, "ending": ending}
+
+    def turn(self) -> dict[str, float]:
+        """Take a turn, and tell how long it took."""
+        values = super().turn()
         self._tell(f"  {self._hook}: {counted(self.steps, 'step')} in {seconds_in_words(values['seconds'])}")
         return values
 
-    def close(self) -> dict[str, Any]:
-        """End the communication; return the peak and the shares of `Turns`."""
-        peak, shares = 0.0, [1.0]
-        if self._diloco is not None:
-            peak = self._diloco.statistics().peak_bytes_per_step
-            elements = {name: one.numel() for name, one in self._stepper.task.model.named_parameters()}
-            sums = [sum(map(elements.__getitem__, names)) for names in self._diloco.schedule.fragments]
-            shares = [one / sum(sums) for one in sums]
-            self._diloco.close()
-        if self._attachment is not None:
-            self._attachment.close()
-        self._stepper.close()
-        return {"peak": peak, "shares": shares}
+    def fragments(self) -> dict[str, Any]:
+        """Return the peak of a step's bytes, 0 without DiLoCo, and the part of the parameters in each fragment."""
+        if self._diloco is None:
+            return {"peak": 0.0, "shares": [1.0]}
+        elements = {name: one.numel() for name, one in self._stepper.task.model.named_parameters()}
+        sums = [sum(map(elements.__getitem__, names)) for names in self._diloco.schedule.fragments]
+        return {
+            "peak": self._diloco.statistics().peak_bytes_per_step,
+            "shares": [one / sum(sums) for one in sums],
+        }
 
-    def _moved(self) -> float:
+    def close(self) -> None:
+        """End the communication."""
+        for one in (self._diloco, self._attachment):
+            if one is not None:
+                one.close()
+        self._stepper.close()
+
+    def moved(self) -> float:
+        """Return the bytes that the hook has counted."""
         if self._diloco is not None:
             return float(self._diloco.statistics().traffic.moved_bytes)
         return 0.0 if self._attachment is None else float(self._attachment.statistics().moved_bytes)
-
-    def _carried(self) -> float:
-        return float(interface_bytes(INTERFACE)[0]) if self._has_hosts else 0.0
