@@ -19,7 +19,7 @@ BOOSTS = {"guide": 2.0, "reference": 0.2, "benchmarks": 0.2, "reproductions": 0.
 WORDS = {
     "guide/does-it-pay.md": ["slow network", "multi node ethernet", "wifi", "faster"],
     "guide/comparison.md": ["wandb"],
-    "guide/diloco-sites.md": ["two offices"],
+    "guide/diloco.md": ["two offices"],
     "guide/gpu.md": ["GPU"],
     "guide/sharded.md": ["FSDP"],
     "guide/hsdp.md": ["HSDP"],

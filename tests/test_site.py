@@ -79,14 +79,11 @@ def search(site: Path) -> Search:
 @pytest.mark.parametrize(
     ("query", "page"),
     [
-        ("should I use compression", "guide/questions.html"),
         ("does it pay", "guide/does-it-pay.html"),
         ("1 Gbit", "guide/does-it-pay.html"),
         ("which hook", "guide/choosing.html"),
-        ("what do I type", "guide/questions.html"),
         ("out of memory", "guide/troubleshooting.html"),
         ("resume", "guide/getting-started.html"),
-        ("resume after a crash", "guide/questions.html"),
         ("own model", "guide/own-model.html"),
         ("leaderboard", "guide/leaderboard.html"),
         ("own compressor", "guide/compressors.html"),
@@ -94,7 +91,7 @@ def search(site: Path) -> Search:
         ("slow network", "guide/does-it-pay.html"),
         ("multi node ethernet", "guide/does-it-pay.html"),
         ("wifi", "guide/does-it-pay.html"),
-        ("two offices", "guide/diloco-sites.html"),
+        ("two offices", "guide/diloco.html"),
         ("how much faster", "guide/does-it-pay.html"),
         ("gradient compression GPU", "guide/gpu.html"),
         ("accuracy loss", "guide/choosing.html"),
