@@ -697,3 +697,56 @@ def test_what_joins_or_leaves_its_optimizer_is_named() -> None:
     del worker.optimizer.param_groups[2], worker.optimizer.param_groups[0]["params"][1]
     with pytest.raises(CompressorError, match="'0.bias' requires a gradient, but AdamW does not train it"):
         train_in_lockstep([worker], 3, 4)
+
+
+def test_buffers_under_way_are_those_of_the_ranks_that_sent_them() -> None:
+    """A resumed run may have more ranks: of two, the mean of rank 0's bytes is a half, of three it would be a third."""
+    saving, resuming = ([with_buffers(rank) for rank in range(count)] for count in (2, 3))
+    team = team_of(saving, every=2, delay=1)
+    step_in_lockstep(team)
+    state = copy.deepcopy(team[0].state_dict())
+    team = team_of(resuming, every=2, delay=1)
+    for worker in team:
+        worker.load_state_dict(copy.deepcopy(state), world_size="keep")
+    step_in_lockstep(team)
+    for model in resuming:
+        assert int(model.get_buffer("count")) == 5 and model.get_buffer("mean").tolist() == [1.0] * 4
+
+
+def test_in_a_dropped_round_all_ranks_go_back_to_the_outer_copies() -> None:
+    team = workers(2, every=6)
+    train_in_lockstep(team, 0, 11)
+    outer = {name: held.clone() for name, held in team[0].diloco._fragments[0].outer.items()}
+    team[0].inner_step(11)
+    spoil(team[1], math.nan)
+    team[1].optimizer.step()
+    with pytest.warns(UserWarning, match="round 1 of fragment 0 of 1 was dropped"):
+        step_in_lockstep([worker.diloco for worker in team])
+    assert team[0].diloco.statistics().dropped_rounds == 1
+    assert all(distance(dict(worker.model.state_dict()), outer) == 0 for worker in team)
+
+
+def test_with_another_schedule_what_is_due_is_used_when_it_was_due() -> None:
+    """A turn at which the last exchange is still under way is passed over."""
+    before, after = workers(2, every=6, delay=3), workers(2, every=4, delay=3)
+    train_in_lockstep(before, 0, 4)
+    for old, new in zip(before, after, strict=True):
+        saved = old.save()
+        new.diloco.load_state_dict(saved["diloco"], settings="change")
+        new.model.load_state_dict(saved["model"])
+        new.optimizer.load_state_dict(saved["optimizer"])
+    rounds = []
+    for step in range(4, 13):
+        train_in_lockstep(after, step, step + 1)
+        rounds.append((after[0].diloco._fragments[0].due, after[0].diloco.statistics().rounds))
+    # After steps 5 to 13: due at 6; used; passed over at 5, for 8; sent at 9, for 12; used, and sent at 13, for 16.
+    assert rounds == [(6, 0), *[(None, 1)] * 3, *[(12, 1)] * 3, (None, 2), (16, 2)]
+
+
+def test_an_exception_in_an_evaluation_gives_the_model_its_own_values_back() -> None:
+    (worker,) = workers(1, every=4)
+    train_in_lockstep([worker], 0, 2)
+    own = copy.deepcopy(dict(worker.model.state_dict()))
+    with pytest.raises(ZeroDivisionError), worker.diloco.outer_parameters():
+        raise ZeroDivisionError
+    assert distance(dict(worker.model.state_dict()), own) == 0

@@ -744,3 +744,11 @@ def frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> None:
 
 
 test_on_two_ranks, test_on_four_ranks = two.tests(), four.tests()
+
+
+@on_ranks(1)
+def test_one_rank_trains_as_a_distributed_data_parallel_with_a_hook_does(rank: int) -> None:
+    """With itself, that is: without loss as without."""
+    plain = trained(rank, alone()["shards"], None, steps=3)[0]
+    for policy in POLICIES:
+        assert furthest(plain, trained(rank, alone(), "all-reduce", policy, steps=3)[0]) == 0
