@@ -83,7 +83,7 @@ def search(site: Path) -> Search:
         ("1 Gbit", "guide/does-it-pay.html"),
         ("which hook", "guide/choosing.html"),
         ("out of memory", "guide/troubleshooting.html"),
-        ("resume", "guide/getting-started.html"),
+        ("resume", "guide/checkpoints.html"),
         ("own model", "guide/own-model.html"),
         ("leaderboard", "guide/leaderboard.html"),
         ("own compressor", "guide/compressors.html"),
