@@ -16,6 +16,7 @@ from commhooks import make_compressor
 from commhooks.testing import check
 from tests.cases import BY_NAME, FORMS
 from tests.commhooks.defaults import DEFAULTS, digests_of_ranks
+from tests.structure import sources_of
 from tests.tiers import THOROUGH
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,12 +55,12 @@ def test_a_default_of_the_process_changes_no_bit(default: str, names: list[str])
 @pytest.mark.parametrize("package", ["commhooks", "ddp_core"])
 def test_every_tensor_is_made_with_a_dtype_and_a_device(package: str) -> None:
     found = []
-    for file in sorted((ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+    for source in sources_of(package):
+        for node in ast.walk(source.tree):
             match node:
                 case ast.Call(ast.Attribute(ast.Name("torch"), maker), _, keywords) if maker in MAKERS:
                     missing = {"dtype", "device"} - {keyword.arg for keyword in keywords}
-                    found += [f"{file.relative_to(ROOT)}:{node.lineno}: no {what}" for what in sorted(missing)]
+                    found += [f"{source.path}:{node.lineno}: no {what}" for what in sorted(missing)]
     assert not found
 
 
