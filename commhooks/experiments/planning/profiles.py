@@ -49,7 +49,7 @@ class StepParts:
     """The number of measured steps."""
 
     def lasting(self, seconds: float) -> StepParts:
-        """Return a step of another length, in seconds; `exposed` takes the difference."""
+        """Return the same step with a total of `seconds`; the difference is added to `exposed`."""
         more = seconds - self.seconds.median
         whole = Seconds(seconds, self.seconds.low + more, self.seconds.high + more)
         return dataclasses.replace(self, seconds=whole, exposed=self.exposed + more)
