@@ -40,12 +40,12 @@ def note(root: Path, commits: list[str], paths: list[str]) -> str:
     """
     if missing := [path for path in paths if not (root / path).exists()]:
         raise ValueError(f"measures: {missing[0]} does not exist in {root}: expected paths from the repository's root")
-    dates = {one: _git(root, "show", "-s", "--format=%cI %cs", one.rstrip("+")) for one in commits}
+    dates = {one: _git(root, "show", "-s", "--format=%cI %cs", one.partition("+")[0]) for one in commits}
     if not all(dates.values()):
         return ""
     oldest = min(commits, key=lambda one: dates[one])
     measured = f"at commit `{oldest[:8]}` on {dates[oldest].split()[1]}"
-    since = _git(root, "log", "--format=%cs", f"{oldest.rstrip('+')}..HEAD", "--", *paths).splitlines()
+    since = _git(root, "log", "--format=%cs", f"{oldest.partition('+')[0]}..HEAD", "--", *paths).splitlines()
     if not since:
         return f"Measured {measured}.\n{{ .caption }}\n"
     names = ", ".join(f"`{path}`" for path in paths)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from commhooks.compressors import COMPRESSORS
 from tests.structure import sources_of, words_of
 from tests.tiers import thorough
 from tests.world import run_world
@@ -155,3 +157,11 @@ def test_the_readme_has_no_relative_link_and_every_file_that_it_names_exists() -
     assert not re.findall(r"\]\((?!https?:)[^)]+\)", text)
     named = [span for span in code_spans(text) if re.fullmatch(r"docs/[\w./-]+|[A-Z]+\.(?:md|cff)", span)]
     assert named and not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_page_on_hooks_holds_the_catalogue_which_names_every_registered_compressor() -> None:
+    catalogue = runpy.run_path(str(ROOT / "docs" / "catalogue.py"))
+    page = (ROOT / "docs" / "guide" / "hooks.md").read_text(encoding="utf-8")
+    table = catalogue["table"]()
+    assert table in catalogue["on_page_markdown"](page)
+    assert not [name for name in COMPRESSORS if f"`{name}`" not in table]

@@ -1,8 +1,7 @@
 """The prediction of a step's time: from a profile, measured or made of tables, and a network, probed or given.
 
 `profile` and `probe` measure in the ranks of a training script, `profile_from_tables` and `gloo_link` need numbers,
-`predict` computes a step from the two, and `plan` compares all hooks. An installation has this package as
-`commhooks.experiments.planning`.
+`predict` computes a step from the two, and `plan` compares all hooks.
 """
 
 from commhooks.experiments.planning.candidates import Candidate

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from commhooks.experiments import stored
+from commhooks.experiments.commit import commit_of_code
 from commhooks.experiments.machine import machine, versions
 from experiments.studies.bench.rows import Row
 
@@ -27,7 +27,7 @@ class Measured:
 
     rows: tuple[Row, ...]
     command: str
-    commit: str  # of the code; with "+" if that was changed since
+    commit: str  # of the code; with "+changes" if that was changed since
     seconds: float  # that it took
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
@@ -54,26 +54,11 @@ def measured_now(rows: list[Row], command: str, seconds: float) -> Measured:
     return Measured(
         rows=tuple(rows),
         command=command,
-        commit=commit(),
+        commit=commit_of_code() or "unknown",
         seconds=round(seconds, 1),
         machine=machine(),
         versions=versions(),
     )
-
-
-def commit() -> str:
-    """Return the short name of the checkout's commit, with '+' if its code was changed since; otherwise 'unknown'."""
-    root = Path(__file__).parents[3]
-    name = _git(root, "rev-parse", "--short=10", "HEAD")
-    changed = _git(root, "status", "--porcelain", "--", "commhooks", "ddp_core", "experiments")
-    return f"{name}{'+' * bool(changed)}" if name else "unknown"
-
-
-def _git(root: Path, *arguments: str) -> str:
-    try:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or no repository: an installed package
-        return ""
 
 
 def read(path: Path) -> Results:
