@@ -15,7 +15,6 @@ MODULES: dict[str, str] = {
     "control-link": ".control",
     "sharded-loss": ".sharded_loss",
     "sharded-hosts": ".sharded_hosts",
-    "hsdp": ".hsdp",
 }
 """The module of each reproduction, by its name, in the order in which they are listed."""
 

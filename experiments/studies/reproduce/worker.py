@@ -17,7 +17,7 @@ from commhooks.experiments.links.link import LinkSettings
 
 _TIMEOUT_SECONDS = 240.0  # without a message
 _SETTING_SECONDS = 1.0  # for the process that made the hosts to set the rate of their links: much longer than it takes
-_MEANS = ("moved", "carried", "losses")  # of which the mean over the ranks counts; of others, the slowest rank's
+_MEANS = ("moved", "carried")  # of which the mean over the ranks counts; of others, the slowest rank's
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Worker(ABC):
 def over_ranks(turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """Return each value of a worker's turns, one for each turn; every rank calls this.
 
-    Of bytes and losses it is the mean over the ranks, of times the one of the rank where it took longest.
+    Of bytes it is the mean over the ranks, of times the one of the rank where it took longest.
     """
     found = {}
     for name in turns[0]:
@@ -81,25 +81,16 @@ def ask_for(rate: float | None, send: Callable[[object], None]) -> None:
     time.sleep(_SETTING_SECONDS)
 
 
-def on_hosts(
-    function: RankFunction,
-    argument: Any,
-    hosts: int,
-    tell: Tell,
-    *,
-    has_hosts: bool,
-    ranks_per_host: int = 1,
-) -> list[Any]:
+def on_hosts(function: RankFunction, argument: Any, hosts: int, tell: Tell, *, has_hosts: bool) -> list[Any]:
     """Call a function on new ranks, whose links have the rates that it asks for; return what rank 0 sends beside text.
 
     Args:
         function: Called as by `run_world`.
         argument: What it is given.
-        hosts: The number of hosts.
+        hosts: The number of hosts, with one rank each.
         tell: Called here with each text that rank 0 sends, as progress.
         has_hosts: Whether hosts are made (network namespaces), with links that have no limit at first; otherwise the
             ranks are on the loopback, and rates that are asked for change nothing.
-        ranks_per_host: The number of ranks of each host, which share its link.
 
     """
     found: list[Any] = []
@@ -113,8 +104,5 @@ def on_hosts(
             elif cluster is not None:
                 cluster.set_rate(message.rate)
 
-        run_world(
-            function, hosts * ranks_per_host, argument, hear,
-            timeout=_TIMEOUT_SECONDS, cluster=cluster, ranks_per_host=ranks_per_host,
-        )  # fmt: skip
+        run_world(function, hosts, argument, hear, timeout=_TIMEOUT_SECONDS, cluster=cluster)
     return found
