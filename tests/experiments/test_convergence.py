@@ -12,9 +12,9 @@ from commhooks.experiments.report.table import plain_table
 from commhooks.experiments.results.intervals import Interval
 from commhooks.experiments.specs import Spec
 from experiments.studies.jobs import run_jobs
+from experiments.studies.leaderboard.board import headings, standing_row
 from experiments.studies.leaderboard.contenders import DENSE, Contender, contenders, relative_error
 from experiments.studies.leaderboard.running import SIZE, Failed, TrainingJob, load_sized
-from experiments.studies.leaderboard.standing_rows import headings, standing_row
 from experiments.studies.leaderboard.standings import Run, paired, standings
 from experiments.studies.lockstep import SCORES, train_in_lockstep
 from tests.tiers import THOROUGH

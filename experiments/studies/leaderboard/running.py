@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +15,24 @@ from commhooks.experiments.machine import cores
 from commhooks.experiments.results.summary import Spread
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import LoadedTask, load_task
-from experiments.studies.heartbeat import Heartbeat
 from experiments.studies.jobs import run_jobs
-from experiments.studies.leaderboard.accuracy import accuracy_of
-from experiments.studies.leaderboard.board import Results, RunsFile, prepare_board, print_board, write_board
+from experiments.studies.leaderboard.board import (
+    Results,
+    RunsFile,
+    accuracy_of,
+    prepare_board,
+    print_board,
+    write_board,
+)
 from experiments.studies.leaderboard.contenders import Contender, LeftOut, contenders, known_names
-from experiments.studies.leaderboard.grace import compare_with_grace
 from experiments.studies.leaderboard.standings import Run, Standing, standings
 from experiments.studies.lockstep import SCORES, time_in_lockstep, train_in_lockstep
 
 SIZE = "tiny"
 """The size of the trained models. A compressor's bytes and error can be measured at any size, and at this one hundreds
 of runs fit into minutes."""
+SILENT_SECONDS = 60.0
+"""Where no terminal shows progress: seconds without a line, after which one is printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +46,7 @@ class Leaderboard:
     workers: int = 4
     only: tuple[str, ...] | None = None  # names of compressors; None: all
     overwrite: bool = False  # results of an earlier leaderboard in that folder
-    docs: Path | None = None  # a folder for the tables and pictures of the documentation
+    docs: Path | None = None  # a folder for the tables of the documentation
     accuracy: Path | None = None  # a file for the differences that `estimate` shows
     processes: int | None = None  # None: one for each core
     timed: tuple[str, str] = ("gpt", "medium")  # the task and size whose gradient is used to time compressors
@@ -132,30 +139,18 @@ def run_leaderboard(board: Leaderboard, console: Console) -> list[Standing]:
         listener.show(progress)
         timings = [TimingJob(board.timed, one, board.workers, board.rounds) for one in timed]
         run_jobs(jobs, min(board.processes or cores(), len(jobs)), listener, alone=timings)
-    runs = listener.whole_runs()
     results = Results(
-        standings=standings(runs, listener.times),
-        grace=compare_with_grace(runs, left_out),
+        standings=standings(listener.whole_runs(), listener.times),
         left_out=list(dict.fromkeys(left_out)),
         seeds=board.seeds,
         workers=board.workers,
-        size=SIZE,
+        descriptions={task: load_sized(task, SIZE).description for task in board.tasks},
         steps={task: board.steps_of(task) for task in board.tasks},
-        timed=board.timed,
-        rounds=board.rounds,
         command=board.command,
     )
     write_board(results, board.out, board.docs)
     if board.accuracy is not None:
-        descriptions = {task: load_sized(task, SIZE).description for task in board.tasks}
-        accuracy_of(
-            results.standings,
-            descriptions,
-            steps=results.steps,
-            seeds=board.seeds,
-            workers=board.workers,
-            command=board.command,
-        ).write(board.accuracy)
+        accuracy_of(results).write(board.accuracy)
     print_board(results, board.out, console)
     return results.standings
 
@@ -191,7 +186,7 @@ class _Listener:
 
     def show(self, progress: Progress) -> None:
         """Show two progress bars; without a terminal, print a line after every minute without one."""
-        self._progress, self._heartbeat = progress, Heartbeat(progress.console)
+        self._progress, self._printed = progress, time.monotonic()
         self._bars = progress.add_task("train", total=len(self._order)), progress.add_task("time", total=self._timed)
 
     def __call__(self, message: object) -> None:
@@ -208,9 +203,13 @@ class _Listener:
                 self._failed.add((message.task, message.contender))
         is_run = isinstance(message, Run) or (isinstance(message, Failed) and message.task is not None)
         self._progress.advance(self._bars[0 if is_run else 1])
-        if self._progress.disable and self._heartbeat.due:
+        if self._progress.disable and time.monotonic() - self._printed >= SILENT_SECONDS:
             done = (f"{task.description} {task.completed:g} of {task.total:g}" for task in self._progress.tasks)
-            self._heartbeat.print(" · ".join(done))
+            self._print(" · ".join(done))
+
+    def _print(self, line: str) -> None:
+        self._printed = time.monotonic()
+        self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def whole_runs(self) -> list[Run]:
         """Return the runs in the planned order, without contenders that failed."""
@@ -223,7 +222,7 @@ class _Listener:
             return
         score = SCORES[run.task]
         text = ", ".join(f"{score.of(one.trained):.3f}" for one in own)
-        self._heartbeat.print(f"{run.task} · {run.contender.label}: {score.name} {text}")
+        self._print(f"{run.task} · {run.contender.label}: {score.name} {text}")
 
 
 def _progress(console: Console) -> Progress:
