@@ -230,7 +230,7 @@ def test_every_reproduction_runs_at_its_tiny_size(
 ) -> None:
     load_reproduction(name)
     for module in [module for module in sys.modules.values() if getattr(module, "run_world", None) is run_world]:
-        if module.__name__.startswith(("experiments.studies.reproduce.", "commhooks.experiments.sweeps.")):
+        if module.__name__.startswith("experiments.studies."):
             monkeypatch.setattr(module, "run_world", standing.run)
     found = reproduce(Request(name=name, size="tiny", out=tmp_path), Console(quiet=True))
     blocks = load_reproduction(name).show(load_reproduction(name).sizes["tiny"], found.measured)

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from commhooks.experiments.links.link import LinkSettings
 from commhooks.experiments.report.plots import Theme, canvas, legend, looks
 from commhooks.experiments.report.words import NEVER, percent
 from commhooks.experiments.specs import Spec
@@ -27,7 +26,6 @@ from experiments.studies.ranks import on_ranks
 from experiments.studies.reproduce.control_ranks import Settings, run_phases, run_turns
 from experiments.studies.reproduce.notes import Notes
 from experiments.studies.reproduce.reproduction import Reproduction
-from experiments.studies.reproduce.worker import on_hosts
 
 T = TypeVar("T")
 
@@ -50,7 +48,7 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
 
 def _run(settings: Settings, fixed: Spec | None, notes: Notes) -> dict[str, Any]:
     """Return one run over the changing link."""
-    [ran] = on_hosts(run_phases, (settings, fixed), _RANKS, notes.tell, has_hosts=settings.limited)
+    ran = on_ranks(partial(run_phases, settings, fixed), _RANKS, notes.tell, link=settings.link)
     medians = ", ".join(seconds_in_words(statistics.median(phase)) for phase in _by_phase(ran.seconds, settings))
     notes.tell(f"{_CONTROLLER if fixed is None else fixed.label}: {medians} a step in the phases")
     return asdict(ran)
@@ -58,8 +56,7 @@ def _run(settings: Settings, fixed: Spec | None, notes: Notes) -> dict[str, Any]
 
 def _turns(settings: Settings, notes: Notes) -> dict[str, Any]:
     """Return the controller's turns beside a plain all-reduce's, on links without a limit."""
-    link = LinkSettings(kind="hosts") if settings.limited else None
-    beside = on_ranks(partial(run_turns, settings), _RANKS, notes.tell, link=link)
+    beside = on_ranks(partial(run_turns, settings), _RANKS, notes.tell, link=settings.link)
     notes.tell(f"without a limit the controller chose {beside.chosen}")
     return asdict(beside)
 

@@ -25,11 +25,10 @@ from commhooks.experiments.timing.step_time import Step, step_time
 from commhooks.units import counted, three_digits
 from experiments.studies.bench.memory import KEEPS_FREED, is_countable
 from experiments.studies.blocks import Block, Table
-from experiments.studies.ranks import on_ranks
+from experiments.studies.ranks import UNLIMITED_HOSTS, on_ranks
 from experiments.studies.reproduce.notes import Notes
 from experiments.studies.reproduce.reproduction import Reproduction
-from experiments.studies.reproduce.sharded_hosts_ranks import Asked, Settings, run_turns, weigh
-from experiments.studies.reproduce.worker import on_hosts
+from experiments.studies.reproduce.sharded_hosts_ranks import Settings, run_turns, weigh
 
 _HEADERS = FRAMING + ACKNOWLEDGEMENT  # bytes on the wire for each byte of data, in both directions at once
 _FREE = "unlimited"
@@ -49,7 +48,8 @@ def _world(settings: Settings, ranks: int, notes: Notes) -> dict[str, Any]:
     """Return what new ranks measured, by rate and hook."""
     rates = {rate: None if rate == _FREE else parse_rate(rate) for rate in (_FREE, *settings.rates)}
     tell = lambda text: notes.tell(f"{ranks} ranks: {text}")
-    return dict(on_hosts(run_turns, Asked(settings, rates), ranks, tell, has_hosts=settings.kind == "hosts"))
+    link = UNLIMITED_HOSTS if settings.kind == "hosts" else None
+    return on_ranks(partial(run_turns, settings, rates), ranks, tell, link=link)
 
 
 def _weighed(settings: Settings, notes: Notes) -> dict[str, Any]:
