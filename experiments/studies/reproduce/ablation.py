@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from commhooks.experiments.hooks import make_hook
@@ -30,8 +30,6 @@ class Ablation:
     'gpt:size=tiny under sgd:lr=0.1,momentum=0.9'. Each run takes the task's own number of steps."""
     variants: Mapping[str, str]
     """Hooks by label: {"PowerSGD rank 2": "powersgd:rank=2"}, the dense baseline first."""
-    against: Mapping[str, str] = field(default_factory=dict)
-    """The label with which each label is compared; missing: the first one."""
     seeds: int = 5
     """Higher: narrower intervals."""
     workers: int = 4
@@ -45,18 +43,11 @@ class Ablation:
                 raise ValueError(f"{name} must be at least {least} (got {getattr(self, name)})")
         if len(self.variants) < 2 or not self.tasks:
             raise ValueError("nothing to compare: name at least one task and two variants")
-        for label in (*self.against, *self.against.values()):
-            if label not in self.variants:
-                raise ValueError(f"{label!r} is compared, but is none of the variants {', '.join(self.variants)}")
 
     @property
     def baseline(self) -> str:
-        """The label of the first variant."""
+        """The label of the first variant, with which the others are compared."""
         return next(iter(self.variants))
-
-    def reference(self, label: str) -> str | None:
-        """Return the label that a variant is compared with; None for the baseline."""
-        return None if label == self.baseline else self.against.get(label, self.baseline)
 
 
 @dataclass(frozen=True, kw_only=True)
