@@ -30,9 +30,7 @@ class Compared:
     diverged: int  # runs whose loss stopped being finite
     mean: float | None  # of the score; None if a run diverged
     baseline: str  # its label
-    difference: (
-        Interval | None
-    )  # of the scores, seed by seed, in `score.unit`; None of the baseline, or if a run of either diverged
+    difference: Interval | None  # in `score.unit`; None of the baseline, or if a run of either diverged
     payload_bytes: float  # of a worker and step, mean over the run
 
 
