@@ -9,7 +9,7 @@ from experiments.studies.advice import advice
 from experiments.studies.bench.command import bench
 from experiments.studies.leaderboard.command import leaderboard
 from experiments.studies.measured_costs import costs
-from experiments.studies.predictions.command import predictions
+from experiments.studies.predictions import predictions
 from experiments.studies.reproduce.command import HELP, reproduce
 
 app = typer.Typer(

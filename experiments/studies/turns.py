@@ -11,17 +11,12 @@ import torch.distributed as dist
 
 from commhooks.experiments.turns import drawn, on_slowest
 
-__all__ = ["Order", "as_given", "drawn", "forth_and_back", "in_turns", "on_slowest", "rotated", "turns_of"]
+__all__ = ["Order", "drawn", "forth_and_back", "in_turns", "on_slowest", "rotated", "turns_of"]
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 Order = Callable[[int, list[Any]], Sequence[Any]]
 """A function from a round's number and the contenders' names to the order of its turns."""
-
-
-def as_given(number: int, names: list[K]) -> Sequence[K]:
-    """Return the same order for every round."""
-    return names
 
 
 def forth_and_back(number: int, names: list[K]) -> Sequence[K]:

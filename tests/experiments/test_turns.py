@@ -13,7 +13,7 @@ import torch.distributed as dist
 from commhooks.experiments.launch import Tell, WorldError
 from experiments.studies.medians import Ratio, milliseconds
 from experiments.studies.ranks import on_ranks, same_step
-from experiments.studies.turns import Order, as_given, drawn, forth_and_back, in_turns, on_slowest, rotated, turns_of
+from experiments.studies.turns import Order, drawn, forth_and_back, in_turns, on_slowest, rotated, turns_of
 
 
 def test_every_contender_has_one_turn_a_round_and_warming_up_does_not_count() -> None:
@@ -39,7 +39,6 @@ def test_what_is_prepared_is_prepared_before_each_turn_and_not_timed() -> None:
 @pytest.mark.parametrize(
     ("order", "rounds"),
     [
-        (as_given, ["abc", "abc", "abc", "abc"]),
         (forth_and_back, ["cba", "abc", "cba", "abc"]),
         (rotated, ["cab", "abc", "bca", "cab"]),
     ],

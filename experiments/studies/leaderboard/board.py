@@ -85,8 +85,9 @@ class RunsFile:
 
 def write_board(results: Results, out: Path, docs: Path | None) -> None:
     """Write the tables into `out`, and the documentation's into `docs`."""
-    rows = list(map(_standing_values, results.standings))
-    _write_csv(out / STANDINGS, list(rows[0]), [list(row.values()) for row in rows])
+    rows = list(map(_flat, results.standings))
+    fields = list(dict.fromkeys(name for row in rows for name in row))
+    _write_csv(out / STANDINGS, fields, [[row.get(name, "") for name in fields] for row in rows])
     text = _markdown(results)
     for folder in [out] if docs is None else [out, docs]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -256,22 +257,12 @@ def _write_csv(path: Path, fields: Sequence[str], rows: Iterable[Sequence[object
         writer.writerows(rows)
 
 
-def _standing_values(row: Standing) -> dict[str, object]:
-    """Return a standing's values by column of the CSV file."""
-    difference, compute = row.difference, row.compute
-    return {
-        "task": row.task,
-        "compressor": row.contender.spec.label,
-        "error_feedback": row.contender.feedback,
-        "score_name": SCORES[row.task].name,
-        **{name: getattr(row, name) for name in ("score", "lowest", "highest")},
-        "difference": difference.mean if difference else "",
-        "difference_low": difference.low if difference else "",
-        "difference_high": difference.high if difference else "",
-        **{name: getattr(row, name) for name in ("payload_bytes", "vnmse", "moved_bytes", "ratio", "residual")},
-        "diverged": row.diverged,
-        "compute": compute.median if compute else "",
-        "compute_low": compute.low if compute else "",
-        "compute_high": compute.high if compute else "",
-        "on_front": row.on_front,
-    }
+def _flat(row: Standing) -> dict[str, object]:
+    """Return a standing's values by column of the CSV file: of a difference its mean, low and high."""
+    values = {"task": row.task, "compressor": row.contender.spec.label, "error_feedback": row.contender.feedback}
+    for name, value in dataclasses.asdict(row).items():
+        if isinstance(value, dict) and name != "contender":
+            values |= {f"{name}_{part}": own for part, own in value.items()}
+        elif name != "contender" and value is not None:
+            values[name] = value
+    return values

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from commhooks.errors import CommHooksError
 from commhooks.experiments.machine import cores
@@ -31,8 +29,6 @@ from experiments.studies.lockstep import SCORES, time_in_lockstep, train_in_lock
 SIZE = "tiny"
 """The size of the trained models. A compressor's bytes and error can be measured at any size, and at this one hundreds
 of runs fit into minutes."""
-SILENT_SECONDS = 60.0
-"""Where no terminal shows progress: seconds without a line, after which one is printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +130,9 @@ def run_leaderboard(board: Leaderboard, console: Console) -> list[Standing]:
     jobs, left_out = _plan(board)
     timed = list(dict.fromkeys(job.contender for job in jobs))
     prepare_board(board.out, overwrite=board.overwrite)
-    listener = _Listener(board.out, jobs, timed, left_out)
-    with _progress(console) as progress:
-        listener.show(progress)
-        timings = [TimingJob(board.timed, one, board.workers, board.rounds) for one in timed]
-        run_jobs(jobs, min(board.processes or cores(), len(jobs)), listener, alone=timings)
+    listener = _Listener(board.out, jobs, left_out, console)
+    timings = [TimingJob(board.timed, one, board.workers, board.rounds) for one in timed]
+    run_jobs(jobs, min(board.processes or cores(), len(jobs)), listener, alone=timings)
     results = Results(
         standings=standings(listener.whole_runs(), listener.times),
         left_out=list(dict.fromkeys(left_out)),
@@ -171,67 +165,36 @@ def _plan(board: Leaderboard) -> tuple[list[TrainingJob], list[LeftOut]]:
 
 
 class _Listener:
-    """A listener that collects results, writes each run as it ends, and updates the progress bars."""
+    """A listener that collects results, writes each run as it ends, and prints a line for each contender."""
 
-    def __init__(
-        self, out: Path, jobs: Sequence[TrainingJob], timed: Sequence[Contender], left_out: list[LeftOut]
-    ) -> None:
+    def __init__(self, out: Path, jobs: Sequence[TrainingJob], left_out: list[LeftOut], console: Console) -> None:
         self.times: dict[Contender, Spread] = {}
         self._runs: dict[tuple[str, Contender, int], Run] = {}
         self._order = [(job.task, job.contender, job.seed) for job in jobs]
         self._left_out = left_out
-        self._failed: set[tuple[str, Contender]] = set()
-        self._timed = len(timed)
-        self._file = RunsFile(out)
-
-    def show(self, progress: Progress) -> None:
-        """Show two progress bars; without a terminal, print a line after every minute without one."""
-        self._progress, self._printed = progress, time.monotonic()
-        self._bars = progress.add_task("train", total=len(self._order)), progress.add_task("time", total=self._timed)
+        self._file, self._console = RunsFile(out), console
 
     def __call__(self, message: object) -> None:
         if isinstance(message, Run):
             self._runs[message.task, message.contender, message.seed] = message
             self._file.append(message)
-            self._say_if_whole(message)
+            self._print_if_whole(message)
         elif isinstance(message, Timing):
             self.times[message.contender] = message.times
         elif isinstance(message, Failed):
             what = f"{message.contender.label} ({message.task or 'timing'})"
             self._left_out.append(LeftOut(what, message.reason))
-            if message.task is not None:
-                self._failed.add((message.task, message.contender))
-        is_run = isinstance(message, Run) or (isinstance(message, Failed) and message.task is not None)
-        self._progress.advance(self._bars[0 if is_run else 1])
-        if self._progress.disable and time.monotonic() - self._printed >= SILENT_SECONDS:
-            done = (f"{task.description} {task.completed:g} of {task.total:g}" for task in self._progress.tasks)
-            self._print(" · ".join(done))
-
-    def _print(self, line: str) -> None:
-        self._printed = time.monotonic()
-        self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def whole_runs(self) -> list[Run]:
         """Return the runs in the planned order, without contenders that failed."""
-        return [self._runs[key] for key in self._order if key[:2] not in self._failed]
+        failed = {key[:2] for key in self._order if key not in self._runs}
+        return [self._runs[key] for key in self._order if key[:2] not in failed]
 
-    def _say_if_whole(self, run: Run) -> None:
+    def _print_if_whole(self, run: Run) -> None:
         keys = [key for key in self._order if key[:2] == (run.task, run.contender)]
-        own = [self._runs[key] for key in keys if key in self._runs]
-        if len(own) < len(keys):
-            return
-        score = SCORES[run.task]
-        text = ", ".join(f"{score.of(one.trained):.3f}" for one in own)
-        self._print(f"{run.task} · {run.contender.label}: {score.name} {text}")
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
+        if all(key in self._runs for key in keys):
+            score = SCORES[run.task]
+            scores = ", ".join(f"{score.of(self._runs[key].trained):.3f}" for key in keys)
+            count = f"{len(self._runs)} of {len(self._order)} runs"
+            line = f"{run.task} · {run.contender.label}: {score.name} {scores} ({count})"
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)

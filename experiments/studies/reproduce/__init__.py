@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from commhooks.units import unknown
-from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.results import Reproduction
 
 __all__ = ["MODULES", "Reproduction", "load_reproduction"]
 

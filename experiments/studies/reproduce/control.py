@@ -25,7 +25,7 @@ from experiments.studies.medians import Ratio, milliseconds
 from experiments.studies.ranks import on_ranks
 from experiments.studies.reproduce.control_ranks import Settings, run_phases, run_turns
 from experiments.studies.reproduce.notes import Notes
-from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.results import Reproduction
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from experiments.studies.bench.memory import KEEPS_FREED, is_countable
 from experiments.studies.blocks import Block, Table
 from experiments.studies.ranks import UNLIMITED_HOSTS, on_ranks
 from experiments.studies.reproduce.notes import Notes
-from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.results import Reproduction
 from experiments.studies.reproduce.sharded_hosts_ranks import Settings, run_turns, weigh
 
 _HEADERS = FRAMING + ACKNOWLEDGEMENT  # bytes on the wire for each byte of data, in both directions at once

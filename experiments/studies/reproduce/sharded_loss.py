@@ -16,7 +16,7 @@ from experiments.studies.blocks import Block
 from experiments.studies.reproduce.ablation import Ablation, Trial, as_row, rows_of, task_and_optimizer, trials_of
 from experiments.studies.reproduce.comparing import show_ablation
 from experiments.studies.reproduce.notes import Notes
-from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.results import Reproduction
 from experiments.studies.sharded_lockstep import train_sharded_in_lockstep
 
 VARIANTS = {

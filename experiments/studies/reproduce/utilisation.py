@@ -29,7 +29,7 @@ from commhooks.units import counted, three_digits
 from experiments.studies.blocks import Block, Table
 from experiments.studies.ranks import UNLIMITED_HOSTS, on_ranks
 from experiments.studies.reproduce.notes import Notes
-from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.results import Reproduction
 from experiments.studies.reproduce.utilisation_ranks import Asked, Settings, run_profile, run_turns
 
 _GOAL, _BYTES_GOAL = 0.90, 0.05
