@@ -67,7 +67,6 @@ def in_turns(
     warm_up: int = 2,
     clock: Callable[[], float] = time.perf_counter,
     prepare: Callable[[K], object] | None = None,
-    order: Order = drawn,
     tell: Callable[[str], None] | None = None,
 ) -> dict[K, list[float]]:
     """Return the seconds of a call, for every contender and round.
@@ -82,7 +81,6 @@ def in_turns(
         warm_up: The number of rounds before these, which do not count.
         clock: The clock of this process; `time.process_time` counts all its threads, and no other process.
         prepare: Called with the contender's name before each turn; its time does not count.
-        order: The order of the turns in each round.
         tell: Called after each round with a text for progress.
 
     """
@@ -98,5 +96,5 @@ def in_turns(
         return (clock() - begun) / calls
 
     turns = {name: partial(seconds_of, name) for name in contenders}
-    taken = turns_of(turns, rounds, warm_up=warm_up, order=order, tell=tell)
+    taken = turns_of(turns, rounds, warm_up=warm_up, tell=tell)
     return {name: on_slowest(seconds) for name, seconds in taken.items()}

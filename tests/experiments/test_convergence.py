@@ -11,9 +11,10 @@ from rich.console import Console
 from commhooks.experiments.report.table import plain_table
 from commhooks.experiments.results.intervals import Interval
 from commhooks.experiments.specs import Spec
+from commhooks.language.loss import error_of
 from experiments.studies.jobs import run_jobs
 from experiments.studies.leaderboard.board import headings, standing_row
-from experiments.studies.leaderboard.contenders import DENSE, Contender, contenders, relative_error
+from experiments.studies.leaderboard.contenders import DENSE, Contender, contenders
 from experiments.studies.leaderboard.running import SIZE, Failed, TrainingJob, load_sized
 from experiments.studies.leaderboard.standings import Run, paired, standings
 from experiments.studies.lockstep import SCORES, train_in_lockstep
@@ -39,6 +40,12 @@ NO_WORSE: dict[str, str] = {"distro": "it learns little either way: see above"}
 
 def named(text: str, *, feedback: bool) -> Contender:
     return Contender(Spec.parse(text), feedback)
+
+
+def relative_error(contender: Contender) -> float:
+    """Return the largest relative error ω that the compressor declares for a parameter of the task's model."""
+    compressor = contender.make()
+    return max(error_of(compressor.loss(*one)) for one in TASK.model.named_parameters())
 
 
 def gain(runs: Sequence[Run], others: Sequence[Run]) -> Interval:
@@ -87,14 +94,14 @@ def long_runs() -> dict[Contender, list[Run]]:
     table = plain_table("digits, 10 seeds", ("ω", *headings("digits")[1:5]), first="compressor")
     for row in standings([run for own in by_contender.values() for run in own], {}):
         label, *cells = standing_row(row)
-        table.add_row(label, f"{relative_error(row.contender, TASK):.3g}", *cells[:4])
+        table.add_row(label, f"{relative_error(row.contender):.3g}", *cells[:4])
     Console(width=130).print(table)
     return by_contender
 
 
 def contractive() -> list[Contender]:
     found, _ = contenders(None, TASK)
-    return [one for one in found if one.feedback and relative_error(one, TASK) < 1]
+    return [one for one in found if one.feedback and relative_error(one) < 1]
 
 
 def is_unbiased(contender: Contender) -> bool:
@@ -106,7 +113,7 @@ def lossy_and_biased() -> list[Contender]:
     """Return contenders without error feedback that may lose much, and that have a form with it."""
     found, _ = contenders(None, TASK)
     plain = [one for one in found if not one.feedback and one.other in found and not is_unbiased(one)]
-    return [one for one in plain if relative_error(one, TASK) >= MUCH]
+    return [one for one in plain if relative_error(one) >= MUCH]
 
 
 @pytest.mark.soak

@@ -15,7 +15,7 @@ from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import load_task
 from commhooks.language import Loss
 from experiments.studies.leaderboard import contenders as module
-from experiments.studies.leaderboard.contenders import SKIPPED, USUAL, Contender, contenders, relative_error
+from experiments.studies.leaderboard.contenders import SKIPPED, USUAL, contenders
 from experiments.studies.leaderboard.standings import Standing, is_better, standings
 from experiments.studies.lockstep import SCORES
 from tests.experiments.standing_samples import rows, runs
@@ -90,10 +90,6 @@ class TestContenders:
             assert {Spec.parse(text).name for text in texts} == {name}
             for text in texts if name in COMPRESSORS else ():
                 make_hook(Spec.parse(text))  # raises for a setting that there is not
-
-    def test_the_relative_error_is_that_of_the_largest_loss(self) -> None:
-        one = Contender(Spec.parse("top-k:ratio=0.1"), feedback=True)
-        assert relative_error(one, DIGITS) == pytest.approx(0.9, abs=0.01)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

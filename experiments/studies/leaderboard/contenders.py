@@ -12,7 +12,6 @@ from commhooks.errors import CommHooksError
 from commhooks.experiments.hooks import make_hook
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import LoadedTask
-from commhooks.language.loss import error_of
 from commhooks.units import unknown
 
 DENSE = "all-reduce"
@@ -116,9 +115,3 @@ def _forms(spec: Spec, task: LoadedTask) -> tuple[list[Contender], list[LeftOut]
         if not contender.feedback or any(inner.loss(*one) for one in parameters.items()):
             found.append(contender)
     return found, refused
-
-
-def relative_error(contender: Contender, task: LoadedTask) -> float:
-    """Return the largest relative error ω that the compressor declares for a parameter of the task's model."""
-    compressor = contender.make()
-    return max(error_of(compressor.loss(*one)) for one in task.model.named_parameters())

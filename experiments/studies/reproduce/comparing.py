@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from commhooks.experiments.report.plots import Theme, canvases
 from commhooks.experiments.report.words import NEVER, bounds, folded, signed
 from commhooks.experiments.results.intervals import Interval, differences
-from experiments.studies.blocks import Block, Picture, Table, with_bounds
+from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.lockstep import ACCURACY, LOSS, SCORES, Score
 from experiments.studies.reproduce.ablation import Ablation, task_and_optimizer
 
@@ -37,8 +37,26 @@ class Compared:
 def compare(ablation: Ablation, rows: Sequence[Mapping[str, Any]], task: str) -> list[Compared]:
     """Return what every variant did on a task, in the order of the variants."""
     of_task = [row for row in rows if row["task"] == task]
-    score = _score_of(task, of_task)
-    return [_compared(ablation, of_task, task, score, label) for label in ablation.variants]
+    score, baseline = _score_of(task, of_task), ablation.baseline
+    found = []
+    for label in ablation.variants:
+        own = [row for row in of_task if row["variant"] == label]
+        scores = list(_scores(of_task, score, label).values())
+        diverged = sum(not math.isfinite(value) for value in scores)
+        found.append(
+            Compared(
+                task=task,
+                score=score,
+                label=label,
+                runs=len(own),
+                diverged=diverged,
+                mean=None if diverged else statistics.fmean(scores),
+                baseline=baseline,
+                difference=None if label == baseline else between(of_task, score, label, baseline),
+                payload_bytes=statistics.fmean(row["payload_bytes"] for row in own),
+            )
+        )
+    return found
 
 
 def between(rows: Sequence[Mapping[str, Any]], score: Score, label: str, other: str) -> Interval | None:
@@ -127,23 +145,6 @@ def draw_differences(ablation: Ablation, rows: Sequence[Mapping[str, Any]], them
     return figure
 
 
-def _compared(ablation: Ablation, rows: Sequence[Mapping[str, Any]], task: str, score: Score, label: str) -> Compared:
-    own = [row for row in rows if row["variant"] == label]
-    scores = list(_scores(rows, score, label).values())
-    diverged = sum(not math.isfinite(value) for value in scores)
-    return Compared(
-        task=task,
-        score=score,
-        label=label,
-        runs=len(own),
-        diverged=diverged,
-        mean=None if diverged else statistics.fmean(scores),
-        baseline=ablation.baseline,
-        difference=None if label == ablation.baseline else between(rows, score, label, ablation.baseline),
-        payload_bytes=statistics.fmean(row["payload_bytes"] for row in own),
-    )
-
-
 def _scores(rows: Sequence[Mapping[str, Any]], score: Score, label: str) -> dict[int, float]:
     """Return the score of each seed; NaN for a run that diverged, even if it still guesses some answers right."""
     own = {row["seed"]: row for row in rows if row["variant"] == label}
@@ -163,7 +164,8 @@ def _cells(one: Compared) -> list[str]:
     sent = f"{one.payload_bytes / 1e3:.2f}"
     if one.difference is None:
         return [one.label, sent, mean, NEVER, NEVER]
-    difference = with_bounds(one.difference, functools.partial(signed, form=form))
+    signs = functools.partial(signed, form=form)
+    difference = f"{signs(one.difference.mean)} ({bounds(one.difference, signs)})"
     better = (one.difference.sign > 0) == one.score.higher_is_better
     effect = ("better" if better else "worse") if one.difference.sign else "none seen"
     return [one.label, sent, mean, difference, effect]
