@@ -93,7 +93,7 @@ def _added(medians: Sequence[Mapping[str, float]], ours: str, *theirs: str) -> S
 
 def _take_turns(task: str, size: float, rounds: int, calls: int, tell: Tell) -> Taken:
     """Train every hook's copy on one rank; return the seconds of a step by each clock."""
-    turns = {who: partial(_turn, training_step(task, spec, size), calls) for who, spec in (PEERS | OURS).items()}
+    turns = {who: partial(_turn, _training_step(task, spec, size), calls) for who, spec in (PEERS | OURS).items()}
     found = turns_of(turns, rounds, warm_up=2)
     return {
         clock: {who: on_slowest([one[number] for one in taken]) for who, taken in found.items()}
@@ -110,8 +110,8 @@ def _turn(step: Stepper, calls: int) -> list[float]:
     return [(clock() - before) / calls for clock, before in zip(CLOCKS.values(), begun, strict=True)]
 
 
-def training_step(task: str, spec: str, bucket_mib: float | None = None) -> Stepper:
+def _training_step(task: str, spec: str, bucket_mib: float) -> Stepper:
     """Return what takes a step of the task under a hook, on a batch that stays the same."""
-    stepper, hook = same_step(task, bucket_mib=bucket_mib), Spec.parse(spec)
+    stepper, hook = same_step(task, bucket_mib), Spec.parse(spec)
     commhooks.attach(stepper.ddp, make_hook(hook), policy=policy_of(hook))
     return stepper

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -41,11 +40,6 @@ class Contender:
     def label(self) -> str:
         """Its settings, and '+ EF' if it has error feedback."""
         return f"{self.spec.label} + EF" if self.feedback else self.spec.label
-
-    @property
-    def other(self) -> Contender:
-        """The same with error feedback if this is without, and vice versa."""
-        return dataclasses.replace(self, feedback=not self.feedback)
 
     def make(self, seed: int = 0) -> Compressor:
         """Return a new compressor; raise ValueError if there is none of this name and these settings."""

@@ -29,6 +29,7 @@ from experiments.studies.lockstep import SCORES, time_in_lockstep, train_in_lock
 SIZE = "tiny"
 """The size of the trained models. A compressor's bytes and error can be measured at any size, and at this one hundreds
 of runs fit into minutes."""
+_TIMED, _ROUNDS = ("gpt", "medium"), 7  # the task and size whose gradient is used to time compressors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +46,6 @@ class Leaderboard:
     docs: Path | None = None  # a folder for the tables of the documentation
     accuracy: Path | None = None  # a file for the differences that `estimate` shows
     processes: int | None = None  # None: one for each core
-    timed: tuple[str, str] = ("gpt", "medium")  # the task and size whose gradient is used to time compressors
-    rounds: int = 7  # of the timing
     command: str = "python -m experiments.studies leaderboard"  # the command that reproduces the results
 
     def __post_init__(self) -> None:
@@ -88,16 +87,14 @@ class TrainingJob:
 class TimingJob:
     """One contender to be timed."""
 
-    task: tuple[str, str]
     contender: Contender
     workers: int
-    rounds: int
 
     def run(self) -> Timing | Failed:
         """Time the contender; one that fails does not stop the others."""
         try:
-            task = load_sized(*self.task)
-            times = time_in_lockstep(task, self.contender.make(), workers=self.workers, rounds=self.rounds)
+            task, compressor = load_sized(*_TIMED), self.contender.make()
+            times = time_in_lockstep(task, compressor, workers=self.workers, rounds=_ROUNDS)
         except (CommHooksError, ValueError) as error:
             return Failed(None, self.contender, str(error))
         return Timing(self.contender, times)
@@ -128,10 +125,9 @@ def run_leaderboard(board: Leaderboard, console: Console) -> list[Standing]:
 
     """
     jobs, left_out = _plan(board)
-    timed = list(dict.fromkeys(job.contender for job in jobs))
     prepare_board(board.out, overwrite=board.overwrite)
     listener = _Listener(board.out, jobs, left_out, console)
-    timings = [TimingJob(board.timed, one, board.workers, board.rounds) for one in timed]
+    timings = [TimingJob(one, board.workers) for one in dict.fromkeys(job.contender for job in jobs)]
     run_jobs(jobs, min(board.processes or cores(), len(jobs)), listener, alone=timings)
     results = Results(
         standings=standings(listener.whole_runs(), listener.times),

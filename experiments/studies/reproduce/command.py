@@ -23,7 +23,7 @@ Measure again what the documentation promises, and compare the results with thei
 
     python -m experiments.studies reproduce feedback-and-optimizers
 
-Options make intervals narrower (--seeds) and need no root (--link emulated).
+More seeds make intervals narrower; emulated links need no root.
 
 [bold]The folder[/bold] given by --out receives results.json (all measurements, with settings, versions and machine), \
 measured.md (what the source says, tables and findings) and the pictures. The same command prints a finished \
