@@ -102,7 +102,7 @@ def test_a_run_that_diverged_is_counted_and_leaves_no_mean(change: Mapping[str, 
     others = between(made, ACCURACY, "lower", "SGD")
     assert others is not None and others.mean == pytest.approx(-10.1)  # of 9.9, 9.4 and 11 points
     draw = partial(draw_differences, ABLATION, made)
-    lost = compare(ABLATION, [*(row | change for row in made[:3]), *made[3:]], "digits")
+    lost = compare(ABLATION, [*({**row, **change} for row in made[:3]), *made[3:]], "digits")
     assert "Lower cannot be compared with SGD, of which runs diverged" in findings(lost)
     assert Picture("differences", "", draw).png(LIGHT).startswith(b"\x89PNG")
 
