@@ -97,8 +97,8 @@ error. Newer versions of both are allowed. `commhooks env` says whether yours we
 names it lacks.
 
 `make test-torch TORCH=2.15.0 PYTHON=python3.12 PAGE=1` tries a version on the CPU and writes a row of this table. Cells
-are tests that passed. What failed is listed until the version is tried again. `make test` runs with PyTorch 2.13.0 and
-Python 3.11.
+are tests that passed; `commhooks/experiments/versions.json` names those that failed, until the version is tried again.
+`make test` runs with PyTorch 2.13.0 and Python 3.11.
 
 Defects of old versions of PyTorch itself:
 
@@ -262,11 +262,10 @@ def page(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cells = [_cell(row["parts"].get(part)) for part in PARTS]
         table.append(f"| {' | '.join([row['torch'], row['python'], row['date'], *cells])} |")
-    failed = [f"- {row['torch']}, Python {row['python']}: `{name}`" for row in rows for name in row["failed"]]
     text = BEGINNING.format(python=PROMISE["PYTHON"], torch=PROMISE["TORCH"], fsdp2=PROMISE["FSDP2"])
     if not rows:
         table = ["No row has been written yet."]
-    return "\n".join([text, *table, "", *(["## Failed", "", *failed, ""] if failed else [])])
+    return "\n".join([text, *table, ""])
 
 
 def _cell(count: list[int] | None) -> str:
