@@ -23,8 +23,7 @@ with it: PyTorch's own class or hook, a memory copy, or another hook. Lower is b
 
 - **Ratio**: the median over rounds, with the quartiles. In each round every contender runs once, in random order. With
   several ranks, the slowest counts.
-- **Copies**: a memory copy is timed three times just before each run and three times just after it; the median is the
-  unit.
+- **Copies**: a memory copy is timed three times just before and after each run; the median is the unit.
 - **Noise**: the peer against itself, in the same rounds.
 - **Target**: *met* if the median is at most the target; *within the spread* if it exceeds the target by at most the
   noise (only for step times of `ddp_core`, `allreduce_hook` and `fp16_compress_hook`); *missed* otherwise.
