@@ -18,8 +18,8 @@ measures: [commhooks/compressors, commhooks/engine, commhooks/native, commhooks/
 
 # Benchmarks
 
-How fast this package is, as ratios. Each figure is divided by that of a peer, measured in the same run, interleaved
-with it: PyTorch's own class or hook, a memory copy, or another hook. Lower is better.
+How fast is this package? Each figure is a ratio to a peer, measured in the same run, interleaved with it: PyTorch's own
+class or hook, a memory copy, or another hook. Lower is better.
 
 - **Ratio**: the median over rounds, with the quartiles. In each round every contender runs once, in random order. With
   several ranks, the slowest counts.
