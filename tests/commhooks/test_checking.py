@@ -86,7 +86,7 @@ def test_a_broken_law_is_told_with_its_rule_and_its_usual_causes() -> None:
 
 
 def test_a_broken_law_names_parameter_step_and_how_far_it_is_off() -> None:
-    (found,) = bad(mistaken.WrongSign(), "conservation")
+    (found,) = bad(mistaken.MISTAKES["WrongSign"][0](), "conservation")
     said = r"off by 2 of the largest element; the residual is -1 times what was not sent: a float32 parameter of"
     assert re.match(f"{said} shape 24×40 in step 0, with 3 workers", found.why)
 
