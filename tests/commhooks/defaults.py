@@ -27,7 +27,6 @@ from torch.distributed.fsdp import fully_shard
 import commhooks
 from commhooks.communicators.parent_group import group_or_default
 from commhooks.exchange import ProcessGroupConnection
-from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from tests.cases import BY_NAME, FORMS
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.golden import digest_of
@@ -113,42 +112,6 @@ def exchanged(
     return found
 
 
-def in_lockstep(rank: int, compressor: str, around: Around) -> list[Tensor]:
-    """Average two workers' tensors in this process."""
-    rounds = [[dict(zip(NAMES, gradients(worker, step), strict=True)) for worker in (0, 1)] for step in range(STEPS)]
-    with around():
-        exchangers = [
-            commhooks.Exchanger(rounds[0][0], compressor, connection=connection)
-            for connection in lockstep_connections(2)
-        ]
-        for one in rounds[:-1]:
-            average_in_lockstep(exchangers, one)
-    average_in_lockstep(exchangers, rounds[-1])
-    return [value for one in rounds for worker in one for value in worker.values()]
-
-
-def hooked(rank: int, kind: str, hook: Any, around: Around) -> list[Tensor]:
-    """Register a hook that runs under the default, while the model and its backward pass do not."""
-    module = Given(*SHAPES)
-    model: Any = wrap(kind, module, bucket_cap_mb=0.004)
-    under = [False] * (STEPS - 1) + [True]
-
-    def wrapped(state: Any, bucket: Any) -> Any:
-        with around() if under[0] else nullcontext():
-            return hook(state, bucket)
-
-    wrapped.__annotations__.clear()  # PyTorch wants the class itself, or nothing
-    is_powersgd = hook is commhooks.powerSGD_hook
-    model.register_comm_hook(commhooks.PowerSGDState(None, 2, start_powerSGD_iter=1) if is_powersgd else None, wrapped)
-    found: list[Tensor] = []
-    for step in range(STEPS):
-        under = [step < STEPS - 1]
-        model.zero_grad()
-        model(*gradients(rank, step)).backward()
-        found += gradients_of(module)
-    return found
-
-
 def seldom(rank: int, compressor: str, around: Around) -> list[Tensor]:
     """Average a model by DiLoCo, and by ModelAverager."""
     found: list[Tensor] = []
@@ -206,12 +169,8 @@ def ways(names: Sequence[str], default: str) -> dict[str, Callable[[int, Around]
             found[f"{name}, attach"] = functools.partial(_call, attached, name)
         for dtype in dtypes:
             found[f"{name}, Exchanger, {dtype}"] = functools.partial(_call, exchanged, name, dtype, connection)
-    for kind in ("core", "torch"):
-        for hook in (commhooks.powerSGD_hook, commhooks.fp16_compress_hook):
-            found[f"{hook.__name__}, {kind}"] = functools.partial(_call, hooked, kind, hook)
     for compressor in ("powersgd", "int8"):
         found[f"DiLoCo and ModelAverager, {compressor}"] = functools.partial(_call, seldom, compressor)
-        found[f"average_in_lockstep, {compressor}"] = functools.partial(_call, in_lockstep, compressor)
     for way in ("attach_sharded", "attach_replicas") if default != "inference" else ():
         found[way] = functools.partial(_call, sharded, way, "int8")
     return found

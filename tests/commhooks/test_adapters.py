@@ -169,23 +169,6 @@ def adapters_trained_in_turn_become_what_each_becomes_alone(rank: int) -> None:
 
 
 @facts
-def a_powersgd_state_knows_the_names_of_adapters_that_rest(rank: int) -> None:
-    for way in BOTH_DDPS:
-        model = Network("one", "two")
-        ddp, state = wrap(way, model, find_unused_parameters=True), commhooks.PowerSGDState(None)
-        model.use("one")
-        state.bind(ddp)
-        ddp.register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]  # a DDP's
-        optimizer = adamw(model)
-        for number, name in enumerate(NAMES):
-            model.use(name)
-            step(ddp, optimizer, rank, number)
-        assert all(same(kept_by(model), other) for other in of_every_rank(kept_by(model)))
-        assert {name for name in state.by_parameter() if ".up." in name} == {f"{i}.up.{n}" for i in "02" for n in NAMES}
-        state.close()
-
-
-@facts
 def a_pass_without_adapters_changes_nothing(rank: int) -> None:
     """Neither before a step nor between its forward and its backward pass; with DoRA, and a last layer that trains."""
     for way in (*BOTH_DDPS, "attach_sharded", "attach_replicas"):

@@ -17,7 +17,7 @@ from commhooks.compressors import AdaptiveRank, PowerSGD
 from commhooks.compressors.powersgd.adaptive_rank import _norms_of_rows
 from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least_error
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
-from tests.tiers import A_ROW, in_turn, thorough
+from tests.tiers import thorough
 
 SHAPES = ((24, 40), (40,), (30, 36), (48, 20))
 
@@ -165,24 +165,6 @@ def test_accordion_gives_the_high_rank_to_layers_whose_norm_changes() -> None:
 
 
 # --- the choice is state ----------------------------------------------------------------------------------------------
-
-
-@A_ROW
-@pytest.mark.parametrize(("policy", "rule"), in_turn(["fifo", "fused"], ["least-error", "accordion"]))
-def test_a_run_is_resumed_bit_for_bit_wherever_in_a_window_it_was_saved(policy: str, rule: Any) -> None:
-    compressor = ErrorFeedback(inner=AdaptiveRank(rank=3, max_rank=5, every=5, rule=rule))
-    ran = Workers(compressor, 2, zeros(*SHAPES), buckets=2, policy=policy, atomic=True)
-    saved, means = [], []
-    for step in range(12):
-        saved.append(ran.saved())
-        means.append(ran.step(normal(ran.parameters, 2, seed=step)))
-    assert len(set(choices(ran))) > 1
-    for first in range(1, 12):
-        resumed = Workers(compressor, 2, zeros(*SHAPES), buckets=2, policy=policy, atomic=True)
-        resumed.resume(saved[first])
-        for step in range(first, min(first + 3, 12)):
-            ours = resumed.step(normal(ran.parameters, 2, seed=step))
-            assert all(torch.equal(a, b) for a, b in zip(ours[0], means[step][0], strict=True)), (first, step)
 
 
 def test_a_step_that_measured_and_did_not_count_changes_no_choice() -> None:

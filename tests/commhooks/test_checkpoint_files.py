@@ -275,16 +275,6 @@ def test_a_file_that_was_edited_and_written_again_is_refused(tmp_path: Path) -> 
         load_checkpoint(path, model=torch.nn.Linear(2, 2))
 
 
-def test_a_checkpoint_of_another_layout_is_refused_by_name(tmp_path: Path) -> None:
-    """As commhooks wrote it before layouts had this name."""
-    path, _ = two_saves(tmp_path)
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["layout"], manifest["commhooks"]
-    (path / "manifest.json").write_text(json.dumps({"format_version": 1} | manifest))
-    with pytest.raises(CheckpointError, match=r"was saved in layout 1 by an earlier commhooks; this one \(.*\) reads"):
-        load_checkpoint(path, model=torch.nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize("where", ["alone", "state_dict", "settings", "state"])
 def test_torch_load_executes_nothing_at_its_defaults(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

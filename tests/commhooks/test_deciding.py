@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from commhooks import CheckpointError, SettingsError
-from commhooks.communicators.collective import KINDS, ring_bytes
+from commhooks.communicators.collective import ring_bytes
 from commhooks.control import AdaptiveRule
 from commhooks.control.decider import Decider
 from commhooks.control.link import Link as Found
@@ -51,13 +51,6 @@ def test_a_link_a_hundred_times_slower_and_back_is_followed_within_ten_steps_at_
         assert max(on_link[number] for number in settled) <= (1.05 + 2 * noise) * min(on_link)
 
 
-def test_the_step_in_which_the_link_slows_down_is_the_only_slow_one() -> None:
-    run = Run(ladder(), back_and_forth)
-    run.go_on(2 * PHASE)
-    dense = step_time(run.ladder[0], SLOW, RANKS).seconds
-    assert [step for step, seconds in enumerate(run.seconds) if seconds > dense / 2] == [PHASE]
-
-
 @pytest.mark.parametrize("halfway", [5e8, 2e8, 1.2e8])
 def test_a_link_that_slows_down_in_the_middle_of_a_step_costs_no_more_than_that_step_and_the_next(
     halfway: float,
@@ -72,15 +65,6 @@ def test_a_link_that_slows_down_in_the_middle_of_a_step_costs_no_more_than_that_
     assert max(run.seconds[PHASE + 2 :]) < dense / 2
 
 
-def test_every_change_of_a_link_is_answered_within_ten_steps_also_the_fifth() -> None:
-    run = Run(ladder(), lambda step: SLOW if step // PHASE % 2 else FAST)
-    run.go_on(10 * PHASE)
-    for phase in range(1, 10):
-        assert {number > 0 for number in run.candidates[phase * PHASE + 10 : (phase + 1) * PHASE]} == {
-            phase % 2 == 1
-        }, phase
-
-
 @pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize("start", range(5))
 def test_every_candidate_is_tried_once_wherever_the_run_begins_and_then_the_best_one_stays(
@@ -92,15 +76,6 @@ def test_every_candidate_is_tried_once_wherever_the_run_begins_and_then_the_best
     assert order[:5] == [start, *(number for number in range(5) if number != start)]
     assert len(order) <= 7  # the best one, after one that differs from it by less than the model knows
     assert step_time(run.ladder[order[-1]], link, RANKS).seconds <= run.best(link) / (1 - AdaptiveRule().margin)
-
-
-@pytest.mark.parametrize("pattern", list(itertools.permutations(range(5)))[::7])
-def test_the_best_candidate_is_found_in_every_order_of_the_ladder(pattern: tuple[int, ...]) -> None:
-    run = Run([ladder()[number] for number in pattern], back_and_forth)
-    run.go_on(2 * PHASE)
-    for step, link in ((PHASE - 1, FAST), (-1, SLOW)):
-        found = step_time(run.ladder[run.candidates[step]], link, RANKS).seconds
-        assert found <= run.best(link) / (1 - AdaptiveRule().margin)
 
 
 @noises
@@ -152,12 +127,6 @@ def test_between_candidates_that_are_about_equally_fast_a_noisy_link_moves_hardl
         run = Run(ladder(), lambda step, rate=rate: Link(rate=rate, latency=1e-4), noise=noise)  # type: ignore[misc]  # 'Cannot infer type of lambda'
         run.go_on(500)
         assert len(run.moves_after(20)) <= 1, rate
-
-
-def test_of_candidates_that_are_equally_fast_the_first_is_used() -> None:
-    run = Run([candidate("all-reduce", 100, 0.0), candidate("all-reduce", 50, 0.0)], lambda step: FAST, candidate=1)
-    run.go_on(40)
-    assert run.candidates[-1] == 0 and len(run.moves) == 1
 
 
 def test_a_candidate_that_saves_more_than_a_tie_and_less_than_the_margin_is_not_moved_to() -> None:
@@ -253,14 +222,6 @@ def test_a_probe_finds_the_rate_and_latency_of_a_link(ranks: int) -> None:
     small, large = (link.seconds(ring_bytes("all-reduce", size, ranks), hops) for size in (4, 1_000_000))
     found = link_of(small, large, 1_000_000, ranks)
     assert (found.rate, found.latency) == pytest.approx((3e8, 2e-4))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_collective_takes_the_seconds_of_a_ring(kind: str) -> None:
-    """The link model of `experiments` has the same formulas, written down once more."""
-    expected = Link(rate=3e8, latency=2e-4, algorithm="ring").transfer(kind, 120_000, 4).seconds
-    found = Found(rate=3e8, latency=2e-4).seconds(ring_bytes(kind, 120_000, 4), hops_of(kind, 4))
-    assert found == pytest.approx(expected)
 
 
 def test_a_probe_whose_large_message_was_the_faster_is_a_fast_link_and_no_error() -> None:

@@ -21,7 +21,7 @@ from commhooks.compressors import PowerSGD, TopK
 from commhooks.scheduling.policy import PolicyName
 from tests import bounds
 from tests.commhooks.inline_on_cpu import as_on_nccl
-from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, Mirrored, backward, largest_error
+from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, backward, largest_error
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.told import Told, told_by
 from tests.commhooks.workers import largest, normal, zeros
@@ -123,36 +123,6 @@ def attaching_what_differs_on_one_rank_is_refused_on_every_rank_and_can_be_made_
     for what, difference in DIFFERENCES.items():
         check(told[what], difference)
         assert told[what].error == "AttachError"
-
-
-@facts
-def replacing_by_what_differs_on_one_rank_is_refused_and_the_old_compressor_goes_on(rank: int, kind: str) -> None:
-    for policy in ("fifo", "fused"):
-        replace_by_what_differs(rank, kind, policy)
-
-
-def replace_by_what_differs(rank: int, kind: str, policy: str) -> None:
-    both = Mirrored(kind, make_compressor("powersgd", rank=2), policy)
-    for step, (what, names) in enumerate(
-        {"compressor": ("fp16", "bf16"), "rank": ("rank 1", "rank 2"), "seed": ("rank 1", "rank 1, seed 1")}.items()
-    ):
-        _demand_the_means_of_lockstep(both, step)
-        old = both.attachment.compressor
-        replace = functools.partial(both.attachment.replace, COMPRESSORS[names[rank == ODD]])
-        told = told_by(replace)
-        assert told.error == "AttachError"
-        check(told, DIFFERENCES[what].replace(OTHERS, "(rank 0)"))
-        assert both.attachment.compressor is old
-    for step in (3, 4):
-        _demand_the_means_of_lockstep(both, step)
-    both.replace(make_compressor("powersgd", rank=4))
-    _demand_the_means_of_lockstep(both, 5)
-    both.attachment.close()
-
-
-def _demand_the_means_of_lockstep(both: Mirrored, step: int) -> None:
-    ours, expected = both.step(normal(zeros(*SHAPES), 2, seed=step))
-    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True)), (step, largest_error(ours, expected))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -43,21 +42,6 @@ class Branches(nn.Module):
 
     def forward(self, gradients: dict[int, Tensor]) -> Tensor:
         return torch.stack([(self.weights[i] * gradient).sum() for i, gradient in gradients.items()]).sum()
-
-
-@facts
-def memory_does_not_grow_while_parts_of_a_bound_model_take_turns(rank: int, kind: str) -> None:
-    model = nn.ModuleList(nn.Linear(40, 30) for _ in range(2))
-    state = PowerSGDState(None, 2, start_powerSGD_iter=0)
-    state.bind(model)
-    parts = [wrap(kind, part, **BRANCHES) for part in model]
-    for part in parts:
-        part.register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]
-    working = []
-    for step in range(60):
-        parts[step % 2](torch.ones(4, 40)).sum().backward()
-        working.append(state.memory().working)
-    assert max(working) <= max(working[:6])
 
 
 def _own(hooks: Handle[Any] | PowerSGDState, rank: int, number: int) -> dict[str, Tensor]:
@@ -207,34 +191,6 @@ def _of_rank_0(state: dict[str, Any]) -> dict[str, Any]:
     torch.distributed.broadcast_object_list(told, src=0)
     received: dict[str, Any] = told[0]
     return received
-
-
-@facts
-def state_goes_with_names_when_layers_are_unfrozen(rank: int, kind: str) -> None:
-    """Freeze two matrices, train, unfreeze them, and wrap again: state goes with the names."""
-    module = Branches()
-    for number in (1, 2):
-        module.weights[number].requires_grad_(False)
-    ddp = wrap(kind, module, **BRANCHES)
-    first = commhooks.attach(ddp, "powersgd")
-    for step in range(3):
-        gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
-        ddp({0: gradients[0], 3: gradients[3]}).backward()
-    saved = first.state_dict()
-    first.close()
-    for number in (1, 2):
-        module.weights[number].requires_grad_(True)
-    again = wrap(kind, module, **BRANCHES)
-    second = commhooks.attach(again, "powersgd")
-    with pytest.raises(commhooks.CheckpointError, match="has no parameter 'weights.1'.*pass missing='reset'"):
-        second.load_state_dict(saved)
-    second.load_state_dict(saved, missing="reset")
-    own = _own(second, rank, 0)
-    assert torch.equal(own["residual"], saved["local"][f"rank{rank}"]["weights.0"]["residual"])
-    assert second.steps == 3
-    for step in range(3, 6):
-        again(dict(enumerate(normal(zeros(*SHAPES), 2, seed=step)[rank]))).backward()
-    assert _own(second, rank, 1)["residual"].abs().max() > 0
 
 
 @facts.once

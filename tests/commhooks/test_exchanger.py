@@ -199,24 +199,6 @@ def memory_does_not_grow_while_rounds_overlap(rank: int) -> None:
         exchanger.close()
 
 
-def test_rounds_that_no_longer_overlap_use_one_memory() -> None:
-    (connection,) = lockstep_connections(1)
-    exchanger = Exchanger(TENSORS, "top-k", connection=connection)
-    overlapping = []
-    for step in range(2):
-        overlapping.append(exchanger.begin(drawn(0, step)))
-        run_in_turns([connection])
-    for averaging in overlapping:
-        averaging.write(drawn(0))
-    places = set()
-    for _ in range(4):
-        places.add(exchanger.buffers["a"].data_ptr())
-        averaging = exchanger.begin()
-        run_in_turns([connection])
-        averaging.write(drawn(0))
-    assert len(places) == 1
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfAnotherSize(Compressor):
     """Gather another number of elements in every round."""
@@ -277,25 +259,6 @@ def tensors_in_another_order_of_memory_are_refused(rank: int) -> None:
         exchanger = Exchanger({"w": tensor}, "top-k")
         told = told_by(functools.partial(exchanger.average, {"w": tensor}))
         assert "ranks disagree" in told.text and "tensor w: " in told.text and "strides" in told.text
-
-
-def test_an_exchanger_has_what_an_attachment_has() -> None:
-    exchanger = Exchanger(TENSORS, "top-k", connection=lockstep_connections(1)[0])
-    exchanger.average(drawn(0))
-    assert str(exchanger.compressor) == str(commhooks.make_compressor("top-k"))
-    exchanger.expect(commhooks.make_compressor("powersgd"))
-    assert exchanger.checked("fp16") == commhooks.make_compressor("fp16")
-    with pytest.raises(SettingsError, match="Did you mean 'powersgd'"):
-        exchanger.replace("powersdg")
-    exchanger.replace("powersgd")
-    exchanger.average(drawn(0, 1))
-    assert exchanger.statistics().steps == 2 and exchanger.metrics()["commhooks/bytes_sent_total"] >= 0
-    summary = str(exchanger)
-    assert summary.startswith("Exchanger: ") and "powersgd" in summary and "2 steps" in summary
-    exchanger.close()
-    with pytest.raises(commhooks.AttachError, match="replace: this Exchanger was closed"):
-        exchanger.replace("fp16")
-    assert "closed" in str(exchanger)
 
 
 test = facts.tests()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -19,7 +18,6 @@ from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from commhooks.scheduling.lockstep import LockstepConnection, run_in_turns
 from tests import bounds
 from tests.commhooks.resuming import distance, roundtrip
-from tests.commhooks.test_lanes import FailsOnce
 from tests.commhooks.told import told_by
 from tests.ddp_core.facts import Facts
 from tests.world import on_ranks
@@ -243,18 +241,6 @@ def a_state_that_does_not_match_one_group_on_one_rank_is_loaded_nowhere(rank: in
     told = told_by(lambda: exchangers.load_state_dict({"groups": 7}))
     assert "expected the state_dict() of a hook's state" in told.text
     exchangers.close()
-
-
-@facts
-def a_failure_names_the_round_and_the_group(rank: int) -> None:
-    for count in (1, 3):
-        labels = list(GROUPS)[:count]
-        exchangers = Exchanger({label: GROUPS[label] for label in labels}, FailsOnce(rank=1, step=3))
-        for turn in range(3):
-            for label in labels:
-                exchangers[label].average(drawn(label, rank, turn))
-        told = told_by(functools.partial(exchangers[labels[0]].average, drawn(labels[0], rank, 3)))
-        assert "rank 1, round 3, fragment 0 of 3, bucket 0 (parameters a): ZeroDivisionError: on purpose" in told.text
 
 
 def test_groups_in_turns_share_the_memory_of_the_largest() -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import itertools
 import os
-import random
 import re
 import signal
 import threading
@@ -31,8 +30,6 @@ from tests.waiting import until
 from tests.world import Outcome, on_ranks, run_world, run_world_outcomes, stay_away, tell
 from tests.world.launcher import HANG_SECONDS
 
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
-both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
 CAUSES = {
     "raise": "ValueError: a compressor went wrong",
     "raise late": "ValueError: a compressor went wrong",
@@ -135,23 +132,6 @@ def test_a_compressor_that_fails_on_one_rank_is_named_on_every_rank(kind: str, p
         assert survived(outcome), outcome.describe()
 
 
-def killed_at_any_time(rank: int, kind: str, policy: Any, delay_seconds: float) -> Told:
-    """Train until a separate thread kills rank 1, this long after the second step."""
-    model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
-    commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2), policy=policy)
-    gradients = normal(zeros(*SHAPES), 4, seed=0)[rank]
-    for step in itertools.count():
-        if (rank, step) == (1, 2):
-            threading.Timer(delay_seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        begun = time.monotonic()
-        try:
-            model(*gradients).backward()
-        except Exception as error:
-            seconds = time.monotonic() - begun
-            return Told(type(error).__name__, str(error), _text_of_another_step(model, rank), seconds)
-    raise AssertionError("steps came to an end")
-
-
 @on_ranks(2, check_exit=False)
 def test_an_attachment_that_nobody_uses_any_more_is_collected_with_its_thread(rank: int) -> None:
     for kind in BOTH_DDPS:
@@ -207,14 +187,3 @@ def test_a_rank_that_does_not_come_in_time_is_given_up(
     for told in (prompt, late):
         for text in (told.text, told.next_text):
             assert f"hook_timeout={hook_timeout} s. No answer from rank 1." in text
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-@both_ddps
-@both_policies
-def test_when_a_rank_is_killed_at_any_time_the_others_raise_10_times(kind: str, policy: str) -> None:
-    for repetition in range(10):
-        delay = random.Random(f"{kind}, {policy}, {repetition}").random()
-        outcomes = run_world_outcomes(killed_at_any_time, 3, kind, policy, delay)
-        check_survivors(outcomes, "step ")

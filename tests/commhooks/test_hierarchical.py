@@ -25,7 +25,7 @@ from tests.cases import BY_NAME
 from tests.commhooks.inline_on_cpu import as_on_nccl
 from tests.commhooks.mirrored import Mirrored, largest_error
 from tests.commhooks.models import Given, wrap
-from tests.commhooks.workers import Workers, mean_of, normal, zeros
+from tests.commhooks.workers import Workers, normal, zeros
 from tests.ddp_core.facts import BOTH_DDPS
 from tests.tiers import in_turn
 from tests.world import on_ranks
@@ -85,17 +85,6 @@ def test_narrow_gradients_and_rules_for_some_parameters_go_through_machines_too(
 
 
 @both_policies
-def test_machines_of_one_rank_ask_for_what_inner_asks_for(policy: str) -> None:
-    inner = make_compressor("powersgd", rank=2)
-    workers, plain = (
-        Workers(one, 3, zeros(*SHAPES), buckets=2, policy=policy) for one in (Hierarchical(inner=inner, size=1), inner)
-    )
-    check_alike(workers, plain, 1, normal(workers.parameters, 3, seed=0))
-    workers.traffic.seconds_waiting = plain.traffic.seconds_waiting = 0.0
-    assert workers.traffic == plain.traffic and workers.traffic.by_group == {}
-
-
-@both_policies
 @pytest.mark.parametrize("wire", [None, torch.float16])
 def test_between_machines_each_rank_sends_its_share_of_what_inner_sends(policy: str, wire: torch.dtype | None) -> None:
     """A step of PowerSGD: (40 + 20)·2 and 10 elements between 3 machines, in 2 shares; the gradient inside.
@@ -142,20 +131,6 @@ def test_an_inf_on_one_rank_spoils_the_step_on_all_and_is_committed_nowhere(poli
 
 def _state(workers: Workers, rank: int) -> list[Tensor]:
     return [kept.clone() for p in workers.parameters for kept in workers.states[rank].of(p).tensors.values()]
-
-
-def test_what_machines_have_not_sent_is_the_mean_of_their_ranks_residuals() -> None:
-    """Conservation, in float64: sent + unsent = the gradients' sum, to the rounding of its few hundred operations."""
-    for name in ("top-k", "powersgd", "sign"):
-        parameters = zeros((30, 20), (64,), dtype=torch.float64)
-        workers = Workers(Hierarchical(inner=make_compressor(name), size=2), 6, parameters, buckets=2)
-        total = [torch.zeros_like(p) for p in parameters]
-        for step in range(5):
-            gradients = normal(parameters, 6, seed=step)
-            means = workers.step(gradients)[0]
-            total = [t + mean_of(gradients, i) - means[i] for i, t in enumerate(total)]
-        for index, short in enumerate(total):
-            torch.testing.assert_close(short, workers.unsent(index), rtol=0, atol=1e-11)
 
 
 # --- steps that are not like the others, and checkpoints ------------------------------------------------------------
@@ -252,24 +227,6 @@ def test_what_ranks_had_each_of_their_own_is_not_taken_for_a_machines(name: str,
         for parameter in workers.parameters:
             one, other = (workers.states[r].of(parameter).tensors for r in (rank, rank + 1))
             assert one and all(torch.equal(one[entry], other[entry]) for entry in one)
-
-
-def test_machines_for_some_parameters_and_ranks_for_others_go_side_by_side() -> None:
-    machines, ranks = Hierarchical(inner=make_compressor("powersgd", rank=2), size=2), make_compressor("top-k")
-    mixed = PerParameter(rules=(("layer0", machines), ("layer2", machines)), otherwise=ranks)
-    parameters = zeros((20, 16), (30,), (8, 40), dtype=torch.float64)
-    for policy in ("fifo", "fused"):
-        workers = Workers(mixed, 6, parameters, policy=policy)
-        of_machines = Workers(machines, 6, parameters[::2], names=["layer0", "layer2"], policy=policy)
-        of_ranks = Workers(ranks, 6, parameters[1:2], names=["layer1"], policy=policy)
-        for step in range(2):
-            gradients = normal(parameters, 6, seed=step)
-            ours = workers.step(gradients)[3]
-            (second,) = of_ranks.step([own[1:2] for own in gradients])[3]
-            assert torch.equal(ours[1], second)
-            # Products' last bits depend on where in a bucket a matrix lies; in float64 what that does is smaller.
-            for mine, theirs in zip(ours[::2], of_machines.step([own[::2] for own in gradients])[3], strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from commhooks.scheduling import connection as connections
 from commhooks.scheduling.connection import ProcessGroupConnection
 from tests.commhooks.told import told_by
 from tests.ddp_core.facts import Facts
-from tests.python_groups import Elastic
 from tests.world import on_ranks
 
 facts = Facts()
@@ -197,22 +196,6 @@ def a_refused_comparison_ends_only_what_it_was_about(rank: int) -> None:
     second.close()
 
 
-def test_workers_of_one_process_have_lanes_too() -> None:
-    connections = lockstep_connections(2)
-    of_ranks = [
-        [Exchanger(values_of(0, 0), "fp16", connection=connection, name=f"part {n}") for n in range(3)]
-        for connection in connections
-    ]
-    for turn in range(4):
-        values = [[values_of(rank, turn + n) for n in range(3)] for rank in range(2)]
-        both = [one for of_rank in of_ranks for one in of_rank]
-        average_in_lockstep(both, [one for of_rank in values for one in of_rank])
-        for n in range(3):
-            assert torch.equal(values[0][n]["w"], values[1][n]["w"])
-            assert float(values[0][n]["w"][0]) == turn + n + 0.5
-    assert {exchanger.statistics().steps for of_rank in of_ranks for exchanger in of_rank} == {4}
-
-
 def test_workers_of_one_process_that_swap_lanes_are_told() -> None:
     (one, other), (another, swapped) = (
         [Exchanger(values_of(0, 0), "fp16", connection=x) for _ in "ab"] for x in lockstep_connections(2)
@@ -373,24 +356,6 @@ def on_a_shared_line_named_exchangers_may_be_kept_alone_and_nameless_ones_are_re
     refused = told_by(lambda: mean_of(rank, made[-1]))
     assert refused.error == "AttachError" and f"ranks disagree. {ALONE.format('lane 0', 'lane 1')}" in refused.text
     assert [mean_of(rank, one) for one in common] == [0.5, 0.5]
-
-
-@on_ranks(3)
-def test_a_rank_that_joins_unnoticed_finds_the_others_once_they_have_closed_their_lines(rank: int) -> None:
-    """Rank 2 takes the place of rank 1, and goes again: rank 0 keeps its number in a group of the same size."""
-    group = Elastic([0, 1, 2])
-    early = one_more(group)
-    for members in ([0, 1], [0, 2], [0, 1]):
-        if rank in members:
-            group.members = members
-            for _ in range(2):
-                exchangers = [one_more(group) for _ in range(2)]
-                assert [mean_of(rank, one) for one in exchangers] == [sum(members) / 2] * 2
-                for exchanger in exchangers:
-                    exchanger.close()
-        dist.barrier()
-    if rank != 2:  # which is in no group now
-        assert "the process group has changed" in told_by(early.open).text
 
 
 test = facts.tests()

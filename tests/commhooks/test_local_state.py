@@ -17,8 +17,7 @@ from commhooks.compressors.two_hop import SERVER_ERROR
 from commhooks.engine.replay import Resumed
 from commhooks.errors import CompressorError
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Entry, Exchange, Place, Slot
-from commhooks.language.entries import blocks_served
-from commhooks.saving.misfits import Declaration, misfits, usable
+from commhooks.saving.misfits import Declaration, misfits
 from commhooks.saving.saved import SavedChannel
 from commhooks.saving.settings import settings_of
 from commhooks.state.loss_scale import LossScale
@@ -79,16 +78,6 @@ def taken_up(saved: SavedChannel, world_size: int, how: str) -> Workers:
     return workers
 
 
-def test_every_block_is_served_by_one_rank() -> None:
-    workers, _ = trained()
-    for index, name in enumerate(workers.names):
-        blocks = workers.parameters[index].numel() // BLOCK
-        served = [list(blocks_served(name, blocks, rank, 4)) for rank in range(4)]
-        assert sorted(number for own in served for number in own) == list(range(blocks))
-        if blocks:
-            assert [len(error(workers, rank, index)) for rank in range(4)] == [len(own) for own in served]
-
-
 @pytest.mark.parametrize("how", ["spread", "spread-mean"])
 def test_shares_are_dealt_again_for_other_numbers_of_ranks_and_lose_nothing(how: str) -> None:
     """4, 2 and 4 ranks again: under "spread" the sum over ranks of what is unsent stays, otherwise the mean.
@@ -129,17 +118,6 @@ def test_ranks_that_keep_their_own_move_nothing(old: int, new: int) -> None:
     first = taken_up(saved, new, "keep")
     held = [first.states[rank].of(first.parameters[0]).tensors.get(SERVER_ERROR) for rank in range(new)]
     assert all((kept is None) == (old != new) for kept in held), "laid out from zero in the next step"
-
-
-@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (3, 2), (1, 4), (4, 1)])
-def test_steps_after_shares_were_dealt_again_lose_nothing_either(old: int, new: int) -> None:
-    workers = taken_up(snapshot_of(trained(old)[0]), new, "spread-mean")
-    before = [workers.unsent(index) for index in range(len(SHAPES))]
-    gradients = normal(workers.parameters, new, seed=9)
-    means = workers.step(gradients)
-    assert all(torch.equal(a, b) for own in means for a, b in zip(own, means[0], strict=True))
-    for index, kept in enumerate(before):
-        assert largest(means[0][index] + workers.unsent(index) - mean_of(gradients, index) - kept) <= 1e-13
 
 
 def test_state_that_waits_for_names_is_handed_over_once_they_are_known() -> None:
@@ -186,26 +164,6 @@ def test_what_is_like_a_residual_is_spread_with_it() -> None:
     spread = [saved.entries_for(rank, 2, LoadRules(world_size="spread"))["w"] for rank in range(2)]
     assert [kept["residual"][0].item() for kept in spread] == [4.0, 6.0]
     assert [kept["m"][0].item() for kept in spread] == [20.0, 20.0]
-
-
-def test_state_that_the_compressor_does_not_keep_is_refused_or_dropped() -> None:
-    workers, _ = trained()
-    saved, powersgd = snapshot_of(workers), make_compressor("powersgd")
-    of_one = {entry: what for entry, what in saved.kinds["layer0"].items() if entry != SERVER_ERROR}
-    saved = dataclasses.replace(saved, kinds=saved.kinds | {"layer0": of_one | {SERVER_ERROR: Entry(kind="private")}})
-    declared = declaration(workers, powersgd, 4)
-    faults = misfits(saved, declared, LoadRules(settings="change"))
-    assert faults == [
-        "checkpoint has local state 'server error', which this compressor does not keep; pass missing='reset' to drop "
-        "it (parameter 'layer0')"
-    ]
-    resets = LoadRules(settings="change", missing="reset")
-    assert misfits(saved, declared, resets) == []
-    dropped = usable(saved, declared, resets)
-    assert dropped.local[2]["layer0"].keys() == dropped.kinds["layer0"].keys() == {"residual"}
-    assert dropped.local[2]["layer1"].keys() == {"residual", SERVER_ERROR}  # a share is handed over
-    saved, started = snapshot_of(workers), commhooks.StartAfter(inner=sign(), steps=2)
-    assert usable(saved, declaration(workers, started, 4), resets) == saved
 
 
 def test_replicated_state_follows_the_loss_scale_from_the_first_step_of_a_resumed_run() -> None:
@@ -256,17 +214,6 @@ def test_units_are_powers_of_the_loss_scale() -> None:
     assert {name: kept.flatten()[0].item() for name, kept in table.of(parameter).tensors.items()} == {
         "residual": 4.0, "squares": 16.0, "counts": 1.0, "basis": 1.0, "served": 4.0,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("storage", ["fp32", "bf16", "host"])
-def test_local_state_is_kept_where_residuals_are_and_reported_with_them(storage: str) -> None:
-    workers, _ = trained(world_size=2, dtype=torch.float32, storage=storage)
-    assert error(workers, 0).dtype == (torch.bfloat16 if storage == "bf16" else torch.float32)
-    served = sum(error(workers, 0, index).numel() for index in (0, 1, 3))
-    report = workers.engines[0].memory()
-    owed = 90 + 35 + 40  # elements of what has a whole block
-    assert report.residuals + report.residuals_on_host == (owed + served) * (2 if storage == "bf16" else 4)
-    assert report.bases == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
