@@ -25,31 +25,8 @@ from tests.ddp_core.facts import Facts
 from tests.world import on_ranks
 
 facts = Facts()
+Forgery = Callable[[Path, dict[str, Path]], Any]
 
-FORGED = {
-    "no JSON": ("manifest.json", "cannot be read"),
-    "no object": ("manifest.json", "cannot be read"),
-    "no text": ("manifest.json", "cannot be read"),
-    "version of the manifest": ("was saved in layout 2", "reads layout 4"),
-    "version of a file": ("rank1.pt", "layout 4"),
-    "version of the hook": ("version of the hook", "the hook's state was saved in layout 5", "reads layout 4"),
-    "kind of the hook's entries": ("replicated: expected dict, got list",),
-    "hooks no dictionary": ("hooks no dictionary",),
-    "model no dictionary": ("shared.pt", "model: expected dict, got "),
-    "generator no state": ("rank 1", "RNG state"),
-    "no generators": ("rank0.pt", "generators: expected dict, got nothing"),
-    "buffer of another shape": ("'norm.running_mean' was saved with shape (1,), now (8,)",),
-    "of another checkpoint": ("rank1.pt belongs to another save than", "step 17"),
-    "of another save of the same step": ("rank1.pt belongs to another save than", "manifest.json"),
-    "shared.pt of another save of the same step": ("shared.pt belongs to another save than", "manifest.json"),
-    "manifest.json of another save of the same step": (
-        "shared.pt belongs to another save than manifest.json (step 3;",
-    ),
-    "payload in shared.pt": ("shared.pt", "torch.load rejects it"),
-    "payload in rank1.pt": ("rank1.pt", "torch.load rejects it"),
-    "payload alone": ("rank0.pt", "torch.load rejects it"),
-    "payload in the old format": ("shared.pt", "cannot be read"),
-}
 MISFITS = {
     "names": ("checkpoint has no 'head.weight'", "checkpoint has 'last.weight', which the model does not have"),
     "shapes": ("'first.weight' was saved with shape (8, 6), now (10, 6)",),
@@ -141,26 +118,85 @@ class Payload:
         return os.system, (f"touch '{self.mark}'",)
 
 
+def _other_version(path: Path, runs: dict[str, Path]) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layout": 2}))
+
+
+def _rewrite_hooks(path: Path, **changes: Any) -> None:
+    content = torch.load(path)
+    torch.save(content | {"hooks": content["hooks"] | changes}, path)
+
+
+def _rewritten(**changes: Any) -> Forgery:
+    return lambda path, runs: torch.save(torch.load(path) | changes, path)
+
+
+def _with_hooks(**changes: Any) -> Forgery:
+    return lambda path, runs: _rewrite_hooks(path, **changes)
+
+
+def _written(content: bytes) -> Forgery:
+    return lambda path, runs: path.write_bytes(content)
+
+
+def _of(other: str) -> Forgery:
+    return lambda path, runs: shutil.copy(runs[other] / path.name, path)
+
+
+def _saved(zipped: bool) -> Forgery:
+    return lambda path, runs: torch.save(Payload(runs["mark"]), path, _use_new_zipfile_serialization=zipped)
+
+
+OTHER_SAVE = "belongs to another save than"
+FORGED: dict[str, tuple[str, Forgery, tuple[str, ...]]] = {
+    "no JSON": ("manifest.json", _written(b"step: 3"), ("manifest.json", "cannot be read")),
+    "no text": ("manifest.json", _written(b"\xff\xfe\x00"), ("manifest.json", "cannot be read")),
+    "version of the manifest": ("manifest.json", _other_version, ("was saved in layout 2", "reads layout 4")),
+    "version of a file": ("rank1.pt", _rewritten(layout=2), ("rank1.pt", "layout 4")),
+    "version of the hook": ("shared.pt", _with_hooks(layout=5), ("the hook's state was saved in layout 5",)),
+    "kind of entries": ("shared.pt", _with_hooks(replicated=[1]), ("replicated: expected dict, got list",)),
+    "hooks": ("shared.pt", _rewritten(hooks=[1]), ("hooks",)),
+    "model": ("shared.pt", _rewritten(model=1), ("shared.pt", "model: expected dict, got ")),
+    "generator": ("rank1.pt", _rewritten(generators={"cpu": torch.zeros(3)}), ("rank 1", "RNG state")),
+    "no generators": ("rank0.pt", _rewritten(generators=None), ("rank0.pt", "generators: expected dict, got nothing")),
+    "buffer": (
+        "rank1.pt",
+        _rewritten(buffers={"norm.running_mean": torch.ones(1)}),
+        ("'norm.running_mean' was saved with shape (1,), now (8,)",),
+    ),
+    "another step": ("rank1.pt", _of("step 17"), (f"rank1.pt {OTHER_SAVE}", "step 17")),
+    "another save": ("rank1.pt", _of("twin"), (f"rank1.pt {OTHER_SAVE}", "manifest.json")),
+    "another shared.pt": ("shared.pt", _of("twin"), (f"shared.pt {OTHER_SAVE}", "manifest.json")),
+    "another manifest": ("manifest.json", _of("twin"), (f"shared.pt {OTHER_SAVE} manifest.json (step 3;",)),
+    "payload": (
+        "shared.pt",
+        lambda path, runs: torch.save(torch.load(path) | {"extra": {"payload": Payload(runs["mark"])}}, path),
+        ("shared.pt", "torch.load rejects it"),
+    ),
+    "payload alone": ("rank0.pt", _saved(True), ("rank0.pt", "torch.load rejects it")),
+    "payload in the old format": ("shared.pt", _saved(False), ("shared.pt", "cannot be read")),
+}
+"""By name: the file, how it is forged, and what is said of it."""
+
+
 @facts
 def a_forged_file_is_refused_and_nothing_in_it_is_executed(rank: int, folder: Path) -> None:
     """Rewrite a file so that sizes and checksums are right."""
     run = begin(rank, folder)
     path = run.save()
-    other = run.save(step=17)
+    runs = {"mark": folder / "executed", "step 17": run.save(step=17)}
     run.train(1)
-    twin = run.save(step=3, keep=None)
+    runs["twin"] = run.save(step=3, keep=None)
     run.train(1)
-    forgeries = list(_forgeries(folder / "executed", other, twin))
-    assert [damage for damage, _, _ in forgeries] == list(FORGED)
-    for damage, name, forge in forgeries:
+    for damage, (name, forge, words) in FORGED.items():
         run.directory = folder / damage
         if rank == 0:
             shutil.copytree(path, run.directory)
-            forge(run.directory / name)
+            forge(run.directory / name, runs)
             if name != "manifest.json":
                 _write_true_sums(run.directory)
-        check_refused(run.told(damage), *FORGED[damage])
-    assert not (folder / "executed").exists()
+        check_refused(run.told(damage), *words)
+    assert not runs["mark"].exists()
 
 
 def _write_true_sums(path: Path) -> None:
@@ -169,51 +205,6 @@ def _write_true_sums(path: Path) -> None:
     manifest["files"] = {name: len(content) for name, content in contents.items()}
     manifest["crc32"] = {name: f"{zlib.crc32(content):08x}" for name, content in contents.items()}
     (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-def _forgeries(mark: Path, other: Path, twin: Path) -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
-    yield "no JSON", "manifest.json", lambda path: path.write_text("step: 3")
-    yield "no object", "manifest.json", lambda path: path.write_text("[1, 2]")
-    yield "no text", "manifest.json", lambda path: path.write_bytes(b"\xff\xfe\x00")
-    yield "version of the manifest", "manifest.json", _other_version
-    yield "version of a file", "rank1.pt", lambda path: _rewrite(path, layout=2)
-    yield "version of the hook", "shared.pt", lambda path: _rewrite_hooks(path, layout=5)
-    yield "kind of the hook's entries", "shared.pt", lambda path: _rewrite_hooks(path, replicated=[1])
-    yield "hooks no dictionary", "shared.pt", lambda path: _rewrite(path, hooks=[1])
-    yield "model no dictionary", "shared.pt", lambda path: _rewrite(path, model=1)
-    yield "generator no state", "rank1.pt", lambda path: _rewrite(path, generators={"cpu": torch.zeros(3)})
-    yield "no generators", "rank0.pt", lambda path: _rewrite(path, generators=None)
-    yield (
-        "buffer of another shape",
-        "rank1.pt",
-        lambda path: _rewrite(path, buffers={"norm.running_mean": torch.ones(1)}),
-    )
-    yield "of another checkpoint", "rank1.pt", lambda path: shutil.copy(other / path.name, path)
-    yield "of another save of the same step", "rank1.pt", lambda path: shutil.copy(twin / path.name, path)
-    yield "shared.pt of another save of the same step", "shared.pt", lambda path: shutil.copy(twin / path.name, path)
-    name = "manifest.json"
-    yield f"{name} of another save of the same step", name, lambda path: shutil.copy(twin / path.name, path)
-    yield "payload in shared.pt", "shared.pt", lambda path: _rewrite(path, extra={"payload": Payload(mark)})
-    yield "payload in rank1.pt", "rank1.pt", lambda path: _rewrite(path, buffers={"payload": Payload(mark)})
-    yield "payload alone", "rank0.pt", lambda path: torch.save(Payload(mark), path)
-    yield (
-        "payload in the old format",
-        "shared.pt",
-        lambda path: torch.save(Payload(mark), path, _use_new_zipfile_serialization=False),
-    )
-
-
-def _other_version(path: Path) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"layout": 2}))
-
-
-def _rewrite(path: Path, **changes: Any) -> None:
-    torch.save(torch.load(path) | changes, path)
-
-
-def _rewrite_hooks(path: Path, **changes: Any) -> None:
-    content = torch.load(path)
-    torch.save(content | {"hooks": content["hooks"] | changes}, path)
 
 
 @facts
@@ -258,15 +249,8 @@ def test_a_checkpoint_that_is_named_and_not_there_is_refused(tmp_path: Path) -> 
         load_checkpoint(renamed, model=model)
 
 
-def two_saves(folder: Path) -> tuple[Path, Path]:
-    """Save two runs at the same step."""
-    torch.manual_seed(0)
-    first = save_checkpoint(folder / "0", step=3, model=torch.nn.Linear(2, 2))
-    return first, save_checkpoint(folder / "1", step=3, model=torch.nn.Linear(2, 2))
-
-
 def test_a_file_that_was_edited_and_written_again_is_refused(tmp_path: Path) -> None:
-    path, _ = two_saves(tmp_path)
+    path = save_checkpoint(tmp_path, step=3, model=torch.nn.Linear(2, 2))
     content = torch.load(path / "rank0.pt")
     content["generators"]["cpu"] = torch.get_rng_state()
     with (path / "rank0.pt").open("wb") as file:  # opened here: torch writes a path's own name into the file
