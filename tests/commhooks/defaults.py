@@ -1,33 +1,26 @@
 """What each form of compressor computes under the defaults that a process may set, as digests.
 
-Everything that is no business of the package, such as models and gradients, is made with explicit dtypes and devices,
-and outside of the defaults. As a script, `python -O -m tests.commhooks.defaults RANK STORE` is one of two ranks of a
-world that meets in a file, without assertions, and prints its digests.
+What is no business of the package, such as models and gradients, has explicit dtypes and devices.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from commhooks.communicators.parent_group import group_or_default
 from commhooks.exchange import ProcessGroupConnection
-from tests.cases import BY_NAME, FORMS
+from tests.cases import BY_NAME
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.golden import digest_of
 from tests.golden_ways import tensors_in
@@ -196,15 +189,3 @@ def digests_of_ranks(default: str, names: Sequence[str]) -> list[dict[str, str]]
     """Return the digests of two new processes, in which nothing was computed before without the default."""
     found: list[dict[str, str]] = run_world(digests, 2, default, names, check_exit=False)
     return found
-
-
-def main(rank: str, store: str) -> None:
-    if __debug__:
-        raise SystemExit("run it with python -O")
-    dist.init_process_group("gloo", store=FileStore(store, 2), rank=int(rank), world_size=2)
-    print(json.dumps(digests(int(rank), "none", FORMS)), flush=True)
-    os._exit(0)  # PyTorch's DDP over Gloo now and then aborts at exit
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

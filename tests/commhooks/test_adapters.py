@@ -224,7 +224,7 @@ def a_sharded_model_that_trains_something_else_is_stopped(rank: int) -> None:
 
 @facts
 def seldom_averages_are_of_what_is_trained(rank: int) -> None:
-    """Of one adapter, whatever passes without it; a switch is named. An `Exchanger` has a channel for each."""
+    """Of one adapter, whatever passes without it; a switch is named."""
     for way in (commhooks.DiLoCo, commhooks.ModelAverager):
         model = Network("one", "two", magnitudes=True)
         model.use("one")
@@ -247,19 +247,6 @@ def seldom_averages_are_of_what_is_trained(rank: int) -> None:
         told = told_by(count)
         assert told.error == "CompressorError" and "'0.down.one' no longer requires a gradient" in told.text, told
         seldom.close()
-    model = Network("one", "two")
-    channels = {name: {key: p for key, p in model.named_parameters() if key.endswith(name)} for name in ("one", "two")}
-    exchanger, optimizer = commhooks.Exchanger(channels, "int8"), adamw(model)
-    model[4].requires_grad_(False)
-    for number, name in enumerate(NAMES):
-        model.use(name)
-        loss_of(model, rank, number).backward()
-        exchanger[name].average({key: p.grad for key, p in channels[name].items() if p.grad is not None})
-        optimizer.step()
-        optimizer.zero_grad()
-    assert [exchanger[name].steps for name in channels] == [2, 2]
-    assert all(same(kept_by(model), other) for other in of_every_rank(kept_by(model)))
-    exchanger.close()
 
 
 class Packed(nn.Linear):
@@ -279,16 +266,6 @@ class Packed(nn.Linear):
 
 @facts
 def a_frozen_base_is_gathered_as_codes_but_not_if_it_is_coded_or_ignored(rank: int) -> None:
-    for gather, of_block in (("fp32", 4 * 64), ("int8:block=64", 68)):
-        model = Network()
-        called, handle = attached("attach_sharded", "all-reduce", model, gather=gather)
-        step(called, adamw(model), rank, 0)
-        widths = [INPUTS * WIDTH // 2 // 64 * of_block, WIDTH * WIDTH // 2 // 64 * of_block]
-        for name, width in zip("02", widths, strict=True):
-            share = handle.gathers.by_parameter()[f"{name}.base.weight"]
-            assert share.moved_bytes == 2 * width, "in the forward and in the backward pass"
-        handle.close()
-
     for held, gather in itertools.product((False, True), ("fp32", "int8")):
         model = Network()
         for layer in model.adapted:

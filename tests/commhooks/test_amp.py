@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import random
 from typing import Any
@@ -18,7 +17,6 @@ from torch.amp import GradScaler
 import commhooks
 from commhooks import PowerSGDState, make_compressor
 from commhooks.communicators import failure_store
-from commhooks.compressors import PowerSGD
 from tests.commhooks.mirrored import TINY_BUCKETS
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
@@ -59,32 +57,26 @@ def scaled(kind: str, *, growth_interval: int = 4, init_scale: float = 1024.0) -
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("kind", "policy", "atomic", "seeds"),
+    ("kind", "policy", "atomic"),
     [
-        ("core", "fifo", True, 4),
-        ("torch", "fused", False, 4),
-        *thorough([("torch", "fifo", True, 4), ("core", "fused", False, 4)]),
-        *(
-            pytest.param(kind, policy, atomic, 20, marks=pytest.mark.soak)
-            for kind in BOTH_DDPS
-            for policy in ("fifo", "fused")
-            for atomic in (False, True)
-        ),
+        ("core", "fifo", True),
+        ("torch", "fused", False),
+        *thorough([("torch", "fifo", True), ("core", "fused", False)]),
     ],
 )
 def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(
-    rank: int, kind: str, policy: Any, atomic: bool, seeds: int
+    rank: int, kind: str, policy: Any, atomic: bool
 ) -> list[list[float]]:
     """Put an inf or a NaN into one rank's gradient at random steps; return the scales by step, for each seed.
 
-    A step whose mean is not finite changes no state where steps are atomic, and makes no more collectives than another.
+    A step whose mean is not finite changes no state where steps are atomic.
     """
     found = []
     plain, compressed = scaled(kind), scaled(kind)
     attachment = commhooks.attach(
         compressed.model, make_compressor("powersgd", rank=2), policy=policy, scaler=compressed.scaler, atomic=atomic
     )
-    for seed in range(seeds):
+    for seed in range(4):
         dice = random.Random(seed)
         bad_steps = set(dice.sample(range(STEPS), 3))
         scales: tuple[list[float], list[float]] = ([], [])
@@ -99,8 +91,6 @@ def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(
             if step in bad_steps and (policy == "fused" or atomic):
                 assert not all(torch.isfinite(g).all() for g in gradients_of(compressed.model))
                 assert _state(attachment) == before, (seed, step)
-            counted = attachment.last_step()
-            assert counted.collectives == (2 if policy == "fused" else sum(_collectives(attachment)))
         assert all(torch.isfinite(p).all() for p in compressed.model.parameters())
         assert all(torch.isfinite(kept).all() for *_, kept in attachment.state.residuals())
         without_hook, with_powersgd = scales
@@ -109,15 +99,6 @@ def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(
         found.append(without_hook)
     attachment.close()
     return found
-
-
-def _collectives(attachment: commhooks.Handle[Any]) -> list[int]:
-    """Return what each unit of the last step costs: two collectives where it holds a matrix to compress."""
-    first, *others = attachment.state_dict()["bucket_plan"]["handed_in"]
-    # From the third step on the buckets are those of the last one, and all but the first are averaged as one.
-    plan = [first, *([list(itertools.chain(*others))] if others and attachment.steps > 2 else others)]
-    big = {f"weights.{i}" for i, shape in enumerate(SHAPES) if PowerSGD(rank=2).compresses(torch.empty(shape))}
-    return [2 if big & set(names) else 1 for names in plan]
 
 
 def _state(attachment: commhooks.Handle[Any]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from commhooks import CheckpointError, PowerSGDState, load_checkpoint, make_compressor, save_checkpoint
-from commhooks.compressors import AllReduceMean
 from tests.commhooks.checkpointed import Network, Renamed, Told, begin
 from tests.ddp_core.facts import Facts
 from tests.world import on_ranks
@@ -31,10 +30,8 @@ MISFITS = {
     "names": ("checkpoint has no 'head.weight'", "checkpoint has 'last.weight', which the model does not have"),
     "shapes": ("'first.weight' was saved with shape (8, 6), now (10, 6)",),
     "settings": ("setting inner.rank: saved with 1, now 2", "setting inner.iterations: saved with 1, now 2"),
-    "compressor": ("setting compressor: saved with ErrorFeedback, now AllReduceMean",),
     "optimizer": ("optimizer: saved from SGD, now Adagrad",),
     "hooks": ("it was saved without hooks=",),
-    "similar optimizer": ("optimizer: saved from Adam, now Adamax",),
     "scaler": ("scaler: checkpoint has no 'scale'",),
 }
 FILES = ["manifest.json", "shared.pt", "rank0.pt", "rank1.pt"]
@@ -216,25 +213,17 @@ def a_checkpoint_of_another_run_is_refused_and_says_what_differs(rank: int, fold
         "names": {"module": Renamed()},
         "shapes": {"module": Network(width=10)},
         "settings": {"compressor": make_compressor("powersgd", rank=2, iterations=2)},
-        "compressor": {"compressor": AllReduceMean()},
         "optimizer": {"optimizer": torch.optim.Adagrad},
     }
     told = [begin(rank, folder, **settings).told(name, directory=path) for name, settings in runs.items()]
     without = begin(rank, folder, "without", optimizer=torch.optim.Adam, scales=False)
     without.save(hooks=None)
     told.append(without.told("hooks", directory=without.directory))
-    similar = begin(rank, folder, optimizer=torch.optim.Adamax)  # has no setting that Adam has not
-    told.append(similar.told("similar optimizer", directory=without.directory, hooks=None))
     scaled = begin(rank, folder, optimizer=torch.optim.Adam)
     told.append(scaled.told("scaler", directory=without.directory, hooks=None))
     assert [one.damage for one in told] == list(MISFITS)
     for one in told:
         check_refused(one, *MISFITS[one.damage])
-    if rank == 0:
-        manifest = without.directory / "checkpoint-00001-step-3" / "manifest.json"
-        manifest.write_text(manifest.read_text().replace('"world_size": 2', '"world_size": 3'))
-    # The manifest's world size is for its readers; what counts is under a checksum.
-    assert without.told("world size", without.digest(), directory=without.directory, hooks=None).restored
 
 
 def test_a_checkpoint_that_is_named_and_not_there_is_refused(tmp_path: Path) -> None:

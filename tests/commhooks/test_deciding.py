@@ -22,8 +22,8 @@ from commhooks.control.link import Link as Found
 from commhooks.control.link import hops_of, link_of
 from commhooks.control.state import read
 from commhooks.experiments.timing.link import Link
-from commhooks.experiments.timing.step_time import Step, step_time
-from tests.commhooks.simulated_ladder import COMPUTE, FAST, RANKS, SLOW, Run, candidate, ladder
+from commhooks.experiments.timing.step_time import step_time
+from tests.commhooks.simulated_ladder import FAST, RANKS, SLOW, Run, candidate, ladder
 from tests.tiers import rows
 
 PHASE = 100
@@ -37,11 +37,10 @@ def back_and_forth(step: int) -> Link:
 
 @noises
 @policies
-@pytest.mark.parametrize("seed", range(3))
 def test_a_link_a_hundred_times_slower_and_back_is_followed_within_ten_steps_at_90_percent_of_the_best(
-    noise: float, policy: str, seed: int
+    noise: float, policy: str
 ) -> None:
-    run = Run(ladder(policy), back_and_forth, noise=noise, seed=seed)
+    run = Run(ladder(policy), back_and_forth, noise=noise)
     run.go_on(3 * PHASE)
     for phase, link in enumerate((FAST, SLOW, FAST)):
         taken = sum(run.seconds[phase * PHASE : (phase + 1) * PHASE])
@@ -106,19 +105,6 @@ def test_a_link_that_slows_down_a_little_in_every_step_is_followed(noise: float)
     run.go_on(300)
     best = sum(run.best(link(step)) for step in range(50, 300)) * (1 + noise / 2)
     assert best / sum(run.seconds[50:]) >= 0.9
-
-
-def test_work_that_grows_on_every_candidate_alike_moves_nothing() -> None:
-    def candidates(compute: float) -> list[Step]:
-        return [ladder(compute=compute)[number] for number in (0, 2, 4)]  # no two of them are about equally fast
-
-    run = Run(
-        candidates(COMPUTE),
-        lambda step: SLOW,
-        ladder_at=lambda step: candidates(2 * COMPUTE if step >= 60 else COMPUTE),
-    )
-    run.go_on(200)
-    assert run.moves_after(20) == [] and run.candidates[-1] == 2
 
 
 @noises
@@ -202,12 +188,10 @@ def test_every_entry_of_a_state_that_could_not_have_been_measured_or_decided_is_
     ("change", "named"),
     [
         ({"candidate": 5}, "state: candidate 5 and favourite None must be below 5"),
-        ({"favourite": 7}, "state: candidate 0 and favourite 7 must be below 5"),
         ({"link": {"rate": 0.0, "latency": 0.0}}, r"state.link: Link\(rate=0.0\): rate must be above 0"),
-        ({"rule": {"margin": 7.0, "look": 8}}, r"state.rule: AdaptiveRule\(margin=7.0\)"),
         ({"unheard_of": 1}, "state: expected the entries rule, .*, got .*'unheard_of'"),
     ],
-    ids=["candidate", "favourite", "link", "rule", "another layout"],
+    ids=["candidate", "link", "another layout"],
 )
 def test_entries_that_do_not_go_together_are_refused_by_name(change: dict[str, Any], named: str) -> None:
     state = dataclasses.asdict(Run(ladder(), back_and_forth).decider)

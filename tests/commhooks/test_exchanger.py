@@ -185,20 +185,6 @@ def rounds_begun_before_the_first_is_written_have_their_own_means(rank: int) -> 
     overlapping.close()
 
 
-@facts
-def memory_does_not_grow_while_rounds_overlap(rank: int) -> None:
-    for name in ("top-k", "powersgd", "int4"):
-        exchanger = Exchanger(TENSORS, name)
-        working = []
-        for step in range(12):
-            rounds = [exchanger.begin(drawn(rank, 2 * step + one)) for one in range(2)]
-            for averaging in rounds:
-                averaging.wait()
-            working.append(exchanger.memory().working)
-        assert max(working) <= max(working[:4]), name
-        exchanger.close()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfAnotherSize(Compressor):
     """Gather another number of elements in every round."""

@@ -132,42 +132,23 @@ def test_a_rank_of_weight_0_sends_what_it_owes_and_nothing_else() -> None:
         assert rounds[1].means["w"].tolist() == mean
 
 
-def test_means_of_weights_that_are_all_zero_are_zero() -> None:
+@pytest.mark.parametrize(("weight", "mean"), [(0, 0), (1e-30, 1), (1e30, 1)])
+def test_weights_are_those_whose_sum_fp32_holds_and_of_none_the_mean_is_zero(weight: float, mean: float) -> None:
+    """Two of 1e-46 were 0 there, and the means NaN."""
     exchanger = alone("all-reduce", {"w": torch.zeros(3)}, weighted=True)
-    averaging = exchanger.begin({"w": torch.ones(3)}, weight=0)
+    averaging = exchanger.begin({"w": torch.ones(3)}, weight=weight)
     in_turns_of_one(exchanger)
-    assert averaging.means["w"].tolist() == [0, 0, 0]
+    assert averaging.means["w"].tolist() == [mean] * 3
 
 
 @pytest.mark.parametrize(
     ("weighted", "weight"),
-    [
-        (True, None),
-        (True, -1.0),
-        (True, math.inf),
-        (True, math.nan),
-        (True, "2"),
-        (True, [1]),
-        (False, 1.0),
-        (False, "2"),
-        (True, 1e-46),
-        (True, 1e38),
-        (True, 1e39),
-    ],
+    [(True, None), (True, -1.0), (True, math.inf), (True, "2"), (False, 1.0), (True, 1e-46), (True, 1e39)],
 )
 def test_a_weight_is_given_if_and_only_if_the_exchanger_is_weighted(weighted: bool, weight: Any) -> None:
     exchanger = alone("all-reduce", {"w": torch.zeros(3)}, weighted=weighted)
     with pytest.raises(CompressorError, match=r"weight must be (0, or from 1e-30 to 1e\+30|None unless)"):
         exchanger.begin({"w": torch.zeros(3)}, weight=weight)
-
-
-def test_weights_are_those_whose_sum_fp32_holds() -> None:
-    """Two of 1e-46 were 0 there, and the means NaN."""
-    exchanger = alone("all-reduce", {"w": torch.zeros(3)}, weighted=True)
-    for lightest_or_heaviest in (1e-30, 1e30):
-        averaging = exchanger.begin({"w": torch.ones(3)}, weight=lightest_or_heaviest)
-        in_turns_of_one(exchanger)
-        assert averaging.means["w"].tolist() == [1, 1, 1]
 
 
 def test_votes_have_no_weights() -> None:

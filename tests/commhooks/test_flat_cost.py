@@ -76,18 +76,6 @@ def test_many_small_parameters_fill_the_rows_of_all_ranks_or_travel_as_sums(name
 
 
 @A_ROW
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("model", MODELS)
-def test_only_what_is_no_whole_block_or_too_small_for_codes_rides_uncompressed(name: str, model: str) -> None:
-    two_hop = two_hop_of(name)
-    assert isinstance(two_hop, TwoHop)
-    summed = counted(name, model, 2).by_kind.get("all-reduce")
-    sizes = [math.prod(shape) for shape in MODELS[model].values()]
-    rest = sum(size % two_hop.codec.block if two_hop.pays(size, 2) else size for size in sizes)
-    assert (summed.payload_bytes if summed else 0) <= 4 * rest
-
-
-@A_ROW
 def test_gathering_every_ranks_code_is_not_flat() -> None:
     """So that the bounds can fail: what gathers grows with the ranks, 63 times from 2 to 64."""
     small, large = (moved("sparse-loco", "ResNet-18", size) for size in (2, 64))
