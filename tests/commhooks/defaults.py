@@ -13,9 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 
 import commhooks
 from commhooks.communicators.parent_group import group_or_default
@@ -128,29 +126,6 @@ def seldom(rank: int, compressor: str, around: Around) -> list[Tensor]:
     return found
 
 
-def sharded(rank: int, way: str, compressor: str, around: Around) -> list[Tensor]:
-    """Train FSDP2's shards, or replicas of them."""
-    model = nn.Sequential(nn.Linear(24, 40, dtype=torch.float32, device="cpu"), nn.Flatten())
-    shape = (2, 1) if way == "attach_replicas" else (1, 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(gradients(0, number)[0].view(-1)[: parameter.numel()].view_as(parameter))
-    fully_shard(model, mesh=mesh["shards"])
-    inputs = gradients(rank, 0)[0].view(-1)[: 24 * 8].view(8, 24)
-    found: list[Tensor] = []
-    with around():
-        group = {"process_group": mesh.get_group("replicas")} if way == "attach_replicas" else {}
-        handle = getattr(commhooks, way)(model, compressor, **group)
-        for _ in range(STEPS):
-            model.zero_grad()
-            model(inputs).square().mean().backward()
-            found += [shard.grad.to_local().clone() for shard in model.parameters()]  # type: ignore[union-attr]
-            handle.load_state_dict(handle.state_dict())
-        handle.close()
-    return found
-
-
 def ways(names: Sequence[str], default: str) -> dict[str, Callable[[int, Around], list[Tensor]]]:
     """Return what is tried under a default, by name; without a default, everything that is tried under any."""
     found: dict[str, Callable[[int, Around], list[Tensor]]] = {}
@@ -164,8 +139,6 @@ def ways(names: Sequence[str], default: str) -> dict[str, Callable[[int, Around]
             found[f"{name}, Exchanger, {dtype}"] = functools.partial(_call, exchanged, name, dtype, connection)
     for compressor in ("powersgd", "int8"):
         found[f"DiLoCo and ModelAverager, {compressor}"] = functools.partial(_call, seldom, compressor)
-    for way in ("attach_sharded", "attach_replicas") if default != "inference" else ():
-        found[way] = functools.partial(_call, sharded, way, "int8")
     return found
 
 

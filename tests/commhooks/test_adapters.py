@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -190,63 +190,6 @@ def a_pass_without_adapters_changes_nothing(rank: int) -> None:
             found.append(kept_by(model))
         assert same(*found), way
         assert way == "attach_sharded" or all(same(found[0], one) for one in of_every_rank(found[0])), way
-
-
-@facts
-def a_sharded_model_that_trains_something_else_is_stopped(rank: int) -> None:
-    """Also what is in a module that was frozen as a whole, or that FSDP2 does not shard: nobody would average it."""
-
-    def unfreeze(model: Network) -> None:
-        model.adapted[1].up["one"].requires_grad_(True)
-
-    def add(model: Network) -> None:
-        for layer in model.adapted:
-            layer.up["new"] = nn.Parameter(torch.zeros(WIDTH, RANK))
-            layer.down["new"] = nn.Parameter(layer.down["one"].full_tensor().detach())
-        model.use("new")
-
-    changes: list[tuple[Callable[[Network], None], str]] = [
-        (unfreeze, "'2.up.one' now requires a gradient: parameters were frozen or unfrozen since {}"),
-        (add, "'0.down.new' now requires a gradient, which FSDP2 does not shard, so that each rank would train it"),
-    ]
-    for way, (change, text) in itertools.product(("attach_sharded", "attach_replicas"), changes):
-        model = Network()
-        model[2].requires_grad_(False)
-        model[4].requires_grad_(False)
-        called, handle = attached(way, "int8", model)
-        optimizer = adamw(model)
-        step(called, optimizer, rank, 0)
-        change(model)
-        told = told_by(lambda: step(called, optimizer, rank, 1))  # noqa: B023  # called at once
-        assert told.error == "AttachError" and text.format(way) in told.text, told
-        handle.close()
-
-
-@facts
-def seldom_averages_are_of_what_is_trained(rank: int) -> None:
-    """Of one adapter, whatever passes without it; a switch is named."""
-    for way in (commhooks.DiLoCo, commhooks.ModelAverager):
-        model = Network("one", "two", magnitudes=True)
-        model.use("one")
-        optimizer = adamw(model)
-        seldom = way(model, optimizer, every=2)
-
-        def count(optimizer: torch.optim.Optimizer = optimizer, seldom: Any = seldom) -> None:
-            is_diloco = isinstance(seldom, commhooks.DiLoCo)
-            seldom.step() if is_diloco else seldom.average_parameters(optimizer.param_groups)
-
-        for number in range(3):
-            refer(model, model, rank, number)
-            step(model, optimizer, rank, number)
-            count()
-            refer(model, model, rank, number)
-        sent = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-        assert sent <= seldom.statistics().traffic.moved_bytes <= sent + 64, "one round"
-        model.use("two")
-        step(model, optimizer, rank, 3)
-        told = told_by(count)
-        assert told.error == "CompressorError" and "'0.down.one' no longer requires a gradient" in told.text, told
-        seldom.close()
 
 
 class Packed(nn.Linear):

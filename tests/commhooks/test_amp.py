@@ -242,22 +242,6 @@ def scales_that_are_the_same_are_no_error(rank: int, kind: str) -> None:
 
 
 @facts.once
-@soon
-def who_trains_again_after_the_others_scale_has_grown_is_told(rank: int) -> None:
-    one = scaled("core", init_scale=8.0, growth_interval=2)
-    commhooks.attach(one.model, "int8", scaler=one.scaler)
-
-    def train(steps: int) -> None:
-        for step in range(steps):
-            one.step(normal(zeros(*SHAPES), 2, seed=step)[rank])
-
-    with one.model.join():  # type: ignore[operator]
-        train(2 if rank else 5)
-    with pytest.raises(commhooks.CommHooksError, match=r"the loss scale is 16\.0 here, and 32\.0 on rank 0"):
-        train(3)
-
-
-@facts.once
 def scales_that_change_in_every_step_leave_nothing_in_the_store(rank: int) -> None:
     model = wrap("core", Given(*SHAPES), **TINY_BUCKETS)
     attachment = commhooks.attach(model, "int8")

@@ -314,21 +314,6 @@ def residual_after(steps: int, codec: Codec, damping: float) -> float:
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("codec", "most"),
-    [
-        (Int8(), 0.26), (Int4(), 0.135), (Sign(), 0.033), (Vote(), 0.032), (QSGD(), 0.255), (QSGD(levels=7), 0.13),
-        (QSGD(levels=1), 0.065), (TernGrad(), 0.0705), (Natural(), 0.255), (FP8(), 0.26), (MXFP8(), 0.26),
-        (MXFP4(), 0.135), (FP16, 0.5), (BF16, 0.5), (STOCHASTIC, 0.5), (E3M0(), 0.127), (Codebook(), 0.067),
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_a_code_takes_this_much_of_dense(codec: Codec, most: float) -> None:
-    blocks, noise = drawn(codec, 8, 4)
-    sent = sum(payload.numel() * payload.element_size() for payload in codec.encode(blocks, noise))
-    assert sent <= most * 4 * blocks.numel()
-
-
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_zeros_and_zero_bytes_decode_to_something_finite(codec: Codec) -> None:
     blocks = torch.zeros(3, codec.block)

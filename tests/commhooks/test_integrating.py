@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import warnings
 from collections.abc import Iterable
@@ -17,12 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 
 import commhooks
-import ddp_core
 from commhooks import AttachError, SettingsError
 from commhooks.exchange.metrics import write_to
 from commhooks.integrations import common
@@ -113,7 +110,6 @@ def test_gathered_state_holds_all_ranks_and_resumes_bit_for_bit(rank: int, tmp_p
     gathers_what_every_rank_keeps(rank)
     takes_no_damaged_file(rank, tmp_path)
     takes_no_file_of_another_save(rank, tmp_path)
-    gathers_nothing_without_its_group(rank)
 
 
 def gathers_what_every_rank_keeps(rank: int) -> None:
@@ -172,31 +168,7 @@ def takes_no_file_of_another_save(rank: int, folder: Path) -> None:
             load_rank_files(folder / "one", "hook", attachment, rules)
     assert str(attachment.state_dict()) == before
     dist.barrier()
-    content = torch.load(folder / "one" / f"hook-rank{rank}.pt")
     attachment.close()
-    wide = folder / "wide"
-    if rank == 0:  # of three ranks, the last of another save
-        wide.mkdir()
-        for number in range(3):
-            local = {"local": {f"rank{number}": content["local"]["rank0"]}, "world_size": 3, "inventory": {}}
-            torch.save(content | local | {"save": str(number // 2)}, wide / f"hook-rank{number}.pt")
-    dist.barrier()
-    attachment = commhooks.attach(DistributedDataParallel(build()), "top-k")
-    with pytest.raises(commhooks.CheckpointError, match=r"wide holds files of different saves"):
-        load_rank_files(wide, "hook", attachment, commhooks.LoadRules(world_size="spread"))
-    attachment.close()
-
-
-def gathers_nothing_without_its_group(rank: int) -> None:
-    model = DistributedDataParallel(build())
-    attachment = commhooks.attach(model, powersgd())
-    attachment.close()
-    dist.barrier()
-    del model
-    dist.destroy_process_group()
-    gc.collect()
-    with pytest.raises(commhooks.CheckpointError, match="gathered: the process group was destroyed"):
-        attachment.gathered()
 
 
 def _train(rank: int, steps: int, to: int | None, then: int = 0) -> dict[str, Any]:
@@ -231,55 +203,26 @@ def backward(model: nn.Module) -> float:
 
 
 @on_ranks(2, check_exit=False)
-def test_an_optimizer_that_steps_without_the_hook_raises(rank: int) -> None:  # noqa: PLR0915  # a run, told in order
+def test_an_optimizer_that_steps_without_the_hook_raises(rank: int) -> None:
     for ddp_class in DDPS:
         model = ddp_class(build())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         attachment = commhooks.attach(model, powersgd())
         attachment.watch(SimpleNamespace(optimizer=optimizer))  # as Accelerate and Lightning wrap theirs
-        get_optimizer_state_dict(model.module, optimizer)  # takes a step with a rate of 0, so that there is a state
         step(model, optimizer, rank, 0)
-        with model.no_sync():
-            model(torch.ones(4, 16)).sum().backward()
-        model(torch.ones(4, 16)).sum().backward()
-        optimizer.step()  # after an accumulation whose last backward pass was synchronised
         before = [parameter.clone() for parameter in model.parameters()]
         with pytest.raises(
             commhooks.NotAveragedError, match="SGD is about to take a step on gradients of Sequential that were"
         ):
             step(model.module, optimizer, rank, 1)
         assert all(torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
-        optimizer.step(functools.partial(backward, model))  # whose backward pass is part of the step
-        optimizer.step(closure=functools.partial(backward, model))
-        with pytest.raises(commhooks.NotAveragedError, match="SGD took a step"):
-            optimizer.step(functools.partial(backward, model.module))
-        with model.no_sync(), pytest.raises(commhooks.NotAveragedError):
-            step(model, optimizer, rank, 2)
         with pytest.raises(commhooks.AttachError, match="none of the parameters of SGD belongs to the model"):
             attachment.watch(torch.optim.SGD(build().parameters(), lr=0.1))
         with pytest.raises(commhooks.AttachError, match="expected a torch.optim.Optimizer"):
             attachment.watch("sgd")
-        optimizer.zero_grad()
-        optimizer.step()  # without gradients, which changes nothing: another model's turn
-        step(model, optimizer, rank, 3)
-        optimizer.step()  # with the same mean gradients again
-        model.module(torch.ones(4, 16)).sum().backward()
-        with pytest.raises(
-            commhooks.NotAveragedError, match="SGD is about to take a step on gradients of Sequential that were"
-        ):
-            optimizer.step()
         attachment.close()
         with pytest.raises(commhooks.AttachError, match="watch: this attachment was closed"):
             attachment.watch(optimizer)
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            ddp_core.set_guard(model, "warn")
-            step(model.module, optimizer, rank, 3)  # not watched any more, but guarded as before
-            step(model.module, optimizer, rank, 4)
-        guarded = isinstance(model, DistributedDataParallel)  # PyTorch's class only while something is attached
-        assert [one.category for one in heard] == [commhooks.NotAveragedWarning] * guarded
-        ddp_core.set_guard(model, "off")
-
         attachment = commhooks.attach(model, "dgc")
         with_momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         attachment.watch(with_momentum)
