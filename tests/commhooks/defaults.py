@@ -126,35 +126,29 @@ def seldom(rank: int, compressor: str, around: Around) -> list[Tensor]:
     return found
 
 
-def ways(names: Sequence[str], default: str) -> dict[str, Callable[[int, Around], list[Tensor]]]:
-    """Return what is tried under a default, by name; without a default, everything that is tried under any."""
-    found: dict[str, Callable[[int, Around], list[Tensor]]] = {}
+def digests(rank: int, default: str, names: Sequence[str]) -> dict[str, str]:
+    """Return the digest of what is tried under a default, by name, or the error that it raised.
+
+    Without a default, that is everything that is tried under any.
+    """
     dtypes = [torch.float32, *(dtype for of, dtype in DTYPES.items() if default in (of, "none"))]
     connection = ProcessGroupConnection(group_or_default(None), policy="fused")
     connection.join()  # of nobody: it is open until the process ends
+    around, found = DEFAULTS[default], dict[str, str]()
+
+    def enter(name: str, run: Callable[..., list[Tensor]], *arguments: Any) -> None:
+        try:
+            found[name] = digest_of(run(rank, *arguments, around))
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
     for name in names:
         if default != "inference":  # in which there is no backward pass
-            found[f"{name}, attach"] = functools.partial(_call, attached, name)
+            enter(f"{name}, attach", attached, name)
         for dtype in dtypes:
-            found[f"{name}, Exchanger, {dtype}"] = functools.partial(_call, exchanged, name, dtype, connection)
+            enter(f"{name}, Exchanger, {dtype}", exchanged, name, dtype, connection)
     for compressor in ("powersgd", "int8"):
-        found[f"DiLoCo and ModelAverager, {compressor}"] = functools.partial(_call, seldom, compressor)
-    return found
-
-
-def _call(function: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
-    *own, rank, around = arguments
-    return function(rank, *own, around)
-
-
-def digests(rank: int, default: str, names: Sequence[str]) -> dict[str, str]:
-    """Return the digest of each way, or the error that it raised."""
-    found = {}
-    for way, run in ways(names, default).items():
-        try:
-            found[way] = digest_of(run(rank, DEFAULTS[default]))
-        except Exception as error:
-            found[way] = f"{type(error).__name__}: {error}"
+        enter(f"DiLoCo and ModelAverager, {compressor}", seldom, compressor)
     return found
 
 

@@ -61,16 +61,6 @@ def test_the_compressors_that_the_guide_defines_obey_every_law(
     assert [str(one) for one in found if one.is_bad] == []
 
 
-EXEMPT = ["affine", "dgc", "noop", "signum:block=32", *thorough(["distro:chunk=16", "natural:block=32"])]
-
-
-@pytest.mark.parametrize("name", EXEMPT)
-def test_compressors_that_are_exempt_from_laws_say_so_and_obey_the_others(name: str) -> None:
-    assert (
-        bad(make_compressor(name), "replicas", "zeros", "conservation", "buckets", "moved", "wire", "convergence") == []
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmallLoss(mistaken.Halves):
     """A random half, of which a tenth is declared to be left out."""

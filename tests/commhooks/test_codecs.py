@@ -333,14 +333,6 @@ def test_a_code_shows_an_inf_in_its_evidence_and_when_it_is_decoded(codec: Codec
         assert [bool(row.isfinite().all()) for row in shown] == [True, False, True]
 
 
-# fp16's range is short, and a vote has no size.
-@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec not in (FP16, Vote())], ids=repr)
-@pytest.mark.parametrize("scale", [2.0**-96, 2.0**96])
-def test_a_code_of_extreme_sizes_is_that_of_others(codec: Codec, scale: float) -> None:
-    blocks, noise = drawn(codec, 4, 6)
-    assert torch.equal(coded(codec, blocks * scale, noise), coded(codec, blocks, noise) * scale)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flat(Codec):
     """int8 numbers, and a scale for each block without a dimension of its own."""

@@ -109,19 +109,16 @@ def test_zeros_are_values_like_others() -> None:
     ("settings", "complaint"),
     [
         ({"tensors": {}}, "must name at least one"),
-        ({"tensors": [torch.zeros(2)]}, r"Exchanger\(tensors=\[.*\]\): tensors must name at least one tensor"),
         ({"tensors": {"w": torch.zeros(3, dtype=torch.int64)}}, "'w' must be dense and of floating point"),
         ({"compressor": 7}, "expected a Compressor or a name"),
         ({"compressor": PowerSGD(skip=("head",))}, "'head' must match"),
         ({"weighted": 2.5}, r"Exchanger\(weighted=2.5\): weighted must be True or False"),
-        ({"atomic": "no"}, r"Exchanger\(atomic='no'\): atomic must be True or False"),
         ({"policy": []}, r"Exchanger\(policy=\[\]\): policy must be one of fifo, fused"),
-        ({"hook_timeout": True}, r"Exchanger\(hook_timeout=True\): hook_timeout must be above 0 s"),
     ],
     ids=str,
 )
 def test_what_cannot_work_is_refused_with_the_value_when_it_is_built(settings: dict[str, Any], complaint: str) -> None:
-    connection = {} if {*settings} & {"policy", "hook_timeout"} else {"connection": lockstep_connections(1)[0]}
+    connection = {} if "policy" in settings else {"connection": lockstep_connections(1)[0]}
     with pytest.raises(SettingsError, match=complaint):
         Exchanger(**{"tensors": TENSORS, "compressor": "all-reduce"} | connection | settings)
 
