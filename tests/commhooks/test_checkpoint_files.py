@@ -26,14 +26,16 @@ from tests.world import on_ranks
 facts = Facts()
 Forgery = Callable[[Path, dict[str, Path]], Any]
 
-MISFITS = {
-    "names": ("checkpoint has no 'head.weight'", "checkpoint has 'last.weight', which the model does not have"),
-    "shapes": ("'first.weight' was saved with shape (8, 6), now (10, 6)",),
-    "settings": ("setting inner.rank: saved with 1, now 2", "setting inner.iterations: saved with 1, now 2"),
-    "optimizer": ("optimizer: saved from SGD, now Adagrad",),
-    "hooks": ("it was saved without hooks=",),
-    "scaler": ("scaler: checkpoint has no 'scale'",),
+MISFITS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "names": ({"module": Renamed()}, ("has no 'head.weight'", "has 'last.weight', which the model does not have")),
+    "shapes": ({"module": Network(width=10)}, ("'first.weight' was saved with shape (8, 6), now (10, 6)",)),
+    "settings": (
+        {"compressor": make_compressor("powersgd", rank=2, iterations=2)},
+        ("setting inner.rank: saved with 1, now 2", "setting inner.iterations: saved with 1, now 2"),
+    ),
+    "optimizer": ({"optimizer": torch.optim.Adagrad}, ("optimizer: saved from SGD, now Adagrad",)),
 }
+"""A run with these settings cannot load another's checkpoint, and says why."""
 FILES = ["manifest.json", "shared.pt", "rank0.pt", "rank1.pt"]
 CUTS, FLIPS = 5, 15  # which bits does not matter: the whole file has one checksum
 
@@ -209,21 +211,13 @@ def a_checkpoint_of_another_run_is_refused_and_says_what_differs(rank: int, fold
     """Load a good checkpoint that does not fit, and one that lacks something that the run wants."""
     saved = begin(rank, folder)
     path = saved.save()
-    runs: dict[str, dict[str, Any]] = {
-        "names": {"module": Renamed()},
-        "shapes": {"module": Network(width=10)},
-        "settings": {"compressor": make_compressor("powersgd", rank=2, iterations=2)},
-        "optimizer": {"optimizer": torch.optim.Adagrad},
-    }
-    told = [begin(rank, folder, **settings).told(name, directory=path) for name, settings in runs.items()]
+    for name, (settings, words) in MISFITS.items():
+        check_refused(begin(rank, folder, **settings).told(name, directory=path), *words)
     without = begin(rank, folder, "without", optimizer=torch.optim.Adam, scales=False)
     without.save(hooks=None)
-    told.append(without.told("hooks", directory=without.directory))
-    scaled = begin(rank, folder, optimizer=torch.optim.Adam)
-    told.append(scaled.told("scaler", directory=without.directory, hooks=None))
-    assert [one.damage for one in told] == list(MISFITS)
-    for one in told:
-        check_refused(one, *MISFITS[one.damage])
+    check_refused(without.told("hooks", directory=without.directory), "it was saved without hooks=")
+    scaled = begin(rank, folder, optimizer=torch.optim.Adam).told("scaler", directory=without.directory, hooks=None)
+    check_refused(scaled, "scaler: checkpoint has no 'scale'")
 
 
 def test_a_checkpoint_that_is_named_and_not_there_is_refused(tmp_path: Path) -> None:

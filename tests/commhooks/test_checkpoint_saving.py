@@ -22,7 +22,8 @@ from commhooks import CheckpointError, load_checkpoint, save_checkpoint
 from commhooks.saving import checkpoints as checkpoint
 from commhooks.saving.contents import read_contents
 from commhooks.saving.folder import newest, prepare
-from tests.commhooks.checkpointed import Network, begin, listing_of, text_of, words_of
+from tests.commhooks.checkpointed import Network, begin, listing_of, words_of
+from tests.commhooks.told import told_by
 from tests.ddp_core.facts import Facts
 
 facts = Facts()
@@ -39,11 +40,11 @@ def when_one_rank_cannot_write_every_rank_raises_and_older_checkpoints_stay(rank
     told = {}
     for name, obstacle in _obstacles(rank).items():
         with obstacle:
-            told[name] = text_of(run.save)
+            told[name] = told_by(run.save).text
         assert listing_of(run) == [old], name
-    told["under a file"] = text_of(lambda: run.save(directory=__file__))
+    told["under a file"] = told_by(lambda: run.save(directory=__file__)).text
     assert listing_of(run) == [old]
-    told["steps that differ"] = text_of(lambda: run.save(step=5 + rank))
+    told["steps that differ"] = told_by(lambda: run.save(step=5 + rank)).text
     assert listing_of(run) == [old] and told.keys() == CANNOT_BE_WRITTEN.keys()
     for name, text in told.items():
         assert CANNOT_BE_WRITTEN[name] in text, (name, text)
@@ -125,7 +126,7 @@ def extras_that_could_not_be_loaded_are_refused_when_saving(rank: int, folder: P
     """And all others come back."""
     run = begin(rank, folder)
     for name, value in REFUSED.items():
-        text = text_of(functools.partial(run.save, extra={name: value}))
+        text = told_by(functools.partial(run.save, extra={name: value})).text
         assert f"['extra']['{name}']" in text and "must be plain data" in text, (name, text)
     assert listing_of(run) == []
     run.save(extra=TAKEN)
@@ -149,7 +150,7 @@ def where_no_whole_checkpoint_is_nothing_is_loaded(rank: int, folder: Path) -> N
     twin = run.save(keep=None)
     seen = path if rank == 0 else twin  # as on hosts that each have a disk of their own under this path
     with mock.patch.object(checkpoint, "read_contents", lambda _, *given: read_contents(seen, *given)):
-        text = text_of(functools.partial(run.load, directory=path))
+        text = told_by(functools.partial(run.load, directory=path)).text
     assert "ranks see different checkpoints under" in text and "nothing was loaded" in text
     assert run.digest() == before
 
