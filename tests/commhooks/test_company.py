@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks.default_hooks import quantization_perchannel_hook, quantization_pertensor_hook
-from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, Mirrored, backward, given, largest_error
+from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, Mirrored, backward, given
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
 from tests.ddp_core.facts import BOTH_DDPS, Facts
-from tests.world import on_ranks, run_world
+from tests.world import run_world
 
 facts = Facts(kinds=BOTH_DDPS)
 
@@ -113,20 +113,6 @@ def models_under_one_stateless_hook_get_the_means_they_get_alone(rank: int, kind
             means = [gradients_of(model) for model in models]
             pairs = [pair for own in zip(means, alone, strict=True) for pair in zip(*own, strict=True)]
             assert all(torch.equal(*pair) for pair in pairs), hook
-
-
-@on_ranks(4, check_exit=False)
-def test_stateless_hooks_average_over_their_subgroup(rank: int) -> None:
-    """Two pairs of ranks train their own models side by side, with a hook whose state is the process group."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    group = pairs[rank // 2]
-    gradients = normal(zeros(*SHAPES), 4, seed=0)
-    expected = [(gradients[rank // 2 * 2][i] + gradients[rank // 2 * 2 + 1][i]) / 2 for i in range(len(SHAPES))]
-    for kind in BOTH_DDPS:
-        model = given(kind, process_group=group)
-        model.register_comm_hook(group, commhooks.allreduce_hook)  # type: ignore[operator]
-        for _ in range(3):
-            assert largest_error(backward(model, gradients[rank]), expected) == 0  # halves lose no bit, at any time
 
 
 @pytest.mark.parametrize(

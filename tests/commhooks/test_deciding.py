@@ -124,12 +124,6 @@ def test_a_candidate_that_saves_more_than_a_tie_and_less_than_the_margin_is_not_
     assert 0.95 * dense < half < 0.98 * dense and set(run.candidates[40:]) == {0}
 
 
-def test_a_candidate_that_never_pays_costs_its_visit_and_no_more() -> None:
-    run = Run([candidate("all-reduce", 4000, 0.0), candidate("all-reduce", 4000, 1.0)], lambda step: FAST)
-    run.go_on(400)
-    assert run.candidates.count(1) == 3
-
-
 def test_while_nothing_changes_the_link_is_probed_as_often_as_the_rule_says() -> None:
     run = Run(ladder(), lambda step: FAST)
     run.go_on(30)

@@ -102,10 +102,8 @@ def a_tensor_with_gaps_may_be_declared_by_one_without(rank: int) -> None:
 def test_a_weighted_mean_counts_each_rank_by_its_weight(policy: Any) -> None:
     """Bound: each term is scaled once, by a quotient of two rounded sums, and then averaged; fp64 tensors in fp64."""
     weights = [1.3, 0.0, 0.1]  # none of them exact in fp32
-    workers = [
-        Exchanger(GROUPS["fragment 0 of 3"], "all-reduce", connection=connection, weighted=True)
-        for connection in lockstep_connections(3, policy)
-    ]
+    group, connections = GROUPS["fragment 0 of 3"], lockstep_connections(3, policy)
+    workers = [Exchanger(group, "all-reduce", connection=connection, weighted=True) for connection in connections]
     values = [drawn("fragment 0 of 3", rank, 0) for rank in range(3)]
     values[1]["a"].fill_(math.nan)  # of weight 0
     rounds = [worker.begin(own, weight=w) for worker, own, w in zip(workers, values, weights, strict=True)]

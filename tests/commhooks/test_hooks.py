@@ -21,7 +21,7 @@ import commhooks
 from tests import bounds
 from tests.cases import BY_NAME, EACH_FORM_ONCE
 from tests.commhooks.mirrored import SHAPES, Mirrored, backward, given, largest_error
-from tests.commhooks.models import Given, gradients_of, wrap
+from tests.commhooks.models import gradients_of
 from tests.commhooks.workers import largest, normal, zeros
 from tests.ddp_core.facts import BOTH_DDPS, Facts
 from tests.world import on_ranks
@@ -63,20 +63,6 @@ def test_the_default_hooks_give_pytorchs_mean(rank: int, kind: str) -> None:
             wire = torch.float16 if "fp16" in name else torch.bfloat16 if "bf16" in name else None
             error = largest_error(backward(model, gradients), expected) / terms
             assert error <= (bounds.of_mean(2, wire) if wire else 0.0), name
-
-
-@facts
-def the_fp16_wrapper_of_powersgd_casts_the_wire_and_nothing_else(rank: int, kind: str) -> None:
-    state = commhooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=0)
-    model = wrap(kind, Given((40, 60), (9,)))
-    hook = commhooks.fp16_compress_wrapper(commhooks.powerSGD_hook)
-    model.register_comm_hook(state, hook)  # type: ignore[operator]
-    for step in range(3):
-        model(*normal(zeros((40, 60), (9,)), 2, seed=step)[rank]).backward()
-    assert state.parameters is not None
-    kept = [state.parameters.of(parameter) for parameter in model.parameters()]
-    assert {tensor.dtype for one in kept for tensor in one.tensors.values()} == {torch.float32}
-    assert state.statistics().payload_bytes == 3 * 2 * ((40 + 60) * 2 + 9)
 
 
 @on_ranks(2)
