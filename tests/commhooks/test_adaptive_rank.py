@@ -17,7 +17,6 @@ from commhooks.compressors import AdaptiveRank, PowerSGD
 from commhooks.compressors.powersgd.adaptive_rank import _norms_of_rows
 from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least_error
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
-from tests.tiers import thorough
 
 SHAPES = ((24, 40), (40,), (30, 36), (48, 20))
 
@@ -119,34 +118,31 @@ def flat_and_steep(seed: int, world_size: int = 2) -> list[list[Tensor]]:
     return [mean] * world_size
 
 
-def run(compressor: Compressor, gradients: list[list[Tensor]], steps: int, last: int) -> tuple[float, float, Workers]:
-    """Return bytes and the squared error of a step, on average over the last ones."""
+def run(compressor: Compressor, gradients: list[list[Tensor]]) -> tuple[int, float, Workers]:
+    """Return the bytes and the squared error of the last 20 of 40 steps."""
     workers = Workers(compressor, 2, [torch.zeros_like(own) for own in gradients[0]], policy="fused")
-    error, before = 0.0, 0
-    for step in range(steps):
-        if step == steps - last:
-            before = workers.traffic.payload_bytes
+    for _ in range(20):
+        workers.step(gradients)
+    error, before = 0.0, workers.traffic.payload_bytes
+    for _ in range(20):
         means = workers.step(gradients)[0]
-        if step >= steps - last:
-            error += sum(float((mean - mean_of(gradients, i)).square().sum()) for i, mean in enumerate(means))
-    return (workers.traffic.payload_bytes - before) / last, error / last, workers
+        error += sum(float((mean - mean_of(gradients, i)).square().sum()) for i, mean in enumerate(means))
+    return workers.traffic.payload_bytes - before, error, workers
 
 
-@pytest.mark.parametrize("seed", [0, *thorough(range(1, 5))])
-def test_a_flat_spectrum_gets_the_columns_that_steep_ones_do_not_need(seed: int) -> None:
+def test_a_flat_spectrum_gets_the_columns_that_steep_ones_do_not_need() -> None:
     """For a whole window it spends no more than the uniform rank, and leaves less; or leaves no more, and spends less.
 
     Measured after one window, over the next; without error feedback, so that a step's error is what it leaves.
     """
-    gradients = flat_and_steep(seed)
-    uniform_bytes, uniform_error, _ = run(PowerSGD(rank=3), gradients, 40, 20)
+    gradients = flat_and_steep(seed=0)
+    uniform_bytes, uniform_error, _ = run(PowerSGD(rank=3), gradients)
     settings: dict[str, Any] = {"rank": 3, "min_rank": 1, "max_rank": 6, "every": 20}
 
-    spent, error, workers = run(AdaptiveRank(**settings), gradients, 40, 20)
+    spent, error, workers = run(AdaptiveRank(**settings), gradients)
     assert choices(workers) == choices(workers, rank=1) and choices(workers)[3] == 6
     assert spent <= uniform_bytes and error < 0.9 * uniform_error
-    spent, error, workers = run(AdaptiveRank(rule="fewest-bytes", **settings), gradients, 40, 20)
-    print(f"seed {seed}: {uniform_bytes / spent:.2f} times fewer bytes at {error / uniform_error:.4f} of the error")
+    spent, error, workers = run(AdaptiveRank(rule="fewest-bytes", **settings), gradients)
     assert choices(workers) == [1, 1, 1, 3]
     assert uniform_bytes >= 1.5 * spent and error <= 1.001 * uniform_error
 
@@ -189,6 +185,3 @@ def test_it_chooses_inside_of_other_compressors(wrap: str) -> None:
         workers.step(normal(workers.parameters, 2, seed=step))
     chosen = [bool(choice) for choice in choices(workers)]
     assert chosen == ([True, False, True, False] if wrap == "rules" else [True, False, True, True])
-
-
-# --- on models' gradients ---------------------------------------------------------------------------------------------

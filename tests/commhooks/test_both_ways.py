@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import commhooks
 from commhooks.communicators import Collective, Communicator, Pending
 from commhooks.communicators.both_ways import goes_both_ways
 from commhooks.communicators.private_group import Address, PrivateGroup
 from commhooks.language.requests import Group
-from tests.commhooks.ranks import exit_code_of_a_fork
 from tests.world import on_ranks
 
 KB = 1024
@@ -86,15 +84,6 @@ def test_groups_of_some_ranks_have_a_second_group_too(rank: int) -> None:
         assert torch.equal(pending.result, torch.stack([message(other, 2, 0, 64 * KB)[place] for other in ranks]))
     assert len(private_group.groups) == 5
     assert private_group.close(5.0)
-
-
-@on_ranks(2, check_exit=True)
-def test_a_process_forked_in_the_midst_of_an_exchange_ends_by_itself(rank: int) -> None:
-    exchanger = commhooks.Exchanger({"w": torch.zeros(2**21)}, "int8")
-    exchanger.average({"w": torch.ones(2**21)})
-    averaging = exchanger.begin({"w": torch.ones(2**21)})
-    assert exit_code_of_a_fork() == 7
-    averaging.wait()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from commhooks import CheckpointError, load_checkpoint, save_checkpoint
 from commhooks.saving import checkpoints as checkpoint
 from commhooks.saving.contents import read_contents
-from commhooks.saving.folder import newest, prepare
+from commhooks.saving.folder import newest
 from tests.commhooks.checkpointed import Network, begin, listing_of, words_of
 from tests.commhooks.told import told_by
 from tests.ddp_core.facts import Facts
@@ -58,7 +58,6 @@ def when_one_rank_cannot_write_every_rank_raises_and_older_checkpoints_stay(rank
 
 CANNOT_BE_WRITTEN = {
     "disk full on rank 1": "could not write the checkpoint. rank 1: OSError: [Errno 28] No space left on device (",
-    "a folder in the way on rank 1": "could not write the checkpoint. rank 1: ",
     "disk full at the manifest": "could not put the checkpoint in place. rank 0: OSError: [Errno 28] No space left",
     "under a file": "could not prepare the checkpoint. rank 0: ",
     "steps that differ": "ranks disagree about the step: by rank 5, 6.",
@@ -70,15 +69,8 @@ def _obstacles(rank: int) -> dict[str, Any]:
     nowhere = contextlib.nullcontext()
     return {
         "disk full on rank 1": mock.patch.object(torch, "save", side_effect=full) if rank == 1 else nowhere,
-        "a folder in the way on rank 1": mock.patch.object(checkpoint, "prepare", _prepare_with_a_folder),
         "disk full at the manifest": mock.patch.object(Path, "write_text", side_effect=full) if rank == 0 else nowhere,
     }
-
-
-def _prepare_with_a_folder(root: Path, step: int) -> tuple[str, str]:
-    writing, save = prepare(root, step)
-    (root / writing / "rank1.pt").mkdir()
-    return writing, save
 
 
 @facts

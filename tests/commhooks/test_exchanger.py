@@ -22,7 +22,6 @@ from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from commhooks.scheduling.connection import ProcessGroupConnection
 from commhooks.scheduling.lockstep import run_in_turns
 from tests import bounds
-from tests.commhooks.resuming import distance
 from tests.commhooks.told import told_by
 from tests.commhooks.workers import exchangers
 from tests.ddp_core.facts import Facts
@@ -153,27 +152,6 @@ def ranks_that_name_other_tensors_disagree(rank: int) -> None:
     exchanger = Exchanger({f"w{rank}": torch.zeros(3)}, "all-reduce")
     told = told_by(lambda: exchanger.average({f"w{rank}": torch.zeros(3)}))
     assert "ranks disagree" in told.text and "tensor w1: missing (rank 0), shape (3,)" in told.text
-
-
-@facts
-def rounds_begun_before_the_first_is_written_have_their_own_means(rank: int) -> None:
-    """And leave the state of three that are awaited."""
-    awaited, overlapping = (Exchanger(TENSORS, "top-k") for _ in range(2))
-    expected = []
-    for step in range(3):
-        expected.append(drawn(rank, step))
-        awaited.average(expected[-1])
-    rounds = [overlapping.begin(drawn(rank, step)) for step in range(3)]
-    got = [drawn(rank, step) for step in range(3)]
-    for averaging, into in zip(reversed(rounds), reversed(got), strict=True):
-        averaging.write(into)
-    assert all(averaging.done() for averaging in rounds)
-    assert distance(got, expected) == 0
-    assert distance(awaited.state_dict()["local"], overlapping.state_dict()["local"]) == 0
-    with pytest.raises(CompressorError, match="were written before"):
-        rounds[0].write(got[0])
-    awaited.close()
-    overlapping.close()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

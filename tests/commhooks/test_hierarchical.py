@@ -184,22 +184,14 @@ def test_state_of_machines_is_spread_over_other_numbers_of_machines(name: str, w
 
 
 @pytest.mark.filterwarnings("ignore:.* holds what was not sent yet .*; it is lost")
-@pytest.mark.parametrize("how", ["replace", "load"])
 @pytest.mark.parametrize("name", ["sign", "top-k"])
-def test_what_ranks_had_each_of_their_own_is_not_taken_for_a_machines(name: str, how: str) -> None:
+def test_what_ranks_had_each_of_their_own_is_not_taken_for_a_machines(name: str) -> None:
     inner = make_compressor(name, **({"block": 8} if name == "sign" else {"ratio": 0.1}))
-    plain, parameters = Workers(inner, 4, zeros((9, 10), (16,))), zeros((9, 10), (16,))
-    plain.step(normal(parameters, 4, seed=0))
-    machines = Hierarchical(inner=inner, size=2)
-    workers = plain
-    if how == "replace":
-        for engine in plain.engines:
-            engine.replace(machines, torch.device("cpu"))
-    else:
-        workers = Workers(machines, 4, parameters)
-        for engine, table in zip(workers.engines, plain.states, strict=True):
-            engine.state.load(*table.export(), table.kinds())
-    workers.step(normal(parameters, 4, seed=1))
+    workers = Workers(inner, 4, zeros((9, 10), (16,)))
+    workers.step(normal(workers.parameters, 4, seed=0))
+    for engine in workers.engines:
+        engine.replace(Hierarchical(inner=inner, size=2), torch.device("cpu"))
+    workers.step(normal(workers.parameters, 4, seed=1))
     for rank in (0, 2):
         for parameter in workers.parameters:
             one, other = (workers.states[r].of(parameter).tensors for r in (rank, rank + 1))

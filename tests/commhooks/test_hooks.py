@@ -91,30 +91,6 @@ def test_every_case_is_over_gloo_bit_for_bit_what_it_is_in_lockstep(
 
 
 @facts
-def attachments_come_and_go(rank: int, kind: str) -> None:
-    model = given(kind)
-    of_ranks = normal(zeros(*SHAPES), 2, seed=0)
-    gradients = of_ranks[rank]
-    dense = backward(model, gradients) if kind == "core" else None
-    first = commhooks.attach(model, "fp16")
-    with_fp16 = backward(model, gradients)
-    _expect(
-        commhooks.AttachError, "attached to this model already; close its handle first", commhooks.attach, model, "bf16"
-    )
-    first.close()
-    first.close()
-    plain = backward(model, gradients)
-    second = commhooks.attach(model, "bf16")
-    with_bf16 = backward(model, gradients)
-    assert first.statistics().steps == 1 and second.statistics().steps == 1
-    assert dense is None or largest_error(dense, plain) == 0
-    terms = largest(*of_ranks[0], *of_ranks[1])
-    fp16, bf16 = (largest_error(compressed, plain) for compressed in (with_fp16, with_bf16))
-    assert 0 < fp16 <= terms * bounds.of_mean(2, torch.float16) < bf16 <= terms * bounds.of_mean(2, torch.bfloat16)
-    second.close()
-
-
-@facts
 def a_copy_that_shares_the_reducer_keeps_the_attachment_and_any_other_copy_has_none(rank: int, kind: str) -> None:
     """`Module._replicate_for_data_parallel` makes the first kind; `copy.copy` and `copy.deepcopy` the second."""
     model = given(kind)

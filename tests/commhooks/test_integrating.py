@@ -248,17 +248,6 @@ def knows_which_parameters_come_in_buckets(rank: int) -> None:
             step(model, optimizer, rank, 1)
         attachment.close()
 
-        model = ddp_class(module, find_unused_parameters=True)
-        module[0].requires_grad_(False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        attachment = commhooks.attach(model, powersgd())
-        attachment.watch(optimizer)
-        step(model, optimizer, rank, 0)
-        module[0].requires_grad_(True)
-        step(model, optimizer, rank, 1)
-        assert set(attachment.state_dict()["shapes"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-        attachment.close()
-
 
 def keeps_nothing_for_sparse_gradients_after_the_model_is_gone(rank: int) -> None:
     model = PyTorchDDP(nn.Sequential(nn.Embedding(50, 16, sparse=True), nn.Linear(16, 16)))
