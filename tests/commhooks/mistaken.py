@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from commhooks.language import (
     AllGather,
@@ -72,18 +74,6 @@ class Averages(Compressor):
             self.finish(slot, mean, finite)
 
 
-@breaks("mean", "1 of the mean's 135 elements are 0, and should not be")
-class OddElement(Averages):
-    """It works on pairs of elements, and forgets the last one of an odd number."""
-
-    def sent(self, M: Tensor, slot: Slot, context: Context) -> Tensor:
-        return M[: len(M) // 2 * 2].view(-1, 2).clone()
-
-    def mean(self, answer: Tensor, slot: Slot, context: Context) -> Tensor:
-        mean = super().mean(answer, slot, context).flatten()
-        return torch.cat([mean, mean.new_zeros(slot.gradient.numel() - len(mean))])
-
-
 @breaks("steps", "rank 0 asked for all-reduce (1,) torch.float32, rank 1 for all-reduce (960,)")
 class UnequalCollectives(Averages):
     """Rank 0 asks for one more collective, for its log."""
@@ -143,28 +133,6 @@ class Gathers(Compressor):
         for slot, mean, of_ranks in zip(bucket.filled, means, answers, strict=True):
             slot.keep(slot.form() - of_ranks[context.rank], finite)
             slot.write(mean)
-
-
-@breaks("conservation", "the mean is 0.25, 0.25, 0.5 times what ranks 0, 1, 2 sent")
-class MeanOfMeans(Gathers):
-    """It averages what it has with the next rank's, so that the last rank counts most."""
-
-    def mean(self, of_ranks: Tensor, context: Context) -> Tensor:
-        mean = of_ranks[0].clone()
-        for other in of_ranks[1:]:
-            mean = (mean + other) / 2
-        return mean
-
-
-@breaks("conservation", "the mean is 0.33, 0, 0 times what ranks 0, 1, 2 sent")
-class SumInAnswer(Gathers):
-    """It adds up in the first rank's answer, from which rank 0 then computes what it has not sent."""
-
-    def mean(self, of_ranks: Tensor, context: Context) -> Tensor:
-        total = of_ranks[0]
-        for other in of_ranks[1:]:
-            total += other
-        return total / context.world_size
 
 
 @breaks("steps", "not enough values to unpack (expected at least 2, got 1) in step 0 on 1 worker")
@@ -334,6 +302,9 @@ IN_ONE_METHOD: list[tuple[str, type[Compressor], str, str, dict[str, Callable[..
      {"sent": lambda self, M, *_: M.clamp(-100, 100)}),
     ("SwallowsNaN", Averages, "flaws", "all means are finite on rank 0, with inf on rank 1",
      {"sent": lambda self, M, *_: M.nan_to_num(0.0, 0.0, 0.0)}),
+    ("OddElement", Averages, "mean", "1 of the mean's 135 elements are 0, and should not be",
+     {"sent": lambda self, M, *_: M[: len(M) // 2 * 2].view(-1, 2).clone(),
+      "mean": lambda self, answer, slot, of: pad(answer.flatten(), (0, slot.gradient.numel() % 2)) / of.world_size}),
     ("FirstBucketOnly", Averages, "mean", "the mean is 1, 0 times what ranks 0, 1 sent",
      {"slots": lambda self, bucket: bucket.filled if bucket.index == 0 else []}),
     ("EmptyParameter", Averages, "steps", "RuntimeError: cannot reshape tensor of 0 elements",
@@ -349,6 +320,10 @@ IN_ONE_METHOD: list[tuple[str, type[Compressor], str, str, dict[str, Callable[..
      {"part": lambda self, bucket, slot, sent: Part(sent, bucket.filled[0].layout(sent.numel()))}),
     ("WrongDim", Gathers, "conservation", "the mean is off by 2 of its largest element",
      {"mean": lambda self, of_ranks, context: of_ranks.reshape(-1, context.world_size).mean(1)}),
+    ("MeanOfMeans", Gathers, "conservation", "the mean is 0.25, 0.25, 0.5 times what ranks 0, 1, 2 sent",
+     {"mean": lambda self, of_ranks, context: functools.reduce(lambda mean, other: (mean + other) / 2, of_ranks)}),
+    ("SumInAnswer", Gathers, "conservation", "the mean is 0.33, 0, 0 times what ranks 0, 1, 2 sent",
+     {"mean": lambda self, of_ranks, context: functools.reduce(Tensor.add_, of_ranks) / context.world_size}),
     ("OwnFirst", Gathers, "replicas", "ranks 0 and 1 have different means",
      {"mean": lambda self, of_ranks, context: Gathers.mean(self, of_ranks.roll(-context.rank, 0), context)}),
     ("NoResidual", Halves, "conservation", "no residual is kept",

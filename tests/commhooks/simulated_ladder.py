@@ -52,7 +52,6 @@ class Run:
         link: Callable[[int], Link],
         *,
         candidate: int = 0,
-        rule: AdaptiveRule | None = None,
         noise: float = 0.0,
         late: Callable[[int], float] = lambda step: 0.0,
         late_rank: Callable[[int], float] = lambda step: 0.0,
@@ -60,7 +59,7 @@ class Run:
     ) -> None:
         self.ladder, self.link, self.noise = steps, link, noise
         self.late, self.late_rank = late, late_rank
-        self.decider = Decider(rule or AdaptiveRule(), candidate, [None] * len(steps))
+        self.decider = Decider(AdaptiveRule(), candidate, [None] * len(steps))
         self.random = random.Random(seed)
         self.now = 0
         self.seconds: list[float] = []

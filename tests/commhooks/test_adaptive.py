@@ -219,9 +219,7 @@ def _replaced_under_it(controller: Adaptive, model: nn.Module, rank: int) -> Tol
 
 
 @facts
-def what_was_measured_with_another_number_of_ranks_is_measured_anew_from_the_saved_candidate(
-    rank: int,
-) -> None:
+def what_was_measured_with_another_number_of_ranks_is_measured_anew_from_the_saved_candidate(rank: int) -> None:
     model = given("core")
     controller = Adaptive(commhooks.attach(model, "all-reduce"), LADDER)
     _steps(rank, model, controller, 0, 6)

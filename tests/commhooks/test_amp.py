@@ -58,11 +58,7 @@ def scaled(kind: str, *, growth_interval: int = 4, init_scale: float = 1024.0) -
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("kind", "policy", "atomic"),
-    [
-        ("core", "fifo", True),
-        ("torch", "fused", False),
-        *thorough([("torch", "fifo", True), ("core", "fused", False)]),
-    ],
+    [("core", "fifo", True), ("torch", "fused", False), *thorough([("torch", "fifo", True), ("core", "fused", False)])],
 )
 def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(
     rank: int, kind: str, policy: Any, atomic: bool

@@ -9,18 +9,7 @@ import torch
 
 import commhooks
 from commhooks.compressors import AllReduceMean
-from commhooks.language import (
-    AllGather,
-    AllToAll,
-    BucketView,
-    Compressor,
-    Context,
-    Entry,
-    Exchange,
-    Judge,
-    Part,
-    Place,
-)
+from commhooks.language import AllGather, AllToAll, BucketView, Compressor, Context, Entry, Exchange, Judge, Part, Place
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
 
 both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])

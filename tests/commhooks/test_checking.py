@@ -28,11 +28,7 @@ OF_EXAMPLES: dict[str, Compressor | Codec] = {
     "momentum_top_k": example("momentum_top_k").MomentumTopK(ratio=0.05),
 }
 
-IN_PAGES = [
-    ("compressors.md", "RandomK"),
-    ("compressor-interface.md", "MeanMomentum"),
-    ("compressors.md", "BFloat16"),
-]
+IN_PAGES = [("compressors.md", "RandomK"), ("compressor-interface.md", "MeanMomentum"), ("compressors.md", "BFloat16")]
 
 
 def bad(given: Compressor | Codec, *only: str) -> list[Finding]:

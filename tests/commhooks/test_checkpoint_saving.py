@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import enum
 import errno
 import functools
 import shutil
@@ -83,18 +82,12 @@ def the_newest_checkpoints_are_kept(rank: int, folder: Path) -> None:
         assert listing_of(run) == left, keep
 
 
-class Fruit(enum.IntEnum):
-    APPLE = 1
-
-
 class Marked(Tensor):
     """A tensor subclass."""
 
 
-Point = collections.namedtuple("Point", ["x", "y"])
-
 REFUSED: dict[str, Any] = {
-    "loss": np.float64(0.5), "name": np.str_("a"), "fruit": Fruit.APPLE, "point": Point(1, 2), "path": Path("/tmp"),
+    "loss": np.float64(0.5), "name": np.str_("a"), "path": Path("/tmp"),
     "counts": collections.defaultdict(int), "function": print, "nested": [{"deep": {np.int64(1): 2}}],
     "tensor": torch.ones(1).as_subclass(Marked), "frozen": frozenset([1]),
 }  # fmt: skip

@@ -210,10 +210,7 @@ def fingerprint(compressor: commhooks.Compressor, parameters: str = "ab") -> str
             [fingerprint(TopK(), "ab"), fingerprint(TopK(), "ba")],
             "the order, which first differs at parameter a (rank 0), parameter b (rank 1).",
         ),
-        (
-            ["step: 1"] + ["step: 2"] * 12,
-            "step: 1 (rank 0), 2 (ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4 more).",
-        ),
+        (["step: 1"] + ["step: 2"] * 12, "step: 1 (rank 0), 2 (ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4 more)."),
         (
             ["step: 1", refusal_as_fingerprint(ValueError("no place:\nnone")) + "\nstep: 1"],
             "rank 1 cannot take part: no place: none.",

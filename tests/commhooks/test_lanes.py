@@ -197,8 +197,9 @@ def test_workers_of_one_process_that_swap_lanes_are_told() -> None:
         average_in_lockstep([one, swapped, other, another], [values_of(n % 2, 0) for n in range(4)])
 
 
-def mean_of(rank: int, exchanger: Exchanger) -> float:
-    exchanger.average({"x": (value := torch.full((1,), float(rank)))})
+def mean_of(rank: int, exchanger: Exchanger | TensorChannel) -> float:
+    (name,) = exchanger.buffers
+    exchanger.begin({name: torch.full((1,), float(rank))}).write({name: (value := torch.zeros(1))})
     return float(value)
 
 
@@ -244,15 +245,9 @@ def what_one_rank_alone_makes_and_keeps_has_no_effect_on_the_others(rank: int) -
             handles += [one_more(), a_group()]
             made = [channel for one in handles for channel in one.values()]
             if len(made) > 3:  # the first are used after the next were made
-                assert [mean_of_its(rank, one) for one in made] == [0.5] * len(made)
+                assert [mean_of(rank, one) for one in made] == [0.5] * len(made)
         for one in handles:
             one.close()
-
-
-def mean_of_its(rank: int, exchanger: Exchanger | TensorChannel) -> float:
-    (name,) = exchanger.buffers
-    exchanger.begin({name: torch.full((1,), float(rank))}).write({name: (value := torch.zeros(1))})
-    return float(value)
 
 
 @facts
@@ -290,8 +285,8 @@ def exchangers_first_used_in_different_orders_are_refused_on_every_rank(rank: in
             made.insert(1, one_more())
         in_turn = [made[n] for n in ((2, 3, 0) if rank else (0, 1, 2))]
         for one in in_turn[:right]:
-            mean_of_its(rank, one)
-        refused = told_by(functools.partial(mean_of_its, rank, in_turn[right]))
+            mean_of(rank, one)
+        refused = told_by(functools.partial(mean_of, rank, in_turn[right]))
         assert refused.error == "AttachError" and f"ranks disagree. {told}" in refused.text
 
 
