@@ -42,15 +42,11 @@ Array = NDArray[np.float64]
 
 FP16, BF16 = Half(dtype=torch.float16), Half(dtype=torch.bfloat16)
 STOCHASTIC = Half(dtype=torch.bfloat16, stochastic=True, block=32)
-UNBIASED: list[Codec] = [
+CODECS: list[Codec] = [
     Int8(block=32), Int4(block=32), QSGD(block=32), QSGD(block=32, levels=7), QSGD(block=32, levels=1),
-    TernGrad(block=32), Natural(block=32), STOCHASTIC,
+    TernGrad(block=32), Natural(block=32), STOCHASTIC, Int8(stochastic=False), Int4(stochastic=False), Sign(), FP8(),
+    MXFP8(), MXFP4(), E3M0(), Codebook(), FP16, BF16, Vote(),
 ]  # fmt: skip
-BIASED: list[Codec] = [
-    Int8(stochastic=False), Int4(stochastic=False), Sign(), FP8(), MXFP8(), MXFP4(), E3M0(), Codebook(), FP16,
-    BF16,
-]  # fmt: skip
-CODECS = [*UNBIASED, *BIASED, Vote()]
 
 
 def drawn(codec: Codec, blocks: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

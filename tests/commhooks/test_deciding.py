@@ -28,7 +28,6 @@ from tests.tiers import rows
 
 PHASE = 100
 noises = pytest.mark.parametrize("noise", [0.0, 0.05, 0.15])
-policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
 
 
 def back_and_forth(step: int) -> Link:
@@ -36,7 +35,7 @@ def back_and_forth(step: int) -> Link:
 
 
 @noises
-@policies
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
 def test_a_link_a_hundred_times_slower_and_back_is_followed_within_ten_steps_at_90_percent_of_the_best(
     noise: float, policy: str
 ) -> None:

@@ -75,16 +75,9 @@ ODD = 1
 """The rank that differs, in what rank 0 and the others have."""
 ATTACHED: dict[str, tuple[tuple[str, PolicyName], tuple[str, PolicyName]]] = {
     "compressor": (("fp16", "fifo"), ("bf16", "fifo")),
-    "rank": (("rank 1", "fifo"), ("rank 2", "fifo")),
-    "seed": (("rank 1", "fused"), ("rank 1, seed 1", "fused")),
-    "policy": (("rank 1", "fifo"), ("rank 1", "fused")),
-}
-COMPRESSORS = {
-    "fp16": make_compressor("fp16"),
-    "bf16": make_compressor("bf16"),
-    "rank 1": make_compressor("powersgd", rank=1),
-    "rank 2": make_compressor("powersgd", rank=2),
-    "rank 1, seed 1": make_compressor("powersgd", rank=1, seed=1),
+    "rank": (("powersgd:rank=1", "fifo"), ("powersgd:rank=2", "fifo")),
+    "seed": (("powersgd:rank=1", "fused"), ("powersgd:rank=1,seed=1", "fused")),
+    "policy": (("powersgd:rank=1", "fifo"), ("powersgd:rank=1", "fused")),
 }
 
 
@@ -97,7 +90,7 @@ def attaching_what_differs_on_one_rank_is_refused_on_every_rank_and_can_be_made_
     module.named_parameters = functools.partial(nn.Module.named_parameters, module)  # type: ignore[method-assign]
     for what, ours in ATTACHED.items():
         name, policy = ours[odd]
-        attach = functools.partial(commhooks.attach, model, COMPRESSORS[name], policy=policy)
+        attach = functools.partial(commhooks.attach, model, name, policy=policy)
         told[what] = told_by(attach)
     with mock.patch("commhooks.engine.engine.VERSION", "0.0.9" if odd else commhooks.__version__):
         told["version"] = told_by(functools.partial(commhooks.attach, model, "int8"))

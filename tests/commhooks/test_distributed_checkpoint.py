@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import shutil
 from collections.abc import Callable
@@ -201,19 +200,6 @@ def refused_before_the_first_step(rank: int, checkpoint: str) -> None:
 # --- another number of ranks ------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class App:
-    """The object that PyTorch's tutorials save: one for everything."""
-
-    run: Run
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"hooks": self.run.hooks.state_dict(), "note": "x"}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise AssertionError("only saved here")
-
-
 def passed_on(rank: int, source: str | None, target: str) -> tuple[list[str], list[Tensor]]:
     """Load what another number of ranks saved, if anything; return the files read and the residuals, and save them."""
     run = begin("core", "powersgd")
@@ -226,7 +212,7 @@ def passed_on(rank: int, source: str | None, target: str) -> tuple[list[str], li
         assert isinstance(run.hooks, Handle) and run.hooks.steps == 4
         read = reader.read
     owed = [kept["residual"].clone() for kept in run.hooks.state_dict()["local"][f"rank{rank}"].values()]
-    save({"app": App(run)}, checkpoint_id=target)
+    save({"app": {"hooks": run.hooks.state_dict()}}, checkpoint_id=target)
     run.train(rank, 4, 6)
     run.end()
     return sorted(read), owed

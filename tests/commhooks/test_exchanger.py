@@ -63,32 +63,6 @@ def test_workers_of_one_process_get_the_mean(policy: Any, world_size: int) -> No
     assert set(workers[0].by_parameter()) == set(TENSORS)
 
 
-@facts
-def ranks_of_a_process_group_get_what_workers_of_one_process_get(rank: int) -> None:
-    """Average over two ranks, where a sum's bits do not depend on its order."""
-    for name in ("powersgd", "top-k", "sign", "int4", "fp16"):
-        workers = exchangers(TENSORS, name)
-        for step in range(3):
-            wanted = [drawn(worker, step) for worker in range(2)]
-            average_in_lockstep(workers, wanted)
-        got = average_over_gloo(rank, name)
-        assert all(torch.equal(got[tensor], wanted[rank][tensor]) for tensor in TENSORS), name
-
-
-def average_over_gloo(rank: int, name: str) -> dict[str, Tensor]:
-    """Average three times over a process group; save and load in between."""
-    exchanger = Exchanger(TENSORS, name)
-    for step in range(3):
-        values = drawn(rank, step)
-        exchanger.average(values)
-        saved = exchanger.state_dict()
-        exchanger.close()
-        exchanger = Exchanger(TENSORS, name)
-        exchanger.load_state_dict(saved)
-    exchanger.close()
-    return values
-
-
 def test_zeros_are_values_like_others() -> None:
     """A DDP hands in zeros for a rank that has run out of inputs; an Exchanger does not."""
     workers = exchangers({"w": torch.zeros(64)}, "top-k")

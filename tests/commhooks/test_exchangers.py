@@ -88,16 +88,6 @@ def test_the_room_is_another_one_while_means_are_read_and_nothing_is_sent_that_n
         first.means  # noqa: B018
 
 
-@facts
-def a_tensor_with_gaps_may_be_declared_by_one_without(rank: int) -> None:
-    wide = torch.zeros(6, 8)
-    exchanger = Exchanger({"w": wide[:, :4] if rank else torch.zeros(6, 4)}, "top-k")
-    values = {"w": torch.full((6, 4), float(rank))}
-    exchanger.average(values)
-    exchanger.close()
-    assert values["w"].shape == (6, 4)
-
-
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
 def test_a_weighted_mean_counts_each_rank_by_its_weight(policy: Any) -> None:
     """Bound: each term is scaled once, by a quotient of two rounded sums, and then averaged; fp64 tensors in fp64."""
@@ -266,11 +256,9 @@ def test_no_group_switches_if_one_cannot() -> None:
     assert [str(exchanger.compressor) for exchanger in exchangers.values()] == ["top-k", "fp16", "top-k"]
     assert str(exchangers).count("fragment") == 3
     with pytest.raises(CheckpointError, match="it was saved with the channels x, and this run has"):
-        exchangers.load_state_dict({"layout": 4, "groups": {"x": saved_alone()}, "shared": {}})
-
-
-def saved_alone() -> dict[str, Any]:
-    return alone("top-k", {"w": torch.zeros(3)}).state_dict()
+        exchangers.load_state_dict(
+            {"layout": 4, "groups": {"x": alone("top-k", {"w": torch.zeros(3)}).state_dict()}, "shared": {}}
+        )
 
 
 test = facts.tests()

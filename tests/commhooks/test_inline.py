@@ -71,17 +71,10 @@ class Harness:
         return task.futures[0]
 
 
-def _task(compressor: Compressor, step: int = 0, *, is_last: bool = True) -> BucketTask:
+def _task(compressor: Compressor) -> BucketTask:
     view = BucketView(0, torch.ones(3))
-    return BucketTask(
-        exchange=compressor.compress(view, Context(0, 1, step)),
-        bucket=view,
-        futures=[torch.futures.Future()],
-        step=step,
-        is_last=is_last,
-        parameters=lambda: "parameters a, b",
-        world_size=1,
-    )
+    exchange = compressor.compress(view, Context(0, 1, 0))
+    return BucketTask(exchange, view, [torch.futures.Future()], 0, True, lambda: "parameters a, b", 1)
 
 
 def _agree(terms: str, kernels: Kernels) -> None:

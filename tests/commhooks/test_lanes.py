@@ -267,8 +267,6 @@ def equal_exchangers_are_paired_in_the_order_of_their_first_use(rank: int) -> No
 
 ALONE = "lane, in the order of first use: {} (rank 0), {} (rank 1)"
 LATE = "equal ones made later and used earlier (make and use all in one order, or name each Exchanger): 0 (rank 0), 2"
-
-
 DIFFERENT_ORDERS: list[tuple[list[dict[str, str]], int, str]] = [
     ([{"name": name} for name in "abc"], 0, ALONE.format("a", "b")),
     ([{"tensor": name} for name in "abc"], 0, "tensor a: "),
