@@ -282,7 +282,7 @@ def test_metrics_are_what_was_counted_and_the_norms_of_what_is_kept(rank: int) -
     residuals = {name: residual / 8 for name, _, residual in attachment.state.residuals()}
     gradients = {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}
     ratio = "residual_norm_over_gradient_norm"
-    expected = {
+    expected: dict[str, Any] = {
         "bytes_sent_total": counted.moved_bytes,
         "bytes_sent_per_step": last.moved_bytes,
         "compression_ratio": last.ratio,
