@@ -47,7 +47,7 @@ help:
 	@echo "make bench        ratios to PyTorch's own DDP and hooks, and to memory copies; writes docs/benchmarks.md and docs/benchmarks/ (40 minutes)"
 	@echo "make bench-check  measures again and says which ratios got worse; BENCH='ddp hooks' make bench-check: only those sections"
 	@echo "make torch-suite  all of PyTorch's own DDP tests, with both classes side by side"
-	@echo "make soak         a thousand processes that train and end, and other long runs"
+	@echo "make soak         hundreds of processes that train and end, and other long runs"
 	@echo "make soak-hooks   the hooks' part of that: 300 steps, 20 times, over 1 to 40 buckets on 2 to 4 ranks"
 	@echo "                  (hours; SOAK_REPETITIONS=1 make soak-hooks repeats less)"
 	@echo "make soak-nestings  another: a thousand random nestings of wrappers and compressors, against the laws that hold for all"
