@@ -5,10 +5,7 @@ What ends with different ranks on purpose is registered with `LOCAL`, what says 
 
 from __future__ import annotations
 
-import io
-import time
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +17,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
@@ -98,13 +94,6 @@ def micro_batches_accumulate_in_no_sync(run: Run) -> None:
 
 
 @sound()
-def a_branch_is_unused_in_every_other_step(run: Run) -> None:
-    run.model = run.wrap(Net(), find_unused_parameters=True)
-    for step in run.steps(5):
-        run.backward(run.model, without_head=step % 2 == 1)
-
-
-@sound()
 def ranks_use_different_branches(run: Run) -> None:
     run.model = run.wrap(Net(), find_unused_parameters=True)
     for step in run.steps(5):
@@ -131,39 +120,26 @@ def weights_are_tied(run: Run) -> None:
 
 
 @sound()
-def gradients_are_clipped(run: Run) -> None:
-    for _ in run.steps():
-        run.backward(run.model)
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-
-
-def scaled_passes(run: Run, step: int, scaler: torch.amp.GradScaler) -> None:
-    factor = float("inf") if step == 2 else 1.0  # on all ranks: this step is skipped
-    with run.model.no_sync():
-        scaler.scale(run.loss(run.model)).backward()
-    scaler.scale(run.loss(run.model) * factor).backward()
-
-
-@sound()
 def a_scaler_accumulates_unscales_and_skips_a_step(run: Run) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(6):
         run.optimizer.zero_grad()
-        scaled_passes(run, step, scaler)
+        factor = float("inf") if step == 2 else 1.0  # on all ranks: this step is skipped
+        with run.model.no_sync():
+            scaler.scale(run.loss(run.model)).backward()
+        scaler.scale(run.loss(run.model) * factor).backward()
         scaler.unscale_(run.optimizer)
         nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
         scaler.step(run.optimizer)
         scaler.update()
 
 
-def sharpness_aware(run: Run, *, first_is_averaged: bool) -> None:
-    """Sharpness-aware minimization: step with the gradients at a point uphill."""
+@sound()
+def sharpness_aware_steps_look_uphill_on_each_rank(run: Run) -> None:
+    """Sharpness-aware minimization: step with the gradients at a point uphill, for which nothing is averaged."""
     parameters = list(run.model.parameters())
     for _ in run.steps():
-        if first_is_averaged:
-            run.backward(run.model)
-        else:
-            run.backward_in_no_sync()
+        run.backward_in_no_sync()
         before = [parameter.detach().clone() for parameter in parameters]
         for parameter in parameters:
             parameter.data.add_(0.01 * parameter.grad)
@@ -171,12 +147,6 @@ def sharpness_aware(run: Run, *, first_is_averaged: bool) -> None:
         run.backward(run.model)
         for parameter, value in zip(parameters, before, strict=True):
             parameter.data.copy_(value)
-
-
-sound.calls(
-    sharpness_aware_steps_average_both_passes=lambda run: sharpness_aware(run, first_is_averaged=True),
-    sharpness_aware_steps_look_uphill_on_each_rank=lambda run: sharpness_aware(run, first_is_averaged=False),
-)
 
 
 @sound(but={TORCH_ATTACH: OTHER_ERROR, TORCH_HOOK: OTHER_ERROR})  # nor does it work there without a guard
@@ -278,27 +248,6 @@ def all_ranks_have_the_same_data_past_the_wrapper(run: Run) -> None:
         squares(run.model.module(torch.randn(4, 8))).backward()
 
 
-def rank_1_saves_before_its_step(run: Run, seconds: float) -> None:
-    """Average by hand, which the guard can tell only by asking the other rank; that one is late at the first step."""
-    for step in run.steps():
-        run.backward_in_no_sync()
-        average(gradients_of(run.model))
-        if step == 0 and run.rank == 1:
-            torch.save(run.model.module.state_dict(), io.BytesIO())
-            time.sleep(seconds)
-
-
-@sound()
-def a_rank_comes_late_to_its_step(run: Run) -> None:
-    rank_1_saves_before_its_step(run, seconds=0.5)
-
-
-@sound(WARNS)  # that rank 0 waits, and for how long it will
-def a_rank_comes_to_its_step_later_than_the_guard_waits_without_a_word(run: Run) -> None:
-    with mock.patch.object(ddp_core.guard.proof, "PATIENCE", 0.2):
-        rank_1_saves_before_its_step(run, seconds=0.5)
-
-
 # ---------------------------------------------------------------- several models, several optimizers
 
 
@@ -312,14 +261,10 @@ def the_learning_rate_begins_at_zero(run: Run) -> None:
     run.train(optimizer=optimizer)
 
 
-def adversaries(run: Run) -> tuple[Any, Any, Optimizer, Optimizer]:
-    generator, critic = run.wrap(perceptron(8)), run.wrap(perceptron(1))
-    return generator, critic, run.optimizer_of(generator.parameters()), run.optimizer_of(critic.parameters())
-
-
 @sound()
 def a_generator_and_its_critic_train(run: Run) -> None:
-    generator, critic, of_generator, of_critic = adversaries(run)
+    generator, critic = run.wrap(perceptron(8)), run.wrap(perceptron(1))
+    of_generator, of_critic = (run.optimizer_of(one.parameters()) for one in (generator, critic))
     for _ in range(4):
         for _ in run.steps(1, of_critic):
             squares(critic(run.batch()) - 1).backward()
@@ -330,17 +275,11 @@ def a_generator_and_its_critic_train(run: Run) -> None:
 
 @sound(LOCAL)
 def groups_of_one_rank_train_alone(run: Run) -> None:
-    model = run.wrap(Net(), process_group=group_of_this_rank(run))
+    groups: list[Any] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    model = run.wrap(Net(), process_group=groups[run.rank])
     optimizer = run.optimizer_of(model.parameters())
     run.train(model, optimizer)
     run.train(model.module, optimizer)
-
-
-def group_of_this_rank(run: Run) -> dist.ProcessGroup:
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    group = groups[run.rank]
-    assert isinstance(group, dist.ProcessGroup), "this rank is its member"
-    return group
 
 
 @sound()
@@ -392,38 +331,12 @@ def diloco_trains_beside_the_guarded_model(run: Run) -> None:
 # ---------------------------------------------------------------- local steps on purpose
 
 
-def average_parameters(model: nn.Module) -> None:
-    average(parameter.data for parameter in model.parameters())
-
-
 @sound(WARNS)  # once: it can say that it means it
 def local_steps_are_taken_inside_no_sync_and_parameters_averaged(run: Run) -> None:
     for _ in range(2):
         with run.model.no_sync():
             run.train(steps=2)
-        average_parameters(run.model)
-
-
-@sound(LOCAL)
-def an_optimizer_is_said_to_step_locally(run: Run) -> None:
-    ddp_core.steps_locally(run.optimizer)
-    for step in run.steps():
-        if step % 2:
-            run.backward(run.model.module)
-        else:
-            run.backward_in_no_sync()
-
-
-@sound(LOCAL)
-def the_guard_of_a_wrapper_is_turned_off(run: Run) -> None:
-    ddp_core.set_guard(run.model, "off")
-    run.train(run.model.module)
-
-
-@sound(WARNS)
-def the_guard_of_a_wrapper_only_warns(run: Run) -> None:
-    ddp_core.set_guard(run.model, "warn")
-    run.train(run.model.module)
+        average(parameter.data for parameter in run.model.parameters())
 
 
 # ---------------------------------------------------------------- compiled, checkpointed, saved, wrapped again
