@@ -15,7 +15,7 @@ from torch import Tensor
 
 import commhooks
 from tests.virtual_device import begin, ranks, report, training
-from tests.world import WorldError, run_world
+from tests.world import run_world
 
 pytestmark = pytest.mark.virtual_device
 
@@ -26,21 +26,11 @@ SCENARIOS = [
     training.replacing,
     training.exchanging,
     training.averaging_seldom,
-    training.saving,
     training.adapting,
     training.hooks_of_pytorch,
     training.sharded,
     training.sharded_apart,
     training.replicas_apart,
-    pytest.param(
-        training.powersgd_of_pytorch,
-        marks=pytest.mark.xfail(
-            strict=True,
-            raises=WorldError,
-            reason="a race in PyTorch's hook, also with PyTorch's DDP: it frees a copy of the gradients on one stream "
-            "while another still reads it",
-        ),
-    ),
 ]
 
 
