@@ -39,8 +39,7 @@ help:
 	@echo "make mutants      sixty seeded faults, each with the tests that come by it, until one finds it (up to an hour);"
 	@echo "                  continues where it was stopped; MUTANTS=--fast: only those of make test-fast; MUTANTS=--all: then the whole suite"
 	@echo "make guard        programs whose replicas drift apart, and sound ones, under every wrapper: which the guard notices (5 minutes)"
-	@echo "make models       eight kinds of model, through five ways in, with three compressors: equal replicas, bytes by formula, and the loss;"
-	@echo "                  continues where it was stopped (15 minutes)"
+	@echo "make models       eight kinds of model, through five ways in, with three compressors: equal replicas, bytes by formula, and the loss (15 minutes)"
 	@echo "make test-virtual-device  the CUDA code, late and in odd orders, on a device that lives in the CPU (needs g++)"
 	@echo "make check        lint, format, types, and the documentation built strictly"
 	@echo "make docs         build the documentation into site/"
@@ -124,7 +123,6 @@ mutants: $(STAMP)
 guard: $(STAMP)
 	$(BIN)/python -m tests.guard
 
-# `python -m tests.models --page` also writes the page.
 models: $(STAMP)
 	$(BIN)/python -m tests.models
 
