@@ -69,17 +69,9 @@ def test_ten_rounds_of_three_fragments_are_those_of_a_reference_in_numpy(delay: 
     pull = [[torch.randn(len(w), generator=generator) for w in start] for _ in range(3)]
     models = [Weights(start) for _ in pull]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    settings: dict[str, Any] = {"every": 6, "outer": "published", "fragments": 3, "delay": delay, "mixing": mixing}
     team = [
-        DiLoCo(
-            model,
-            optimizer,
-            every=6,
-            outer="published",
-            fragments=3,
-            delay=delay,
-            mixing=mixing,
-            connection=connection,
-        )
+        DiLoCo(model, optimizer, connection=connection, **settings)
         for model, optimizer, connection in zip(models, optimizers, lockstep_connections(3), strict=True)
     ]
     for _ in range(60):
@@ -132,29 +124,6 @@ def test_a_checkpoint_with_another_outer_optimizer_is_loaded_only_if_asked_and_t
     assert (group["lr"], group["momentum"]) == (1.0, 0.0) and not after.diloco.outer_optimizer.state
 
 
-def test_a_round_of_one_step_with_plain_outer_steps_of_rate_1_is_data_parallel_training() -> None:
-    """Bound: 20 steps, each of which rounds sums of 4 terms, on a network that multiplies differences by little."""
-
-    def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-
-    team = workers(4, sgd, every=1, outer=plain)
-    train_in_lockstep(team, 0, 20)
-    model = network()
-    optimizer = sgd(model)
-    for step in range(20):
-        gradients = []
-        for rank in range(4):
-            worker = copy.deepcopy(model)
-            Worker.gradients(worker, rank, step)
-            gradients.append([p.grad for p in worker.parameters()])
-        for parameter, *of_ranks in zip(model.parameters(), *gradients, strict=True):
-            parameter.grad = torch.stack(of_ranks).mean(0)
-        optimizer.step()
-    for ours, theirs in zip(team[0].model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=20 * 5 * 2**-24 * 4)
-
-
 @pytest.mark.parametrize("compressor", ["all-reduce", "bf16-two-hop"])
 def test_ranks_count_by_their_weights_and_one_of_weight_0_not_at_all(compressor: str) -> None:
     """Bound: bf16's rounding of differences below 0.2, twice."""
@@ -204,14 +173,8 @@ def test_a_weight_that_cannot_work_is_refused_where_it_is_set_and_nothing_is_los
 def test_a_round_without_movement_moves_nothing(dtype: torch.dtype) -> None:
     """Also after outer steps whose results the model's dtype cannot hold."""
     model = nn.Linear(8, 8).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    diloco = DiLoCo(
-        model,
-        optimizer,
-        every=2,
-        outer=functools.partial(torch.optim.SGD, lr=0.3),
-        connection=lockstep_connections(1)[0],
-    )
+    optimizer, (connection,) = torch.optim.SGD(model.parameters(), lr=0.1), lockstep_connections(1)
+    diloco = DiLoCo(model, optimizer, every=2, outer=functools.partial(torch.optim.SGD, lr=0.3), connection=connection)
     for step in range(4):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.01 * (step + 1))
@@ -538,8 +501,6 @@ def spoilt(state: dict[str, Any], where: str, value: Any = None) -> dict[str, An
     [
         ("shared/due", None, "DiLoCo's state is damaged: due: expected dict, got nothing"),
         ("shared/due", {"7": {"at": 9, "mean": {}}}, "means of part 7 were under way, and there are 1 parts"),
-        ("shared/due/0/mean", None, r"DiLoCo's state is damaged: due\['0'\]\['mean'\]: expected dict, got nothing"),
-        ("shared/due/0/mean/2.bias", None, "means under way: checkpoint has no '2.bias'"),
         (
             "shared/due/0/mean/2.bias",
             torch.zeros(1),
@@ -547,10 +508,8 @@ def spoilt(state: dict[str, Any], where: str, value: Any = None) -> dict[str, An
         ),
         ("shared/due/0/at", 2, "a mean was due at step 2, which was over at step 2"),
         ("shared/outer/2.bias", None, "outer copies: checkpoint has no '2.bias'"),
-        ("shared/outer/2.bias", torch.zeros(1), r"outer copies: '2.bias' was saved with shape \(1,\), now"),
         ("shared/outer_optimizer", {}, r"outer_optimizer\['param_groups'\]: expected list, got nothing"),
         ("shared/outer_optimizer/param_groups", [], "outer optimizer: saved with 0 groups of parameters, now 1"),
-        ("shared/outer_optimizer_class", None, "outer_optimizer_class: expected str, got nothing"),
     ],
 )
 def test_a_damaged_state_is_refused_and_changes_nothing(where: str, value: Any, complaint: str) -> None:
@@ -574,11 +533,8 @@ def test_a_damaged_state_is_refused_and_changes_nothing(where: str, value: Any, 
         ({"every": 0}, r"DiLoCo\(every=0\): every must be an int of at least 1"),
         ({"every": 4, "delay": 4}, r"DiLoCo\(delay=4\): delay must be an int from 0 to 3"),
         ({"every": 4, "mixing": 1.5}, r"DiLoCo\(mixing=1.5\): mixing must be a number in \[0, 1\]"),
-        ({"every": 4, "delay": False}, r"DiLoCo\(delay=False\): delay must be an int"),
-        ({"every": 4, "fragments": 2.5}, r"DiLoCo\(fragments=2.5\): fragments must be an int or shell patterns"),
         ({"every": 4, "fragments": [["0.*"], 3]}, r"DiLoCo\(fragments=\[\['0.\*'\], 3\]\): fragments must be an int"),
         ({"every": 4, "weighted": 2.5}, r"DiLoCo\(weighted=2.5\): weighted must be True or False"),
-        ({"every": 4, "on_host": "no"}, r"DiLoCo\(on_host='no'\): on_host must be True or False"),
         ({"every": 100, "fragments": 9}, "at most as many as the trained parameters, 8"),
         ({"every": 2, "fragments": 3}, "3 fragments need at least as many steps"),
         ({"every": 4, "fragments": [["0.*"], ["2.*", "4.*"]]}, "'6.weight' matches no pattern"),
@@ -590,7 +546,6 @@ def test_a_damaged_state_is_refused_and_changes_nothing(where: str, value: Any, 
         ({"every": 4, "outer": lambda parameters: plain(parameters[:2])}, "of the tensors that it is given"),
         ({"every": 4, "outer": lambda parameters: 1 // 0}, "outer raised ZeroDivisionError"),
         ({"every": 4, "hook_timeout": -1.0}, "hook_timeout must be above 0 s"),
-        ({"every": 4, "hook_timeout": "5"}, "hook_timeout must be above 0 s"),
         (
             {"every": 4, "connection": "a connection"},
             "connection must be one of lockstep_connections; pass a process_group",
@@ -605,21 +560,18 @@ def test_settings_that_cannot_work_are_refused_in_words(settings: dict[str, Any]
 def test_models_and_optimizers_that_cannot_work_are_refused_in_words() -> None:
     model, connection = network(), lockstep_connections(1)[0]
     half, rest = (torch.optim.SGD(list(model.parameters())[part], lr=0.1) for part in (slice(4), slice(4, None)))
-    for optimizer, complaint in [
-        (half, "'4.weight' and 3 more requires a gradient, but SGD does not train it. DiLoCo takes one optimizer"),
-        ([half, rest], "DiLoCo: expected a torch.optim.Optimizer"),
-        (
-            torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))]),
-            "also trains 1 tensor that DiLoCo does",
-        ),
-        (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "none of the parameters of SGD belongs to the model"),
-    ]:
+    wider = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))])
+    refused: list[tuple[Any, Any, str]] = [
+        (model, half, "'4.weight' and 3 more requires a gradient, but SGD does not train it. DiLoCo takes"),
+        (model, [half, rest], "DiLoCo: expected a torch.optim.Optimizer"),
+        (model, wider, "also trains 1 tensor that DiLoCo does"),
+        (model, torch.optim.SGD([nn.Parameter(torch.ones(1))]), "none of the parameters of SGD belongs to the model"),
+        (3, half, r"model must be a torch.nn.Module \(got int\)"),
+        (nn.Linear(2, 2).requires_grad_(False), half, "no parameter of the model requires a gradient"),
+    ]
+    for of_model, optimizer, complaint in refused:
         with pytest.raises((SettingsError, commhooks.AttachError), match=complaint):
-            DiLoCo(model, optimizer, every=3, connection=connection)  # type: ignore[arg-type]  # a list
-    with pytest.raises(SettingsError, match=r"model must be a torch.nn.Module \(got int\)"):
-        DiLoCo(3, half, every=3, connection=connection)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="no parameter of the model requires a gradient"):
-        DiLoCo(nn.Linear(2, 2).requires_grad_(False), half, every=3, connection=connection)
+            DiLoCo(of_model, optimizer, every=3, connection=connection)
 
 
 def test_an_optimizer_is_used_by_one_diloco_until_that_is_closed_or_gone() -> None:

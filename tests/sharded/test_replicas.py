@@ -592,21 +592,6 @@ def training_goes_on_after_a_backward_pass_that_failed(rank: int, policy: str) -
     attachment.close()
 
 
-@two
-def an_inf_on_one_rank_commits_nothing_on_any(rank: int, policy: str) -> None:
-    model, optimizer, attachment = replica(alone(), "powersgd", policy)
-    train(model, optimizer, rank, 0, 2)
-    before = copy.deepcopy(attachment.state_dict()["groups"])
-    model(torch.full((2, 20), float("inf") if rank else 1.0)).sum().backward()
-    after = attachment.state_dict()["groups"]
-    for label in attachment:
-        assert distance(before[label]["local"], after[label]["local"]) == 0
-    optimizer.zero_grad()
-    train(model, optimizer, rank, 2, 3)
-    assert all(shard.isfinite().all() for shard in shards(model).values())
-    attachment.close()
-
-
 def without_a_peer(rank: int, how: str, policy: str) -> Told | None:
     """Train on while rank 1 was killed, or does not come."""
     model, optimizer, _ = replica(alone(), "int8", policy, hook_timeout=0.5 if how == "late" else None)
