@@ -7,11 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    debugging_hooks,
-    default_hooks,
-    powerSGD_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 
 from tests.parity.cases import Variant
 from tests.parity.training import Hook, first_difference, train
