@@ -17,14 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import commhooks
-from tests.frameworks.huggingface import (
-    die,
-    differences,
-    raised,
-    settle_in,
-    train_and_resume,
-    what_it_became,
-)
+from tests.frameworks.huggingface import die, differences, raised, settle_in, train_and_resume, what_it_became
 from tests.frameworks.launch import ROOT
 from tests.world import run_world, run_world_outcomes
 
@@ -149,7 +142,6 @@ def test_a_killed_run_goes_on_bit_for_bit(settings: dict[str, Any], tmp_path: Pa
 def refuses(rank: int, folder: str) -> dict[str, str]:
     """Return what each thing that cannot work raises, by name."""
     settle_in(rank)
-    from accelerate import Accelerator
     from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
     from torch.nn.parallel import DistributedDataParallel
 
@@ -159,17 +151,14 @@ def refuses(rank: int, folder: str) -> dict[str, str]:
     run = Run(compressor=None)
     accelerator, prepared = run.accelerator, run.model
     own_hook: Any = commhooks.powerSGD_hook
+
+    def with_kwargs(**of_ddp: Any) -> str:
+        return raised(lambda: Run(compressor="powersgd", kwargs=[DistributedDataParallelKwargs(**of_ddp)]))
+
     told = {
         "no accelerator": raised(lambda: compress(prepared, accelerator, "powersgd")),
-        "accelerate's own hook": raised(
-            lambda: Run(compressor="powersgd", kwargs=[DistributedDataParallelKwargs(comm_hook=own_hook)])
-        ),
-        "accelerate's own wrapper": raised(
-            lambda: Run(
-                compressor="powersgd",
-                kwargs=[DistributedDataParallelKwargs(comm_wrapper=DDPCommunicationHookType.BF16)],
-            )
-        ),
+        "accelerate's own hook": with_kwargs(comm_hook=own_hook),
+        "accelerate's own wrapper": with_kwargs(comm_wrapper=DDPCommunicationHookType.BF16),
         "not wrapped": raised(lambda: compress(accelerator, run.module, "powersgd")),
         "not prepared": raised(lambda: compress(accelerator, DistributedDataParallel(nn.Linear(4, 4)), "powersgd")),
         "wrapped twice": raised(
@@ -178,7 +167,6 @@ def refuses(rank: int, folder: str) -> dict[str, str]:
             )
         ),
         "no optimizer": raised(lambda: compress(accelerator, accelerator.prepare(nn.Linear(4, 4)), "powersgd")),
-        "no such compressor": raised(lambda: compress(accelerator, prepared, "power")),
     }
     kind = accelerator.state.distributed_type
     accelerator.state.distributed_type = DistributedType.FSDP
@@ -193,7 +181,6 @@ def refuses(rank: int, folder: str) -> dict[str, str]:
 
     run = Run(compressor="powersgd")
     assert run.attachment is not None
-    told["twice"] = raised(lambda: compress(run.accelerator, run.model, "powersgd"))
     told["saved without"] = raised(lambda: run.accelerator.load_state(f"{folder}/without"))
     told["did not run"] = raised(lambda: run.step(run.module, torch.randn(4, 64), torch.randint(8, (4,))))
     run.attachment.close()
@@ -201,17 +188,12 @@ def refuses(rank: int, folder: str) -> dict[str, str]:
 
     run = Run(compressor="powersgd", missing="reset")
     run.accelerator.load_state(f"{folder}/without")
-    run.accelerator.save_state(f"{folder}/damaged")
     run.accelerator.save_state(f"{folder}/incomplete")
     run.accelerator.wait_for_everyone()
     if rank == 0:
-        cut = Path(folder, "damaged", "commhooks-rank1.pt")
-        cut.write_bytes(cut.read_bytes()[:1000])
         Path(folder, "incomplete", "commhooks-rank1.pt").unlink()
     run.accelerator.wait_for_everyone()
-    told["damaged"] = raised(lambda: run.accelerator.load_state(f"{folder}/damaged"))
     told["incomplete"] = raised(lambda: run.accelerator.load_state(f"{folder}/incomplete"))
-    assert isinstance(run.accelerator, Accelerator)
     return told
 
 
@@ -223,13 +205,10 @@ REFUSALS = {
     "not prepared": "AttachError: compress: this accelerator did not prepare the DistributedDataParallel",
     "wrapped twice": "AttachError: compress: DistributedDataParallel around DistributedDataParallel",
     "no optimizer": "AttachError: compress: no prepared optimizer trains this model",
-    "no such compressor": "SettingsError: compressor 'power' is not known",
     "sharded": "AttachError: compress: expected data parallelism (got FSDP)",
     "after load_state": "AttachError: compress: an optimizer has taken steps",
-    "twice": "AttachError: attach: ErrorFeedback",
     "saved without": "CheckpointError:",
     "did not run": "NotAveragedError: SGD is about to take a step",
-    "damaged": "CheckpointError:",
     "incomplete": "CheckpointError:",
 }
 
@@ -239,7 +218,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         assert told.keys() == REFUSALS.keys()
         assert {name: text for name, text in told.items() if not text.startswith(REFUSALS[name])} == {}
         assert "missing='reset'" in told["saved without"]
-        assert "commhooks-rank1.pt" in told["damaged"] and "commhooks-rank1.pt" in told["incomplete"]
+        assert "commhooks-rank1.pt" in told["incomplete"]
     assert not list((tmp_path / "detached").glob("commhooks*"))
 
 
@@ -289,8 +268,12 @@ def loaded_by_three(rank: int, folder: str) -> tuple[str, int, float]:
     run = Run(compressor="powersgd", world_size="spread")
     run.accelerator.load_state(folder)
     assert run.attachment is not None
-    residuals = run.attachment.state_dict()["local"][f"rank{rank}"]
-    return told, run.attachment.steps, sum(float(kept["residual"].double().sum()) for kept in residuals.values())
+    return told, run.attachment.steps, total_residual(run.attachment, rank)
+
+
+def total_residual(attachment: commhooks.Handle[Any], rank: int) -> float:
+    residuals = attachment.state_dict()["local"][f"rank{rank}"]
+    return sum(float(kept["residual"].double().sum()) for kept in residuals.values())
 
 
 def logs(rank: int, folder: str) -> tuple[list[dict[str, float]], float]:
@@ -315,8 +298,7 @@ def logs(rank: int, folder: str) -> tuple[list[dict[str, float]], float]:
         run.train(step, step + 1)
         run.attachment.log_to(run.accelerator.log, step + 1)
     run.accelerator.save_state(folder)
-    residuals = run.attachment.state_dict()["local"][f"rank{rank}"]
-    return lines, sum(float(kept["residual"].double().sum()) for kept in residuals.values())
+    return lines, total_residual(run.attachment, rank)
 
 
 def test_metrics_go_to_the_trackers_and_three_ranks_may_take_over_from_two(tmp_path: Path) -> None:
@@ -337,11 +319,11 @@ def test_the_example_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 def test_the_example_with_diloco_resumes_bit_for_bit_in_the_middle_of_a_round(tmp_path: Path) -> None:
     whole, again = tmp_path / "whole", tmp_path / "again"
-    first = run_world(runs_a_script, 2, "accelerate_diloco.py", str(whole))
+    run_world(runs_a_script, 2, "accelerate_diloco.py", str(whole))
     halfway, end = sorted(path.name for path in whole.iterdir())
     assert halfway.endswith("step-25"), "rounds are of 10 steps"
     shutil.copytree(whole / halfway, again / halfway)
-    (_, printed), (_, nothing) = run_world(runs_a_script, 2, "accelerate_diloco.py", str(again))
+    printed, nothing = run_world(runs_a_script, 2, "accelerate_diloco.py", str(again))
     found = re.match(r"steps 26 to 60: loss ([0-9.]+), ([0-9,]+) bytes a step", printed)
     assert found and not nothing, printed
     assert float(found[1]) < 0.9 and float(found[2].replace(",", "")) < 1_300, "an fp32 gradient has 76,840 bytes"
@@ -351,28 +333,16 @@ def test_the_example_with_diloco_resumes_bit_for_bit_in_the_middle_of_a_round(tm
             state.pop("save")
             state.pop("generators", None)  # the loader has drawn a seed more where it was made again
         assert differences(one, other, file) == []
-    seen = [set(samples) for samples, _ in first]
-    assert not seen[0] & seen[1] and len(seen[0]) == len(seen[1]) == 60 * 2 * 64, "no sample on both ranks"
 
 
-def runs_a_script(rank: int, example: str, folder: str) -> tuple[list[Any], str]:
-    """Run an example; return the first features of every sample that this rank trained on, and what it printed."""
+def runs_a_script(rank: int, example: str, folder: str) -> str:
+    """Run an example, and return what it printed."""
     settle_in(rank)
-    samples: list[Any] = []
-    forward = nn.functional.linear
-
-    def recording(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if inputs.shape == (64, 64):  # 256 samples are evaluated
-            samples.extend(map(tuple, inputs[:, :3].tolist()))
-        return forward(inputs, weight, bias)
-
-    functional: Any = nn.functional
-    functional.linear = recording
     sys.argv = [example, folder]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         runpy.run_path(str(ROOT / "docs" / "examples" / example), run_name="__main__")
-    return samples, printed.getvalue()
+    return printed.getvalue()
 
 
 def prepares_the_model(rank: int) -> str:

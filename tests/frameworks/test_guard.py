@@ -31,11 +31,7 @@ pytestmark = pytest.mark.frameworks
 
 Ended = tuple[str, str]
 """What the guard made of a run, or the error of another kind; and a digest of the parameters."""
-ACCELERATE = {
-    "a layer of the unwrapped model": RAISES,
-    "all passes in no_sync": RAISES,
-    "steps in no_sync": WARNS,
-}
+ACCELERATE = {"a layer of the unwrapped model": RAISES, "all passes in no_sync": RAISES, "steps in no_sync": WARNS}
 LIGHTNING = {
     "the inner module in training_step": RIGHT,  # Lightning calls training_step inside the wrapper's forward pass
     "a pass behind Lightning's back": RAISES,

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.frameworks.huggingface import (
-    die,
-    differences,
-    raised,
-    settle_in,
-    train_and_resume,
-    what_it_became,
-)
+from tests.frameworks.huggingface import die, differences, raised, settle_in, train_and_resume, what_it_became
 from tests.world import run_world, run_world_outcomes
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(240)]
@@ -128,11 +121,9 @@ def refuses(rank: int, folder: str) -> dict[str, str]:
     dense = trainer_of(f"{folder}/without", max_steps=2, save_steps=2)
     dense.train()
     callback = CompressGradients("powersgd")
-    wrong: Any = {"policy": "lifo"}
     told = {
         "no trainer": raised(lambda: callback.add_to(dense.model)),
         "callbacks=": raised(lambda: Trainer(model=dense.model, args=dense.args, callbacks=[callback])),
-        "no such policy": raised(lambda: CompressGradients("powersgd", **wrong)),
         "two callbacks": raised(lambda: CompressGradients("powersgd").add_to(begun("twice"))),
         "saved without": raised(lambda: begun("without", max_steps=4).train(resume_from_checkpoint=True)),
     }
@@ -160,7 +151,6 @@ def refuses(rank: int, folder: str) -> dict[str, str]:
 REFUSALS = {
     "no trainer": "AttachError: CompressGradients.add_to: expected a transformers.Trainer (got GPT2LMHeadModel)",
     "callbacks=": "AttachError: CompressGradients does not know its Trainer",
-    "no such policy": "SettingsError: CompressGradients(policy='lifo')",
     "two callbacks": "AttachError: CompressGradients.add_to: a model has one hook",
     "saved without": "CheckpointError: ",
     "another folder": "CheckpointError: could not find the checkpoint.",
@@ -182,16 +172,6 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     assert kept == [Path("checkpoint-2", f"commhooks-rank{rank}.pt") for rank in range(2)]
 
 
-def resumed_by_three(rank: int, folder: str) -> tuple[str, int]:
-    settle_in(rank, 3)
-    strict, _ = begin(rank, folder, compressor="powersgd")
-    told = raised(lambda: strict.train(resume_from_checkpoint=True))
-    trainer, compress = begin(rank, folder, compressor="powersgd", options={"world_size": "spread", "log": False})
-    trainer.train(resume_from_checkpoint=True)
-    assert not [line for line in trainer.state.log_history[-3:] if "commhooks/compression_ratio" in line]
-    return told, compress.attachment.steps
-
-
 def logged(rank: int, folder: str) -> list[dict[str, float]]:
     settle_in(rank)
     options = {"by_parameter": True}
@@ -200,16 +180,13 @@ def logged(rank: int, folder: str) -> list[dict[str, float]]:
     return [line for line in trainer.state.log_history if "commhooks/compression_ratio" in line]
 
 
-def test_metrics_are_logged_with_the_losses_and_three_ranks_may_take_over_from_two(tmp_path: Path) -> None:
+def test_metrics_are_logged_with_the_losses(tmp_path: Path) -> None:
     for lines in run_world(logged, 2, str(tmp_path)):
         assert [line["step"] for line in lines] == [2, 4]
         for line in lines:
             assert line["commhooks/compression_ratio"] > 10
             assert line["commhooks/residual_norm_over_gradient_norm"] > 0
             assert line["commhooks/bytes_sent_total/transformer.wte.weight"] > 0
-    for told, steps in run_world(resumed_by_three, 3, str(tmp_path), timeout=100):
-        assert "CheckpointError" in told and "world_size='spread'" in told
-        assert steps == STEPS
 
 
 def test_the_example_resumes_bit_for_bit(tmp_path: Path) -> None:

@@ -78,16 +78,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "_kernels.*"))
     for file in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "commhooks_command.py"):
         shutil.copy(ROOT / file, source)
-    command: list[str | Path] = [
+    command = [
         sys.executable,
         "-m",
         "pip",
         "wheel",
-        source,
+        str(source),
         "--no-deps",
         "--no-build-isolation",
         "-w",
-        target,
+        str(target),
     ]
     subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
     (built,) = target.glob("*.whl")

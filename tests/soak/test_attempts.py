@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -165,31 +165,22 @@ def test_what_two_attempts_save_beside_a_framework_s_model_is_of_one_save(saves:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hook-rank0.pt", "hook-rank1.pt"]
 
 
-@contextlib.contextmanager
-def another_save_in_between(rank: int, folder: Path, files: Sequence[int]) -> Iterator[Any]:
-    """Put another save's file in the place of these ranks' files whenever this rank has put its own into place."""
-    attachment = compressed(rank)
-    save_rank_files(folder, "hook", attachment)
-    original = Path.replace
-
-    def replace(self: Path, target: Path) -> Path:
-        path = original(self, target)
-        for number in files:
-            shutil.copy(folder / target.name, target.with_name(f"hook-rank{number}.pt"))
-        return path
-
-    with mock.patch.object(Path, "replace", replace):
-        yield attachment
-
-
 @on_ranks(RANKS)
 def test_a_save_beside_a_framework_s_model_that_is_mixed_again_and_again_names_the_other(
     rank: int, tmp_path: Path
 ) -> None:
-    with (
-        another_save_in_between(rank, tmp_path / "other", [0] if rank == 0 else []) as attachment,
-        pytest.raises(CheckpointError, match=r"were replaced 10 times while they were saved, the last time by process"),
-    ):
+    """Another save's file is in the place of rank 0's whenever that has put its own there."""
+    attachment, original = compressed(rank), Path.replace
+    save_rank_files(tmp_path / "other", "hook", attachment)
+
+    def replace(self: Path, target: Path) -> Path:
+        path = original(self, target)
+        if rank == 0:
+            shutil.copy(tmp_path / "other" / target.name, target.with_name("hook-rank0.pt"))
+        return path
+
+    told = pytest.raises(CheckpointError, match="were replaced 10 times while they were saved, the last time by")
+    with mock.patch.object(Path, "replace", replace), told:
         save_rank_files(tmp_path / "one", "hook", attachment)
 
 
