@@ -178,15 +178,9 @@ def a_state_that_does_not_match_is_refused_on_every_rank_and_changes_nothing(ran
     worker = Worker(rank, every=6, compressor="int4")
     worker.train(0, 7)
     saved, before = worker.save()["diloco"], worker.save()
-    other = Worker(rank, every=6, fragments=2, outer=functools.partial(torch.optim.SGD, lr=1.0))
-    told = told_by(lambda: other.diloco.load_state_dict(saved))
-    assert "fragments: saved with" in told.text and "now" in told.text, told
-    other.diloco.close()
     other = Worker(rank, every=8, delay=2, compressor="int4")
     told = told_by(lambda: other.diloco.load_state_dict(saved))
     assert "every: saved with 6, now 8; pass settings='change'; delay: saved with 0, now 2" in told.text
-    other.diloco.load_state_dict(saved, settings="change")
-    assert other.diloco.steps == 7
     other.diloco.close()
     del saved["shared"]["outer"]
     told = told_by(lambda: worker.diloco.load_state_dict(saved if rank else before["diloco"]))

@@ -220,17 +220,6 @@ def lbfgs_calls_the_wrapper_in_its_closure(run: Run) -> None:
         optimizer.step(closure)
 
 
-@sound()
-def a_loss_that_is_not_finite_is_left_out_on_all_ranks(run: Run) -> None:
-    for step in range(5):
-        run.optimizer.zero_grad()
-        run.backward(run.model)
-        finite = torch.tensor(float(not (step == 2 and run.rank == 1)))
-        dist.all_reduce(finite, dist.ReduceOp.MIN)
-        if finite:
-            run.optimizer.step()
-
-
 # ---------------------------------------------------------------- averaged by the program itself
 
 

@@ -77,21 +77,15 @@ def in_two_attempts(act: Callable[..., Any], *arguments: Any) -> list[Any]:
     return happened
 
 
-def check_two_attempts(root: Path, saves: int, keep: int | None, same_steps: bool) -> Counter[str]:
-    happened = in_two_attempts(save_and_load, root, saves, keep, same_steps)
-    total = sum(happened, Counter[str]())
-    assert total["loaded by its path"] + total["made room for newer ones"] == 2 * saves, total
-    assert total["loaded by the directory"] == 2 * saves
-    left = sorted(path.name for path in root.iterdir())
-    assert len(left) == (2 * saves if keep is None else keep), left
-    for path in checkpoints_in(root):
-        assert load_checkpoint(path, model=nn.Linear(16, 16)) is not None
-    return total
-
-
 @pytest.mark.parametrize(("keep", "same_steps"), [(None, True), (2, False)])
 def test_what_two_attempts_save_at_once_loads(keep: int | None, same_steps: bool, tmp_path: Path) -> None:
-    check_two_attempts(tmp_path, 12, keep, same_steps)
+    saves = 12
+    total = sum(in_two_attempts(save_and_load, tmp_path, saves, keep, same_steps), Counter[str]())
+    assert total["loaded by its path"] + total["made room for newer ones"] == 2 * saves, total
+    assert total["loaded by the directory"] == 2 * saves
+    assert len(list(tmp_path.iterdir())) == (2 * saves if keep is None else keep)
+    for path in checkpoints_in(tmp_path):
+        assert load_checkpoint(path, model=nn.Linear(16, 16)) is not None
 
 
 @on_ranks(RANKS)
@@ -312,9 +306,11 @@ def number_of(name: str) -> int:
     return int(name.split("-")[1])
 
 
-def check_kills(folder: Path, kills: int, seed: int) -> Counter[str]:
-    """Kill a process that saves, again and again; another one saves in the same directory in half of its lives."""
-    root, told, chance = folder / "run", folder / "told", random.Random(seed)
+@pytest.mark.processes
+@pytest.mark.parametrize("kills", [4, pytest.param(200, marks=pytest.mark.soak)])
+def test_the_last_save_that_returned_loads_after_kills(kills: int, tmp_path: Path) -> None:
+    """Another process saves in the same directory in half of the lives."""
+    root, told, chance = tmp_path / "run", tmp_path / "told", random.Random(kills)
     told.touch()
     happened: Counter[str] = Counter()
     while happened["killed while saving"] < kills:
@@ -336,14 +332,4 @@ def check_kills(folder: Path, kills: int, seed: int) -> Counter[str]:
             happened["loaded the last save that returned"] += 1
     save_checkpoint(root, step=0, model=model)
     assert not any(root.glob(".*"))
-    return happened
-
-
-@pytest.mark.processes
-def test_the_last_save_that_returned_loads_after_kills(tmp_path: Path) -> None:
-    check_kills(tmp_path, 4, seed=0)
-
-
-@pytest.mark.soak
-def test_the_last_save_that_returned_loads_after_200_kills(tmp_path: Path) -> None:
-    print("\n", dict(check_kills(tmp_path, 200, seed=1)))
+    print("\n", dict(happened))
