@@ -277,20 +277,6 @@ def gradients_come_from_autograd_grad_after_a_pass_that_was_averaged(run: Run) -
         put(parameters, torch.autograd.grad(run.loss(run.model.module), parameters))
 
 
-@silent(MISSED)
-def an_optimizer_steps_on_copies_of_the_parameters(run: Run) -> None:
-    parameters = list(run.model.parameters())
-    copies = [parameter.detach().clone().requires_grad_() for parameter in parameters]
-    optimizer = run.optimizer_of(copies)
-    for step in range(4):
-        run.model.zero_grad()
-        run.backward(run.model if step == 0 else run.model.module)
-        put(copies, [parameter.grad for parameter in parameters])
-        optimizer.step()
-        for parameter, kept in zip(parameters, copies, strict=True):
-            parameter.data.copy_(kept)
-
-
 @silent(MISSED)  # the gradients were averaged, and the guard does not follow what becomes of the mean
 def noise_of_each_ranks_own_is_added_to_the_mean(run: Run) -> None:
     for _ in run.steps():

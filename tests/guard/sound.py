@@ -1,4 +1,4 @@
-"""Sound programs, however odd: the guard must say nothing of them.
+"""Sound programs, however odd: the guard must say nothing of them, as of those of `tests/parity`.
 
 What ends with different ranks on purpose is registered with `LOCAL`, what says so itself with `WARNS`.
 """
@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
@@ -48,26 +47,9 @@ def gradients_of(module: nn.Module) -> list[Tensor]:
 # ---------------------------------------------------------------- the usual
 
 
-class Embeds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(self.table((5 * x[:, 0]).long().abs() % 20))
-        return output
-
-
-def train_without_momentum(run: Run, module: nn.Module) -> None:
-    run.train_module(module, torch.optim.SGD(module.parameters(), lr=0.1))
-
-
 sound.calls(
     a_model_trains=lambda run: run.train(steps=8),
-    gradients_are_views_of_buckets=lambda run: run.train_module(Net(), gradient_as_bucket_view=True),
     a_static_graph_trains=lambda run: run.train_module(Net(), static_graph=True),
-    batches_are_normalized=lambda run: run.train_module(Net(normalizes=True)),
-    an_embedding_is_sparse=lambda run: train_without_momentum(run, Embeds()),
     the_wrapper_is_compiled=lambda run: run.train(torch.compile(run.model, backend="aot_eager")),
     an_optimizer_steps_for_each=lambda run: run.train(optimizer=torch.optim.Adam(run.model.parameters(), foreach=True)),
     one_optimizer_has_the_head_and_the_rest_is_never_zeroed=lambda run: run.train(
@@ -107,13 +89,6 @@ def adapters_of_a_frozen_model_train(run: Run) -> None:
     module.extra = nn.Sequential(nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False))
     model = run.wrap(module)
     run.train(model, run.optimizer_of(module.extra.parameters()))
-
-
-@sound()
-def weights_are_tied(run: Run) -> None:
-    module = Net()
-    module.extra = module.second
-    run.train_module(module)
 
 
 # ---------------------------------------------------------------- gradients are changed before the step
@@ -169,22 +144,6 @@ def evaluation_comes_in_between(run: Run) -> None:
         with torch.inference_mode():
             run.model.module(run.batch())
         run.model.train()
-
-
-@sound()
-def evaluation_is_functional(run: Run) -> None:
-    """Evaluate copies of the parameters, and look at gradients of single samples."""
-    module = run.model.module
-
-    def loss(values: dict[str, Tensor], sample: Tensor) -> Tensor:
-        return squares(functional_call(module, values, (sample,)))
-
-    for _ in run.steps():
-        run.backward(run.model)
-        values = {name: parameter.detach() for name, parameter in module.named_parameters()}
-        loss(values, run.batch())
-        of_samples = vmap(grad(loss), in_dims=(None, 0))(values, run.batch())
-        assert of_samples["head.bias"].shape == (6, 4)
 
 
 @sound()
@@ -289,13 +248,6 @@ def ignored_parameters_stay_local(run: Run) -> None:
     run.train_module(module)
 
 
-@sound(but={TORCH_ATTACH: LOCAL, TORCH_HOOK: LOCAL})  # PyTorch's ranks differ at times, without a guard too
-def parameters_are_delayed(run: Run) -> None:
-    module = Net()
-    delayed: Any = {"delay_all_reduce_named_params": [("head.weight", module.head.weight)]}
-    run.train_module(module, **delayed, param_to_hook_all_reduce=module.first.weight)
-
-
 @sound(LOCAL)
 def nothing_is_averaged_by_a_noop_hook(run: Run) -> None:
     module = Net()
@@ -366,16 +318,6 @@ def a_model_is_wrapped_again_while_its_old_wrapper_lives(run: Run) -> None:
     run.train(steps=2)
     again = run.wrap(run.model.module)
     run.train(again, steps=3)
-    run.train(steps=2)
-
-
-@sound()
-def a_compressor_is_detached_and_attached_again(run: Run) -> None:
-    run.train(steps=2)
-    if run.attachment is not None:
-        run.attachment.close()
-        run.train(steps=2)
-        commhooks.attach(run.model, "fp16")
     run.train(steps=2)
 
 
