@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import commhooks
 from commhooks.integrations.lightning import CompressGradients, DDPCoreStrategy
+from tests.frameworks.launch import raised
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -36,7 +37,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "compiled": {"compiled": True},
     "manual": {"manual": True},
     "ddp_core": {"strategy": DDPCoreStrategy, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
-    "ddp_core, manual": {"strategy": DDPCoreStrategy, "manual": True},
 }
 
 
@@ -183,7 +183,7 @@ def interrupted(rank: int, folder: str) -> None:
     *others, last = SETTINGS
     for setting in others:
         callbacks = compress(), checkpoints_in(Path(folder, setting)), InThirdEpoch(raise_a_bug)
-        assert error_of(functools.partial(fit_as, setting, *callbacks)) == "BugError: ", setting
+        assert raised(functools.partial(fit_as, setting, *callbacks)) == "BugError: ", setting
     fit_as(last, compress(), checkpoints_in(Path(folder, last)), InThirdEpoch(kill_this_rank))
 
 
@@ -205,7 +205,7 @@ def without_state(checkpoint: Path, rank: int) -> dict[str, str]:
     for of_what, told in ((contents["callbacks"], ""), (contents, " (it holds no callback's state)")):
         of_what.pop("callbacks" if told else "commhooks.CompressGradients")
         torch.save(contents, stripped)
-        refused = error_of(lambda: fit(trainer_with(compress()), ckpt_path=stripped))
+        refused = raised(lambda: fit(trainer_with(compress()), ckpt_path=stripped))
         assert f"CheckpointError: CompressGradients: the checkpoint has no state of the hook{told}" in refused, refused
     callback = compress(missing="reset")
     trainer = trainer_with(callback)
@@ -217,14 +217,6 @@ def run_script(rank: int, script: str, argument: str, folder: str) -> None:
     os.chdir(folder)
     sys.argv = [script, argument]
     runpy.run_path(script, run_name="__main__")
-
-
-def error_of(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 class Local(DDPStrategy):
@@ -245,22 +237,22 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
     fit(trainer)
     trainer.save_checkpoint(saved)
     return {
-        "own argument alone": error_of(
+        "own argument alone": raised(
             lambda: fit(trainer_with(strategy=lambda: DDPStrategy(ddp_comm_hook=hook_that_raises)))
         ),
-        "own argument": error_of(lambda: fit(trainer_with(compress(), strategy=lambda: DDPStrategy(**own)))),
-        "own argument, ddp_core": error_of(lambda: fit(trainer_with(strategy=lambda: DDPCoreStrategy(**own)))),
-        "not DDP": error_of(lambda: fit(trainer_with(compress(), strategy=Local))),
-        "did not run": error_of(lambda: fit(trainer_with(compress()), forgets_manual_backward=True)),
-        "other settings": error_of(lambda: fit(trainer_with(CompressGradients("int8"), max_epochs=5), ckpt_path=saved)),
-        "before fit": error_of(lambda: compress().attachment),
+        "own argument": raised(lambda: fit(trainer_with(compress(), strategy=lambda: DDPStrategy(**own)))),
+        "own argument, ddp_core": raised(lambda: fit(trainer_with(strategy=lambda: DDPCoreStrategy(**own)))),
+        "not DDP": raised(lambda: fit(trainer_with(compress(), strategy=Local))),
+        "did not run": raised(lambda: fit(trainer_with(compress()), forgets_manual_backward=True)),
+        "other settings": raised(lambda: fit(trainer_with(CompressGradients("int8"), max_epochs=5), ckpt_path=saved)),
+        "before fit": raised(lambda: compress().attachment),
     }
 
 
 def on_other_ranks(rank: int, folder: str) -> dict[str, str]:
     """Resume what two ranks have saved."""
     saved = Path(folder, "saved.ckpt")
-    refused = error_of(lambda: fit(trainer_with(compress(), max_epochs=5), ckpt_path=saved))
+    refused = raised(lambda: fit(trainer_with(compress(), max_epochs=5), ckpt_path=saved))
     callback = compress(world_size="spread")
     trainer = trainer_with(callback, max_epochs=5)
     fit(trainer, ckpt_path=saved)
@@ -308,9 +300,9 @@ def around_a_fit(rank: int, folder: str) -> None:
     assert callback.attachment.gathered()["step"] == trainer.global_step == 12
 
     on_exception = OnExceptionCheckpoint(folder, "exception")
-    caught = error_of(lambda: fit(trainer_with(compress(), InThirdEpoch(raise_a_bug), on_exception)))
+    caught = raised(lambda: fit(trainer_with(compress(), InThirdEpoch(raise_a_bug), on_exception)))
     assert caught == "BugError: ", caught
-    refused = error_of(lambda: fit(trainer_with(compress()), ckpt_path=Path(folder, "exception.ckpt")))
+    refused = raised(lambda: fit(trainer_with(compress()), ckpt_path=Path(folder, "exception.ckpt")))
     assert "holds the residuals of rank 0 and this is rank 1" in refused, refused
 
 
@@ -319,7 +311,7 @@ def under_the_older_name(rank: int) -> int:
     import pytorch_lightning
     from pytorch_lightning.demos.boring_classes import BoringModel
 
-    callback, quiet = compress(), dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary"], False)
+    callback, quiet = compress(), dict.fromkeys(["logger", "enable_checkpointing", "enable_model_summary"], False)
     trainer = pytorch_lightning.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", callbacks=[callback], max_steps=3, **quiet
     )

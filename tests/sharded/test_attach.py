@@ -323,8 +323,6 @@ def what_cannot_work_is_refused_in_words_on_every_rank(rank: int) -> None:
     model = sharded()
     for name, error, text in (
         ("powersgd", "SettingsError", "averages whole gradients, of which no rank can return its shard alone"),
-        ("signum", "SettingsError", "averages whole gradients"),
-        ("int9", "SettingsError", "Did you mean 'int8'"),
         ("int8" if rank else "int4", "AttachError", "ranks disagree"),
     ):
         told = told_by(lambda name=name: attach_sharded(model, name))  # type: ignore[misc]  # mypy: cannot infer a lambda
