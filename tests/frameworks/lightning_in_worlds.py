@@ -109,12 +109,13 @@ def trainer_with(*callbacks: pl.Callback, strategy: Callable[[], Any] = DDPStrat
     )
 
 
-def loader_for(trainer: pl.Trainer) -> DataLoader[Any]:
-    """Return so much data that every epoch has the same number of steps, whatever the setting."""
+def loader_for(trainer: pl.Trainer, samples: int = 8) -> DataLoader[Any]:
+    """Return so much data that every epoch has the same number of steps, with the number of each sample."""
     generator = torch.Generator().manual_seed(0)
-    size = STEPS_AN_EPOCH * trainer.accumulate_grad_batches * 8
-    data = TensorDataset(torch.randn(size, 32, generator=generator), torch.randint(8, (size,), generator=generator))
-    return DataLoader(data, 8 // trainer.world_size, shuffle=True)
+    size = STEPS_AN_EPOCH * trainer.accumulate_grad_batches * samples
+    inputs, labels = torch.randn(size, 32, generator=generator), torch.randint(8, (size,), generator=generator)
+    data = TensorDataset(inputs, labels, torch.arange(size))
+    return DataLoader(data, samples // trainer.world_size, shuffle=True, drop_last=True)
 
 
 def fit(

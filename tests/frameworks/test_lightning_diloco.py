@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnE
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from commhooks.integrations.lightning_diloco import DiLoCoStrategy, TrainWithDiLoCo
 from tests.frameworks.launch import ROOT, raised, run_ranks, torchrun
@@ -29,6 +28,7 @@ from tests.frameworks.lightning_in_worlds import (
     checkpoints_in,
     digest,
     kill_this_rank,
+    loader_for,
     raise_a_bug,
     run_script,
     trainer_with,
@@ -93,16 +93,6 @@ class Network(pl.LightningModule):
         return [torch.optim.AdamW(part.parameters(), lr=self.lr) for part in parts]
 
 
-def loader_for(trainer: pl.Trainer) -> DataLoader[Any]:
-    """Return so much data that every epoch has the same number of steps, with the number of each sample."""
-    generator = torch.Generator().manual_seed(0)
-    size = STEPS_AN_EPOCH * trainer.accumulate_grad_batches * 24
-    samples, labels = torch.randn(size, 32, generator=generator), torch.randint(8, (size,), generator=generator)
-    return DataLoader(
-        TensorDataset(samples, labels, torch.arange(size)), 24 // trainer.world_size, shuffle=True, drop_last=True
-    )
-
-
 def fit(
     callback: TrainWithDiLoCo | None,
     *callbacks: pl.Callback,
@@ -123,8 +113,8 @@ def fit(
     torch.manual_seed(trainer.global_rank)  # dropout differs; DiLoCo takes rank 0's model
     model = Network(manual, inf_at, optimizers, dropout)
     trained: Any = torch.compile(model, backend="eager") if compiled else model
-    validation = loader_for(trainer) if held_out else None
-    trainer.fit(trained, loader_for(trainer), validation, ckpt_path=ckpt_path, weights_only=True)
+    validation = loader_for(trainer, 24) if held_out else None
+    trainer.fit(trained, loader_for(trainer, 24), validation, ckpt_path=ckpt_path, weights_only=True)
     return trainer, model
 
 
@@ -223,8 +213,8 @@ def seen(rank: int) -> dict[str, Any]:
             "diloco": digest(callback.diloco.state_dict()),
         }
         before = digest(dict(model.named_parameters()))
-        (told,) = trainer.validate(model, loader_for(trainer), verbose=False)
-        assert trainer.test(model, loader_for(trainer), verbose=False) == [told]
+        (told,) = trainer.validate(model, loader_for(trainer, 24), verbose=False)
+        assert trainer.test(model, loader_for(trainer, 24), verbose=False) == [told]
         assert digest(dict(model.named_parameters())) == before
         found[name]["loss"] = told["held out"]
     return found
@@ -256,7 +246,7 @@ def around_a_fit(rank: int, folder: str) -> None:
     trainer, model = fit(again, ckpt_path=Path(folder, "best", "last.ckpt"), max_epochs=EPOCHS + 1)
     assert again.diloco.steps == trainer.global_step == 15, "a link leads every rank to its own file"
     trainer.fit_loop.max_epochs = 2 * EPOCHS + 1
-    trainer.fit(model, loader_for(trainer))  # with a new optimizer, and new rounds
+    trainer.fit(model, loader_for(trainer, 24))  # with a new optimizer, and new rounds
     assert (trainer.global_step, again.diloco.steps) == (27, 12)
 
     finder = LearningRateFinder(num_training_steps=5)

@@ -123,17 +123,11 @@ def refuses(rank: int, folder: str) -> None:
     dense.train()
     callback = CompressGradients("powersgd")
     refused(r"AttachError: .*: expected a transformers.Trainer \(got GPT2LMHeadModel", callback.add_to, dense.model)
-    refused(
-        "AttachError: CompressGradients does not know its Trainer",
-        Trainer,
-        model=dense.model,
-        args=dense.args,
-        callbacks=[callback],
-    )
-    refused("AttachError: CompressGradients.add_to: a model has one hook", lambda: callback.add_to(begun("twice")))
-    refused(
-        "CheckpointError: .*missing='reset'", lambda: begun("without", max_steps=4).train(resume_from_checkpoint=True)
-    )
+    given: dict[str, Any] = {"model": dense.model, "args": dense.args, "callbacks": [callback]}
+    refused("AttachError: CompressGradients does not know its Trainer", Trainer, **given)
+    refused("AttachError: CompressGradients.add_to: a model has one hook", callback.add_to, begun("twice"))
+    without = begun("without", max_steps=4)
+    refused("CheckpointError: .*missing='reset'", without.train, resume_from_checkpoint=True)
     begun("without", max_steps=4, options={"missing": "reset"}).train(resume_from_checkpoint=True)
 
     first = begun("first", save_steps=1, save_total_limit=1)
@@ -147,14 +141,10 @@ def refuses(rank: int, folder: str) -> None:
     wrapped, hooked = begun("wrapped"), begun("hooked")
     wrapped.model = wrapped.model_wrapped = ddp_core.DistributedDataParallel(wrapped.model)
     hooked.accelerator.ddp_handler.comm_hook = "fp16"
-    refused(
-        "CheckpointError: rank ",
-        lambda: begun("first", max_steps=4, compressor="top-k").train(resume_from_checkpoint=True),
-    )
-    refused(
-        "NotAveragedError: AdamW is about to take a step",
-        begun("alone", kind=type("Own", (CallsTheModule, Trainer), {})).train,
-    )
+    another = begun("first", max_steps=4, compressor="top-k")
+    refused("CheckpointError: rank ", another.train, resume_from_checkpoint=True)
+    alone = begun("alone", kind=type("Own", (CallsTheModule, Trainer), {}))
+    refused("NotAveragedError: AdamW is about to take a step", alone.train)
     refused("AttachError: attach: DistributedDataParallel around DistributedDataParallel", wrapped.train)
     refused(r"SettingsError: .*: DistributedDataParallelKwargs\(comm_hook=...\) is set", hooked.train)
 

@@ -68,14 +68,6 @@ def a_forward_pass_of_a_static_graph_has_no_backward_pass(run: Run) -> None:
 
 
 @sound()
-def micro_batches_accumulate_in_no_sync(run: Run) -> None:
-    for _ in run.steps():
-        run.backward_in_no_sync()
-        run.backward_in_no_sync()
-        run.backward(run.model)
-
-
-@sound()
 def ranks_use_different_branches(run: Run) -> None:
     run.model = run.wrap(Net(), find_unused_parameters=True)
     for step in run.steps(5):
