@@ -69,17 +69,9 @@ def test_ten_rounds_of_three_fragments_are_those_of_a_reference_in_numpy(delay: 
     pull = [[torch.randn(len(w), generator=generator) for w in start] for _ in range(3)]
     models = [Weights(start) for _ in pull]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    settings: dict[str, Any] = {"every": 6, "outer": "published", "fragments": 3, "delay": delay, "mixing": mixing}
     team = [
-        DiLoCo(
-            model,
-            optimizer,
-            every=6,
-            outer="published",
-            fragments=3,
-            delay=delay,
-            mixing=mixing,
-            connection=connection,
-        )
+        DiLoCo(model, optimizer, connection=connection, **settings)
         for model, optimizer, connection in zip(models, optimizers, lockstep_connections(3), strict=True)
     ]
     for _ in range(60):
@@ -99,6 +91,52 @@ def test_ten_rounds_of_three_fragments_are_those_of_a_reference_in_numpy(delay: 
         numpy.testing.assert_allclose(found.numpy(), outer[number], rtol=0, atol=60 * 7 * 2**-24 * 4)
 
 
+class TwoWeights(nn.Module):
+    """Two fragments of one weight each, 1.0 at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(1)) for _ in range(2))
+
+
+# torchft's regression fixtures ("mocked updates"): 2 workers, every inner step subtracts 2, H = 6, P = 2. Bit-equal:
+# these values are dyadic.
+@pytest.mark.parametrize(
+    ("delay", "mixing", "local", "outer"),
+    [
+        (0, 0.0, ([-11, -35, -59], [-23, -47]), ([-11, -35], [-23, -47])),
+        (0, 0.5, ([-8, -24.5, -40.25], [-17, -32]), ([-11, -29], [-23, -35])),
+        (1, 0.0, ([-7, -27, -47], [-19, -39]), ([-7, -27], [-19, -39])),
+    ],
+)
+def test_mocked_updates_give_the_published_values(
+    delay: int, mixing: float, local: tuple[list[float], list[float]], outer: tuple[list[float], list[float]]
+) -> None:
+    models = [TwoWeights() for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    settings: dict[str, Any] = {"every": 6, "fragments": ["first", "second"], "delay": delay, "mixing": mixing}
+    team = [
+        DiLoCo(model, optimizer, outer=functools.partial(torch.optim.SGD, lr=2.0), connection=connection, **settings)
+        for model, optimizer, connection in zip(models, optimizers, lockstep_connections(2), strict=True)
+    ]
+    found: dict[str, list[float]] = {name: [] for name in ("first", "second", "outer first", "outer second")}
+    for step in range(1, 16):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for weight in model.parameters():
+                weight.grad = torch.full((1,), 2.0)
+            optimizer.step()
+        step_in_lockstep(team)
+        turn = {3: "first", 0: "second"}.get(step % 6)
+        if turn is not None:
+            copies = {name: copy for one in team[0]._fragments for name, copy in one.outer.items()}
+            found[turn].append(getattr(models[0], turn).item())
+            found[f"outer {turn}"].append(copies[turn].item())
+        assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    assert (found["first"], found["second"]) == (list(map(float, local[0])), list(map(float, local[1])))
+    assert found["outer first"][: len(outer[0])] == list(map(float, outer[0]))
+    assert found["outer second"] == list(map(float, outer[1]))
+
+
 @pytest.mark.parametrize(
     ("outer", "every", "compressor", "chosen"),
     [
@@ -106,7 +144,6 @@ def test_ten_rounds_of_three_fragments_are_those_of_a_reference_in_numpy(delay: 
         ("auto", 100, "powersgd:rank=1", "average"),
         ("auto", 101, "int4", "published"),
         ("auto", 500, "sparse-loco", "average"),
-        ("published", 3, "sparse-loco", "published"),
         ("sgd:rate=0.7,momentum=0.9", 3, "int4", "published"),
         ("sgd:rate=0.5", 3, "int4", "sgd:momentum=0,rate=0.5"),
         (plain, 3, "int4", "own"),
@@ -130,29 +167,6 @@ def test_a_checkpoint_with_another_outer_optimizer_is_loaded_only_if_asked_and_t
     after.diloco.load_state_dict(saved["diloco"], settings="change")
     (group,) = after.diloco.outer_optimizer.param_groups
     assert (group["lr"], group["momentum"]) == (1.0, 0.0) and not after.diloco.outer_optimizer.state
-
-
-def test_a_round_of_one_step_with_plain_outer_steps_of_rate_1_is_data_parallel_training() -> None:
-    """Bound: 20 steps, each of which rounds sums of 4 terms, on a network that multiplies differences by little."""
-
-    def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-
-    team = workers(4, sgd, every=1, outer=plain)
-    train_in_lockstep(team, 0, 20)
-    model = network()
-    optimizer = sgd(model)
-    for step in range(20):
-        gradients = []
-        for rank in range(4):
-            worker = copy.deepcopy(model)
-            Worker.gradients(worker, rank, step)
-            gradients.append([p.grad for p in worker.parameters()])
-        for parameter, *of_ranks in zip(model.parameters(), *gradients, strict=True):
-            parameter.grad = torch.stack(of_ranks).mean(0)
-        optimizer.step()
-    for ours, theirs in zip(team[0].model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=20 * 5 * 2**-24 * 4)
 
 
 @pytest.mark.parametrize("compressor", ["all-reduce", "bf16-two-hop"])
@@ -204,14 +218,8 @@ def test_a_weight_that_cannot_work_is_refused_where_it_is_set_and_nothing_is_los
 def test_a_round_without_movement_moves_nothing(dtype: torch.dtype) -> None:
     """Also after outer steps whose results the model's dtype cannot hold."""
     model = nn.Linear(8, 8).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    diloco = DiLoCo(
-        model,
-        optimizer,
-        every=2,
-        outer=functools.partial(torch.optim.SGD, lr=0.3),
-        connection=lockstep_connections(1)[0],
-    )
+    optimizer, (connection,) = torch.optim.SGD(model.parameters(), lr=0.1), lockstep_connections(1)
+    diloco = DiLoCo(model, optimizer, every=2, outer=functools.partial(torch.optim.SGD, lr=0.3), connection=connection)
     for step in range(4):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.01 * (step + 1))
@@ -407,19 +415,6 @@ def test_a_second_step_that_was_not_counted_raises_before_it_is_taken() -> None:
     assert distance(dict(worker.model.state_dict()), before) == 0
 
 
-def test_freezing_or_unfreezing_in_between_is_refused() -> None:
-    (worker,) = workers(1, every=2)
-    train_in_lockstep([worker], 0, 3)
-    weight = next(worker.model.parameters())
-    weight.requires_grad_(False)
-    with pytest.raises(CompressorError, match="'0.weight' no longer requires a gradient"):
-        step_in_lockstep([worker.diloco])
-    weight.requires_grad_(True)
-    worker.model.register_parameter("extra", nn.Parameter(torch.ones(1)))
-    with pytest.raises(CompressorError, match="'extra' now requires a gradient"):
-        train_in_lockstep([worker], 4, 6)
-
-
 def test_a_state_that_was_loaded_stays_as_it_is() -> None:
     team = workers(1, every=1)
     train_in_lockstep(team, 0, 2)
@@ -538,8 +533,6 @@ def spoilt(state: dict[str, Any], where: str, value: Any = None) -> dict[str, An
     [
         ("shared/due", None, "DiLoCo's state is damaged: due: expected dict, got nothing"),
         ("shared/due", {"7": {"at": 9, "mean": {}}}, "means of part 7 were under way, and there are 1 parts"),
-        ("shared/due/0/mean", None, r"DiLoCo's state is damaged: due\['0'\]\['mean'\]: expected dict, got nothing"),
-        ("shared/due/0/mean/2.bias", None, "means under way: checkpoint has no '2.bias'"),
         (
             "shared/due/0/mean/2.bias",
             torch.zeros(1),
@@ -547,10 +540,8 @@ def spoilt(state: dict[str, Any], where: str, value: Any = None) -> dict[str, An
         ),
         ("shared/due/0/at", 2, "a mean was due at step 2, which was over at step 2"),
         ("shared/outer/2.bias", None, "outer copies: checkpoint has no '2.bias'"),
-        ("shared/outer/2.bias", torch.zeros(1), r"outer copies: '2.bias' was saved with shape \(1,\), now"),
         ("shared/outer_optimizer", {}, r"outer_optimizer\['param_groups'\]: expected list, got nothing"),
         ("shared/outer_optimizer/param_groups", [], "outer optimizer: saved with 0 groups of parameters, now 1"),
-        ("shared/outer_optimizer_class", None, "outer_optimizer_class: expected str, got nothing"),
     ],
 )
 def test_a_damaged_state_is_refused_and_changes_nothing(where: str, value: Any, complaint: str) -> None:
@@ -574,11 +565,8 @@ def test_a_damaged_state_is_refused_and_changes_nothing(where: str, value: Any, 
         ({"every": 0}, r"DiLoCo\(every=0\): every must be an int of at least 1"),
         ({"every": 4, "delay": 4}, r"DiLoCo\(delay=4\): delay must be an int from 0 to 3"),
         ({"every": 4, "mixing": 1.5}, r"DiLoCo\(mixing=1.5\): mixing must be a number in \[0, 1\]"),
-        ({"every": 4, "delay": False}, r"DiLoCo\(delay=False\): delay must be an int"),
-        ({"every": 4, "fragments": 2.5}, r"DiLoCo\(fragments=2.5\): fragments must be an int or shell patterns"),
         ({"every": 4, "fragments": [["0.*"], 3]}, r"DiLoCo\(fragments=\[\['0.\*'\], 3\]\): fragments must be an int"),
         ({"every": 4, "weighted": 2.5}, r"DiLoCo\(weighted=2.5\): weighted must be True or False"),
-        ({"every": 4, "on_host": "no"}, r"DiLoCo\(on_host='no'\): on_host must be True or False"),
         ({"every": 100, "fragments": 9}, "at most as many as the trained parameters, 8"),
         ({"every": 2, "fragments": 3}, "3 fragments need at least as many steps"),
         ({"every": 4, "fragments": [["0.*"], ["2.*", "4.*"]]}, "'6.weight' matches no pattern"),
@@ -590,7 +578,6 @@ def test_a_damaged_state_is_refused_and_changes_nothing(where: str, value: Any, 
         ({"every": 4, "outer": lambda parameters: plain(parameters[:2])}, "of the tensors that it is given"),
         ({"every": 4, "outer": lambda parameters: 1 // 0}, "outer raised ZeroDivisionError"),
         ({"every": 4, "hook_timeout": -1.0}, "hook_timeout must be above 0 s"),
-        ({"every": 4, "hook_timeout": "5"}, "hook_timeout must be above 0 s"),
         (
             {"every": 4, "connection": "a connection"},
             "connection must be one of lockstep_connections; pass a process_group",
@@ -605,21 +592,18 @@ def test_settings_that_cannot_work_are_refused_in_words(settings: dict[str, Any]
 def test_models_and_optimizers_that_cannot_work_are_refused_in_words() -> None:
     model, connection = network(), lockstep_connections(1)[0]
     half, rest = (torch.optim.SGD(list(model.parameters())[part], lr=0.1) for part in (slice(4), slice(4, None)))
-    for optimizer, complaint in [
-        (half, "'4.weight' and 3 more requires a gradient, but SGD does not train it. DiLoCo takes one optimizer"),
-        ([half, rest], "DiLoCo: expected a torch.optim.Optimizer"),
-        (
-            torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))]),
-            "also trains 1 tensor that DiLoCo does",
-        ),
-        (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "none of the parameters of SGD belongs to the model"),
-    ]:
+    wider = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))])
+    refused: list[tuple[Any, Any, str]] = [
+        (model, half, "'4.weight' and 3 more requires a gradient, but SGD does not train it. DiLoCo takes"),
+        (model, [half, rest], "DiLoCo: expected a torch.optim.Optimizer"),
+        (model, wider, "also trains 1 tensor that DiLoCo does"),
+        (model, torch.optim.SGD([nn.Parameter(torch.ones(1))]), "none of the parameters of SGD belongs to the model"),
+        (3, half, r"model must be a torch.nn.Module \(got int\)"),
+        (nn.Linear(2, 2).requires_grad_(False), half, "no parameter of the model requires a gradient"),
+    ]
+    for of_model, optimizer, complaint in refused:
         with pytest.raises((SettingsError, commhooks.AttachError), match=complaint):
-            DiLoCo(model, optimizer, every=3, connection=connection)  # type: ignore[arg-type]  # a list
-    with pytest.raises(SettingsError, match=r"model must be a torch.nn.Module \(got int\)"):
-        DiLoCo(3, half, every=3, connection=connection)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="no parameter of the model requires a gradient"):
-        DiLoCo(nn.Linear(2, 2).requires_grad_(False), half, every=3, connection=connection)
+            DiLoCo(of_model, optimizer, every=3, connection=connection)
 
 
 def test_an_optimizer_is_used_by_one_diloco_until_that_is_closed_or_gone() -> None:
@@ -674,14 +658,27 @@ def test_after_half_a_step_no_later_step_is_taken(how: Any) -> None:
         team[0].diloco.state_dict()
 
 
-def test_a_replaced_parameter_is_named_at_each_later_step() -> None:
+def _replace_bias(worker: Worker) -> None:
+    first: Any = worker.model[0]  # type: ignore[index]  # a Sequential
+    first.bias = nn.Parameter(first.bias.detach().clone())
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (_replace_bias, "'0.bias' was replaced: DiLoCo exchanges the parameters that"),
+        (lambda worker: worker.model[0].weight.requires_grad_(False), "'0.weight' no longer requires a gradient"),
+        (lambda worker: setattr(worker.model, "extra", nn.Parameter(torch.ones(1))), "'extra' now requires a gradient"),
+    ],
+    ids=["replaced", "frozen", "added"],
+)
+def test_a_parameter_that_is_another_is_named_at_each_later_step(change: Any, complaint: str) -> None:
     """The optimizer's next step is not to blame: it took as many as DiLoCo was asked to."""
     (worker,) = workers(1, every=100)
     train_in_lockstep([worker], 0, 1)
-    first: Any = worker.model[0]  # type: ignore[index]  # a Sequential
-    first.bias = nn.Parameter(first.bias.detach().clone())
+    change(worker)
     for step in range(1, 4):
-        with pytest.raises(CompressorError, match="'0.bias' was replaced: DiLoCo exchanges the parameters that"):
+        with pytest.raises(CompressorError, match=complaint):
             train_in_lockstep([worker], step, step + 1)
 
 

@@ -178,15 +178,9 @@ def a_state_that_does_not_match_is_refused_on_every_rank_and_changes_nothing(ran
     worker = Worker(rank, every=6, compressor="int4")
     worker.train(0, 7)
     saved, before = worker.save()["diloco"], worker.save()
-    other = Worker(rank, every=6, fragments=2, outer=functools.partial(torch.optim.SGD, lr=1.0))
-    told = told_by(lambda: other.diloco.load_state_dict(saved))
-    assert "fragments: saved with" in told.text and "now" in told.text, told
-    other.diloco.close()
     other = Worker(rank, every=8, delay=2, compressor="int4")
     told = told_by(lambda: other.diloco.load_state_dict(saved))
     assert "every: saved with 6, now 8; pass settings='change'; delay: saved with 0, now 2" in told.text
-    other.diloco.load_state_dict(saved, settings="change")
-    assert other.diloco.steps == 7
     other.diloco.close()
     del saved["shared"]["outer"]
     told = told_by(lambda: worker.diloco.load_state_dict(saved if rank else before["diloco"]))
@@ -388,19 +382,3 @@ def test_new_processes_of_other_numbers_keep_their_own_residuals(tmp_path: Path)
     norms = [float(norm) for norm in re.findall(r"that of rank 2 \(norm ([^)]*)\)", told)]
     assert sum(norm**2 for norm in norms) == pytest.approx(float(sum(lost)), rel=1e-3), "given with four digits"
     assert not two[1]["begun"]["told"] and not again[0]["begun"]["told"]
-
-
-@on_ranks(2, check_exit=False)
-def test_an_average_that_failed_is_not_forgotten_by_whoever_catches_the_error(rank: int) -> None:
-    model = network()
-    optimizer = adamw(model)
-    averager = ModelAverager(model, optimizer, every=2)
-    if rank:
-        averager._diloco.outer_optimizer.register_step_pre_hook(_fail)
-    texts = []
-    for step in range(7):
-        Worker.gradients(model, rank, step)
-        optimizer.step()
-        texts.append(told_by(lambda: averager.average_parameters(model.parameters())).text)
-    assert "not taken" in texts[-1] and "of its own" in texts[-1], texts
-    averager.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,13 +28,28 @@ QUIET = {
 }
 
 
+def raised(act: Callable[[], Any]) -> str:
+    """Return the class and text of what `act` raises; "nothing" if it raises nothing."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refused(words: str, act: Callable[..., Any], *args: Any, **named: Any) -> None:
+    """Assert that a call raises an error whose class and text begin as a pattern says."""
+    told = raised(functools.partial(act, *args, **named))
+    assert re.match(words, told, re.DOTALL), told
+
+
 def torchrun(script: Path, *arguments: str, ranks: int = 2, timeout: float = 55.0, cwd: Path | None = None) -> str:
     """Run a script under torchrun, and return what it printed; raise `AssertionError` with that if it fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return run_command([*command, str(script), *arguments], timeout=timeout, cwd=cwd)
 
 
-def run_command(command: list[str], *, timeout: float, cwd: Path | None = None, fails: bool = False) -> str:
+def run_command(command: list[str], *, timeout: float, cwd: Path | None = None) -> str:
     """Run a command in its own session, and return what it printed; after `timeout` seconds all of it is killed."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
@@ -52,7 +69,7 @@ def run_command(command: list[str], *, timeout: float, cwd: Path | None = None, 
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    assert fails == (process.returncode != 0), f"{command} ended with {process.returncode}:\n{output}"
+    assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{output}"
     return output
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import ray.train.torch
 import torch
 from torch import nn
 
-from commhooks import CommHooksError, NotAveragedError
 from commhooks.integrations.ray import compress, save
+from tests.frameworks.launch import refused
 
 STEPS, SAVE_AT, KILL_AT = 12, 6, 9
 
@@ -58,38 +57,28 @@ def train(config: dict[str, Any]) -> None:
     end = {
         "began": begin,
         "model": model.module.state_dict(),
-        "replicated": hooks["replicated"],
-        "local": hooks["local"],
+        **{part: hooks[part] for part in ("replicated", "local")},
     }
     torch.save(end, folder / f"rank{rank}.pt")
     ray.train.report(attachment.metrics())
     attachment.close()
-    torch.save(refusals(), folder / f"told{rank}.pt")
+    check_refusals()
 
 
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
 
 
-def refusals() -> dict[str, tuple[str, str]]:
-    """Return what is said to those who wrap nothing, load what is not there, or step without the hook."""
-    told: dict[str, tuple[str, str]] = {}
-
-    def attempt(name: str, act: Callable[..., Any], *args: Any, **settings: Any) -> None:
-        try:
-            act(*args, **settings)
-        except (CommHooksError, NotAveragedError) as error:
-            told[name] = type(error).__name__, str(error)
-
-    attempt("bare", compress, network(), "powersgd", optimizers=[], checkpoint=None)
+def check_refusals() -> None:
+    """Assert what is said to those who wrap nothing, load what is not there, or step without the hook."""
+    refused(".*got Sequential", compress, network(), "powersgd", optimizers=[], checkpoint=None)
     model = ray.train.torch.prepare_model(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with tempfile.TemporaryDirectory() as empty:
-        without = ray.train.Checkpoint.from_directory(empty)
-        attempt("without", compress, model, "powersgd", optimizers=[optimizer], checkpoint=without)
-    attempt("no checkpoint", compress, model, "powersgd", optimizers=[optimizer], checkpoint=True)
+        given: dict[str, Any] = {"optimizers": [optimizer], "checkpoint": ray.train.Checkpoint.from_directory(empty)}
+        refused(".*holds no commhooks.pt.*checkpoint=None", compress, model, "powersgd", **given)
+    refused(".*got True", compress, model, "powersgd", optimizers=[optimizer], checkpoint=True)
     attachment = compress(model, "powersgd", optimizers=[optimizer], checkpoint=None)
     model.module(torch.randn(8, 64)).square().mean().backward()
-    attempt("bypassed", optimizer.step)
+    refused("NotAveragedError", optimizer.step)
     attachment.close()
-    return told

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.frameworks import lightning_in_worlds as worlds
-from tests.frameworks.launch import ROOT, run_ranks, torchrun
+from tests.frameworks.launch import ROOT, raised, run_ranks, torchrun
 from tests.world import WorldError
 
 pytestmark = pytest.mark.frameworks
@@ -19,7 +19,6 @@ ERRORS = {
     "own argument": "SettingsError: CompressGradients: DDPStrategy\\(ddp_comm_hook=...\\) is set too",
     "own argument, ddp_core": "SettingsError: DDPCoreStrategy: ddp_comm_hook is set too",
     "not DDP": "AttachError: CompressGradients: Local does not train with a DistributedDataParallel",
-    "two callbacks": "RuntimeError: Found more than one stateful callback of type `CompressGradients`",
     "did not run": "NotAveragedError: SGD took a step on gradients of",
     "other settings": "CheckpointError: rank 0: .* setting inner.compressor: saved with PowerSGD, now TwoHop",
     "before fit": "AttachError: CompressGradients: nothing is attached before trainer.fit",
@@ -53,19 +52,12 @@ def test_a_run_resumed_without_the_state_of_the_hook_ends_otherwise(
         assert resumed["without its state"]["parameters"] != uninterrupted["plain"]["parameters"]
 
 
-def test_ddp_core_trains_to_the_parameters_that_pytorchs_ddp_trains_to(
-    runs: list[tuple[dict[str, dict[str, str]], ...]],
-) -> None:
-    for uninterrupted, _ in runs:
-        assert uninterrupted["ddp_core, manual"]["parameters"] == uninterrupted["manual"]["parameters"]
-
-
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return rank 0's error for everything that cannot work."""
     folder = str(tmp_path_factory.mktemp("refusals"))
     found = run_ranks(worlds.refusals, 2, folder)[0] | run_ranks(worlds.on_other_ranks, 3, folder)[0]
-    found["alone"] = worlds.error_of(lambda: worlds.fit(worlds.trainer_with(worlds.compress())))
+    found["alone"] = raised(lambda: worlds.fit(worlds.trainer_with(worlds.compress())))
     return dict(found)
 
 
@@ -75,7 +67,7 @@ def test_what_cannot_work_says_what_to_do(errors: dict[str, str], case: str) -> 
 
 
 def test_lightning_still_ignores_its_own_argument_on_the_cpu_as_the_page_says(errors: dict[str, str]) -> None:
-    assert errors["own argument alone"] == "nothing was raised"
+    assert errors["own argument alone"] == "nothing"
 
 
 def test_it_logs_saves_and_fits_again(tmp_path: Path) -> None:
@@ -83,27 +75,16 @@ def test_it_logs_saves_and_fits_again(tmp_path: Path) -> None:
 
 
 def test_a_trainer_of_the_older_package_takes_it_too() -> None:
-    assert min(run_ranks(worlds.under_the_older_name, 2)) > 10
+    assert run_ranks(worlds.under_the_older_name, 2) == [3, 3]
 
 
-def test_the_example_resumes_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    for folder in (first, second):
-        folder.mkdir()
-    run_ranks(worlds.run_script, 2, str(EXAMPLE), "4", str(first))
+def test_the_example_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     for epochs in ("2", "4"):
-        printed = torchrun(EXAMPLE, epochs, cwd=second, timeout=70)
+        printed = torchrun(EXAMPLE, epochs, cwd=tmp_path, timeout=70)
     assert float(re.findall("([0-9.]+) times fewer", printed)[0]) > 10, printed
-    ends = [
-        torch.load(folder / "checkpoints" / "lightning_ddp" / "last.ckpt", weights_only=True)
-        for folder in (first, second)
-    ]
-    for part in ("state_dict", "optimizer_states", "global_step"):
-        assert worlds.digest(ends[0][part]) == worlds.digest(ends[1][part]), part
-    hooks = [end["callbacks"]["commhooks.CompressGradients"] for end in ends]
-    assert hooks[0]["local"].keys() == {"rank0", "rank1"}
-    for part in ("local", "replicated", "step"):
-        assert worlds.digest(hooks[0][part]) == worlds.digest(hooks[1][part]), part
+    end = torch.load(tmp_path / "checkpoints" / "lightning_ddp" / "last.ckpt", weights_only=True)
+    assert end["epoch"] == 3
+    assert end["callbacks"]["commhooks.CompressGradients"]["local"].keys() == {"rank0", "rank1"}
 
 
 def test_the_example_of_a_sharded_model_compresses() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from torchft.process_group import ManagedProcessGroup, ProcessGroupGloo
 
 import commhooks
 from commhooks.integrations.torchft import compress
-from tests.frameworks.launch import QUIET, ROOT, run_ranks, torchrun
+from tests.frameworks.launch import QUIET, ROOT, refused, run_ranks, torchrun
 
 pytestmark = pytest.mark.frameworks
 
@@ -81,21 +82,31 @@ def test_the_example_trains(lighthouse: str, monkeypatch: pytest.MonkeyPatch) ->
         assert found and float(found[1]) < 1.5 and float(found[2]) > 5, output
 
 
-def test_what_cannot_work_is_refused(lighthouse: str) -> None:
+def refusals(rank: int, lighthouse: str) -> None:
     """Refuse a quorum beside the step, buckets that move, compressors that gather, and a group that is managed."""
-    (told,) = run_ranks(refusals, 1, lighthouse)
-    assert "use_async_quorum=False" in told["asynchronous"]
-    assert "find_unused_parameters=True" in told["buckets"]
-    assert "Use one that only sums" in told["gathers"]
-    for name in ("group", "diloco"):
-        assert "ManagedProcessGroup is torchft's, and its ranks come and go" in told[name]
-
-
-def refusals(rank: int, lighthouse: str) -> dict[str, str]:
     dist.init_process_group("gloo")
-    told: dict[str, str] = {}
 
-    def attempt(name: str, compressor: str, *, asynchronous: bool = False, searches: bool = True) -> None:
+    def step(manager: Manager, compressor: str, searches: bool) -> None:
+        model = DistributedDataParallel(nn.Linear(64, 64), find_unused_parameters=searches)
+        compress(model, compressor, manager, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+        manager.start_quorum()
+        model(torch.ones(1, 64)).sum().backward()
+
+    def managed(manager: Manager, way: str, *_: bool) -> None:
+        group: Any = ManagedProcessGroup(manager)
+        if way == "attach":
+            commhooks.attach(DistributedDataParallel(nn.Linear(64, 64)), "powersgd", process_group=group)
+        model = nn.Linear(64, 64)
+        commhooks.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, process_group=group)
+
+    comes_and_goes = ".*ManagedProcessGroup is torchft's, and its ranks come and go"
+    for words, act, given, searches, asynchronous in (
+        (".*use_async_quorum=False", step, "powersgd", True, True),
+        (".*find_unused_parameters=True", step, "powersgd", False, False),
+        (".*Use one that only sums", step, "top-k", True, False),
+        (comes_and_goes, managed, "attach", True, False),
+        (comes_and_goes, managed, "DiLoCo", True, False),
+    ):
         manager = Manager(
             pg=ProcessGroupGloo(),
             load_state_dict=lambda state: None,
@@ -105,23 +116,9 @@ def refusals(rank: int, lighthouse: str) -> dict[str, str]:
             lighthouse_addr=lighthouse,
             hostname="127.0.0.1",
         )
-        model = DistributedDataParallel(nn.Linear(64, 64), find_unused_parameters=searches)
-        try:
-            if name == "diloco":
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                commhooks.DiLoCo(model.module, optimizer, every=2, process_group=ManagedProcessGroup(manager))
-            if name == "group":
-                commhooks.attach(model, compressor, process_group=ManagedProcessGroup(manager))
-            compress(model, compressor, manager, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
-            manager.start_quorum()
-            model(torch.ones(1, 64)).sum().backward()
-        except Exception as error:
-            told[name] = str(error)
+        refused(words, act, manager, given, searches)
         manager.shutdown()
 
-    attempt("asynchronous", "powersgd", asynchronous=True)
-    attempt("buckets", "powersgd", searches=False)
-    attempt("group", "powersgd")
-    attempt("diloco", "powersgd")
-    attempt("gathers", "top-k")
-    return told
+
+def test_what_cannot_work_is_refused(lighthouse: str) -> None:
+    run_ranks(refusals, 1, lighthouse)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from torchft.manager import Manager
@@ -23,6 +23,8 @@ from torchft.process_group import ProcessGroupGloo
 
 from commhooks import NotAveragedError
 from commhooks.integrations.torchft import compress
+from commhooks.tensors import cloned
+from tests.commhooks.resuming import distance
 
 DIES_AT, STEPS_TOGETHER = 5, 6
 
@@ -54,14 +56,14 @@ def main(lighthouse: str, name: str, folder: Path, dies: bool) -> None:
     while not target.exists() or manager.current_step() < int(target.read_text()):
         manager.start_quorum()
         optimizer.zero_grad()
-        before = _digest(attachment)
+        before = _kept(attachment)
         if dies and together == DIES_AT:
             _die_in_backward(module)
         model(torch.randn(8, 64)).square().mean().backward()
         if manager.should_commit():
             optimizer.step()
         else:
-            undone.append(_same(before, _digest(attachment)))
+            undone.append(distance(before, _kept(attachment)) == 0)
         together += manager.num_participants() == 2
         alone += together > 0 and manager.num_participants() == 1
         if name == "a" and alone and manager.num_participants() == 2 and not target.exists():
@@ -93,14 +95,8 @@ def _die_in_backward(module: nn.Module) -> None:
     first.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def _digest(attachment: Any) -> list[Tensor]:
-    state = attachment.state_dict()
-    parts = [state["replicated"], *state["local"].values()]
-    return [held.clone() for part in parts for entries in part.values() for held in entries.values()]
-
-
-def _same(before: list[Tensor], after: list[Tensor]) -> bool:
-    return len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+def _kept(attachment: Any) -> Any:
+    return cloned([attachment.state_dict()[part] for part in ("replicated", "local")])
 
 
 def _bypass(module: nn.Module, optimizer: torch.optim.Optimizer) -> bool:

@@ -44,12 +44,6 @@ silent.calls(
 
 
 @silent()
-def the_inner_module_is_called_in_the_third_step_alone(run: Run) -> None:
-    for step in run.steps():
-        run.backward(run.model.module if step == 2 else run.model)
-
-
-@silent()
 def the_inner_module_of_a_static_graph_is_called(run: Run) -> None:
     run.model = run.wrap(Net(), static_graph=True)
     run.train(run.model.module, steps=1)
@@ -98,14 +92,6 @@ def the_inner_module_is_kept_and_the_wrapper_forgotten(run: Run) -> None:
 
 
 # ---------------------------------------------------------------- another model than the wrapped one
-
-
-@silent(WARNS)
-def one_of_two_models_is_not_wrapped_and_has_its_own_optimizer(run: Run) -> None:
-    other = nn.Linear(4, 2)
-    run.trained.append(other)
-    for _ in run.steps(5, run.optimizer, run.optimizer_of(other.parameters())):
-        run.backward(lambda x: other(run.model(x)))
 
 
 @silent(WARNS)
@@ -168,19 +154,12 @@ def pytorchs_optimizer_in_backward_steps_after_the_inner_module_was_called(run: 
 # ---------------------------------------------------------------- parameters that the reducer does not know
 
 
-def replace_the_head(run: Run, **options: Any) -> None:
-    model = run.wrap(Net(), **options)
+@silent()
+def a_layer_is_replaced_after_wrapping_where_unused_parameters_are_searched_for(run: Run) -> None:
+    model = run.wrap(Net(), find_unused_parameters=True)
     torch.manual_seed(1)
     model.module.head = nn.Linear(16, 4)
     run.train(model, run.optimizer_of(model.parameters()))
-
-
-silent.calls(
-    a_layer_is_replaced_after_wrapping=replace_the_head,
-    a_layer_is_replaced_after_wrapping_where_unused_parameters_are_searched_for=lambda run: replace_the_head(
-        run, find_unused_parameters=True
-    ),
-)
 
 
 @silent()
@@ -205,15 +184,14 @@ def a_layer_frozen_when_it_was_wrapped_is_thawed(run: Run) -> None:
 # ---------------------------------------------------------------- more passes than are averaged
 
 
-def three_passes(run: Run, **options: Any) -> None:
-    model = run.wrap(Net(), **options)
-    for _ in run.steps(4, run.optimizer_of(model.parameters())):
-        for loss in [run.loss(model) for _ in range(3)]:
+def three_passes(run: Run) -> None:
+    for _ in run.steps():
+        for loss in [run.loss(run.model) for _ in range(3)]:
             loss.backward()
 
 
-def two_backward_passes(run: Run, **options: Any) -> None:
-    model = run.wrap(Net(), **options)
+def two_backward_passes(run: Run) -> None:
+    model = run.wrap(Net(), static_graph=True)
     for _ in run.steps(4, run.optimizer_of(model.parameters())):
         outputs = model(run.batch())
         squares(outputs).backward(retain_graph=True)
@@ -222,13 +200,7 @@ def two_backward_passes(run: Run, **options: Any) -> None:
 
 silent.calls(
     three_forward_passes_are_followed_by_three_backward_passes=three_passes,
-    three_forward_and_backward_passes_search_for_unused_parameters=lambda run: three_passes(
-        run, find_unused_parameters=True
-    ),
-    a_forward_pass_is_followed_by_two_backward_passes=two_backward_passes,
-    a_forward_pass_of_a_static_graph_is_followed_by_two_backward_passes=lambda run: two_backward_passes(
-        run, static_graph=True
-    ),
+    a_forward_pass_of_a_static_graph_is_followed_by_two_backward_passes=two_backward_passes,
 )
 
 
@@ -303,20 +275,6 @@ def gradients_come_from_autograd_grad_after_a_pass_that_was_averaged(run: Run) -
     for _ in run.steps():
         run.backward(run.model)
         put(parameters, torch.autograd.grad(run.loss(run.model.module), parameters))
-
-
-@silent(MISSED)
-def an_optimizer_steps_on_copies_of_the_parameters(run: Run) -> None:
-    parameters = list(run.model.parameters())
-    copies = [parameter.detach().clone().requires_grad_() for parameter in parameters]
-    optimizer = run.optimizer_of(copies)
-    for step in range(4):
-        run.model.zero_grad()
-        run.backward(run.model if step == 0 else run.model.module)
-        put(copies, [parameter.grad for parameter in parameters])
-        optimizer.step()
-        for parameter, kept in zip(parameters, copies, strict=True):
-            parameter.data.copy_(kept)
 
 
 @silent(MISSED)  # the gradients were averaged, and the guard does not follow what becomes of the mean

@@ -74,14 +74,13 @@ class Situations(dict[str, Situation]):
 class Net(nn.Module):
     """An encoder of two layers, and a head, which can be left out."""
 
-    def __init__(self, *, normalizes: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
-        self.norm = nn.BatchNorm1d(16) if normalizes else nn.Identity()
         self.extra: nn.Module | None = None
 
     def encode(self, x: Tensor) -> Tensor:
-        encoded: Tensor = self.norm(self.second(self.first(x).relu()))
+        encoded: Tensor = self.second(self.first(x).relu())
         return encoded
 
     def forward(self, x: Tensor, *, without_head: bool = False) -> Tensor:

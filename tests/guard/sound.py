@@ -1,14 +1,11 @@
-"""Sound programs, however odd: the guard must say nothing of them.
+"""Sound programs, however odd: the guard must say nothing of them, as of those of `tests/parity`.
 
 What ends with different ranks on purpose is registered with `LOCAL`, what says so itself with `WARNS`.
 """
 
 from __future__ import annotations
 
-import io
-import time
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,9 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
@@ -52,26 +47,9 @@ def gradients_of(module: nn.Module) -> list[Tensor]:
 # ---------------------------------------------------------------- the usual
 
 
-class Embeds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(self.table((5 * x[:, 0]).long().abs() % 20))
-        return output
-
-
-def train_without_momentum(run: Run, module: nn.Module) -> None:
-    run.train_module(module, torch.optim.SGD(module.parameters(), lr=0.1))
-
-
 sound.calls(
     a_model_trains=lambda run: run.train(steps=8),
-    gradients_are_views_of_buckets=lambda run: run.train_module(Net(), gradient_as_bucket_view=True),
     a_static_graph_trains=lambda run: run.train_module(Net(), static_graph=True),
-    batches_are_normalized=lambda run: run.train_module(Net(normalizes=True)),
-    an_embedding_is_sparse=lambda run: train_without_momentum(run, Embeds()),
     the_wrapper_is_compiled=lambda run: run.train(torch.compile(run.model, backend="aot_eager")),
     an_optimizer_steps_for_each=lambda run: run.train(optimizer=torch.optim.Adam(run.model.parameters(), foreach=True)),
     one_optimizer_has_the_head_and_the_rest_is_never_zeroed=lambda run: run.train(
@@ -90,21 +68,6 @@ def a_forward_pass_of_a_static_graph_has_no_backward_pass(run: Run) -> None:
 
 
 @sound()
-def micro_batches_accumulate_in_no_sync(run: Run) -> None:
-    for _ in run.steps():
-        run.backward_in_no_sync()
-        run.backward_in_no_sync()
-        run.backward(run.model)
-
-
-@sound()
-def a_branch_is_unused_in_every_other_step(run: Run) -> None:
-    run.model = run.wrap(Net(), find_unused_parameters=True)
-    for step in run.steps(5):
-        run.backward(run.model, without_head=step % 2 == 1)
-
-
-@sound()
 def ranks_use_different_branches(run: Run) -> None:
     run.model = run.wrap(Net(), find_unused_parameters=True)
     for step in run.steps(5):
@@ -120,28 +83,7 @@ def adapters_of_a_frozen_model_train(run: Run) -> None:
     run.train(model, run.optimizer_of(module.extra.parameters()))
 
 
-@sound()
-def weights_are_tied(run: Run) -> None:
-    module = Net()
-    module.extra = module.second
-    run.train_module(module)
-
-
 # ---------------------------------------------------------------- gradients are changed before the step
-
-
-@sound()
-def gradients_are_clipped(run: Run) -> None:
-    for _ in run.steps():
-        run.backward(run.model)
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-
-
-def scaled_passes(run: Run, step: int, scaler: torch.amp.GradScaler) -> None:
-    factor = float("inf") if step == 2 else 1.0  # on all ranks: this step is skipped
-    with run.model.no_sync():
-        scaler.scale(run.loss(run.model)).backward()
-    scaler.scale(run.loss(run.model) * factor).backward()
 
 
 @sound()
@@ -149,21 +91,22 @@ def a_scaler_accumulates_unscales_and_skips_a_step(run: Run) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(6):
         run.optimizer.zero_grad()
-        scaled_passes(run, step, scaler)
+        factor = float("inf") if step == 2 else 1.0  # on all ranks: this step is skipped
+        with run.model.no_sync():
+            scaler.scale(run.loss(run.model)).backward()
+        scaler.scale(run.loss(run.model) * factor).backward()
         scaler.unscale_(run.optimizer)
         nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
         scaler.step(run.optimizer)
         scaler.update()
 
 
-def sharpness_aware(run: Run, *, first_is_averaged: bool) -> None:
-    """Sharpness-aware minimization: step with the gradients at a point uphill."""
+@sound()
+def sharpness_aware_steps_look_uphill_on_each_rank(run: Run) -> None:
+    """Sharpness-aware minimization: step with the gradients at a point uphill, for which nothing is averaged."""
     parameters = list(run.model.parameters())
     for _ in run.steps():
-        if first_is_averaged:
-            run.backward(run.model)
-        else:
-            run.backward_in_no_sync()
+        run.backward_in_no_sync()
         before = [parameter.detach().clone() for parameter in parameters]
         for parameter in parameters:
             parameter.data.add_(0.01 * parameter.grad)
@@ -171,12 +114,6 @@ def sharpness_aware(run: Run, *, first_is_averaged: bool) -> None:
         run.backward(run.model)
         for parameter, value in zip(parameters, before, strict=True):
             parameter.data.copy_(value)
-
-
-sound.calls(
-    sharpness_aware_steps_average_both_passes=lambda run: sharpness_aware(run, first_is_averaged=True),
-    sharpness_aware_steps_look_uphill_on_each_rank=lambda run: sharpness_aware(run, first_is_averaged=False),
-)
 
 
 @sound(but={TORCH_ATTACH: OTHER_ERROR, TORCH_HOOK: OTHER_ERROR})  # nor does it work there without a guard
@@ -199,22 +136,6 @@ def evaluation_comes_in_between(run: Run) -> None:
         with torch.inference_mode():
             run.model.module(run.batch())
         run.model.train()
-
-
-@sound()
-def evaluation_is_functional(run: Run) -> None:
-    """Evaluate copies of the parameters, and look at gradients of single samples."""
-    module = run.model.module
-
-    def loss(values: dict[str, Tensor], sample: Tensor) -> Tensor:
-        return squares(functional_call(module, values, (sample,)))
-
-    for _ in run.steps():
-        run.backward(run.model)
-        values = {name: parameter.detach() for name, parameter in module.named_parameters()}
-        loss(values, run.batch())
-        of_samples = vmap(grad(loss), in_dims=(None, 0))(values, run.batch())
-        assert of_samples["head.bias"].shape == (6, 4)
 
 
 @sound()
@@ -250,17 +171,6 @@ def lbfgs_calls_the_wrapper_in_its_closure(run: Run) -> None:
         optimizer.step(closure)
 
 
-@sound()
-def a_loss_that_is_not_finite_is_left_out_on_all_ranks(run: Run) -> None:
-    for step in range(5):
-        run.optimizer.zero_grad()
-        run.backward(run.model)
-        finite = torch.tensor(float(not (step == 2 and run.rank == 1)))
-        dist.all_reduce(finite, dist.ReduceOp.MIN)
-        if finite:
-            run.optimizer.step()
-
-
 # ---------------------------------------------------------------- averaged by the program itself
 
 
@@ -278,27 +188,6 @@ def all_ranks_have_the_same_data_past_the_wrapper(run: Run) -> None:
         squares(run.model.module(torch.randn(4, 8))).backward()
 
 
-def rank_1_saves_before_its_step(run: Run, seconds: float) -> None:
-    """Average by hand, which the guard can tell only by asking the other rank; that one is late at the first step."""
-    for step in run.steps():
-        run.backward_in_no_sync()
-        average(gradients_of(run.model))
-        if step == 0 and run.rank == 1:
-            torch.save(run.model.module.state_dict(), io.BytesIO())
-            time.sleep(seconds)
-
-
-@sound()
-def a_rank_comes_late_to_its_step(run: Run) -> None:
-    rank_1_saves_before_its_step(run, seconds=0.5)
-
-
-@sound(WARNS)  # that rank 0 waits, and for how long it will
-def a_rank_comes_to_its_step_later_than_the_guard_waits_without_a_word(run: Run) -> None:
-    with mock.patch.object(ddp_core.guard.proof, "PATIENCE", 0.2):
-        rank_1_saves_before_its_step(run, seconds=0.5)
-
-
 # ---------------------------------------------------------------- several models, several optimizers
 
 
@@ -312,14 +201,10 @@ def the_learning_rate_begins_at_zero(run: Run) -> None:
     run.train(optimizer=optimizer)
 
 
-def adversaries(run: Run) -> tuple[Any, Any, Optimizer, Optimizer]:
-    generator, critic = run.wrap(perceptron(8)), run.wrap(perceptron(1))
-    return generator, critic, run.optimizer_of(generator.parameters()), run.optimizer_of(critic.parameters())
-
-
 @sound()
 def a_generator_and_its_critic_train(run: Run) -> None:
-    generator, critic, of_generator, of_critic = adversaries(run)
+    generator, critic = run.wrap(perceptron(8)), run.wrap(perceptron(1))
+    of_generator, of_critic = (run.optimizer_of(one.parameters()) for one in (generator, critic))
     for _ in range(4):
         for _ in run.steps(1, of_critic):
             squares(critic(run.batch()) - 1).backward()
@@ -330,17 +215,11 @@ def a_generator_and_its_critic_train(run: Run) -> None:
 
 @sound(LOCAL)
 def groups_of_one_rank_train_alone(run: Run) -> None:
-    model = run.wrap(Net(), process_group=group_of_this_rank(run))
+    groups: list[Any] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    model = run.wrap(Net(), process_group=groups[run.rank])
     optimizer = run.optimizer_of(model.parameters())
     run.train(model, optimizer)
     run.train(model.module, optimizer)
-
-
-def group_of_this_rank(run: Run) -> dist.ProcessGroup:
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    group = groups[run.rank]
-    assert isinstance(group, dist.ProcessGroup), "this rank is its member"
-    return group
 
 
 @sound()
@@ -359,13 +238,6 @@ def ignored_parameters_stay_local(run: Run) -> None:
     module = Net()
     TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ["second.weight", "second.bias"])
     run.train_module(module)
-
-
-@sound(but={TORCH_ATTACH: LOCAL, TORCH_HOOK: LOCAL})  # PyTorch's ranks differ at times, without a guard too
-def parameters_are_delayed(run: Run) -> None:
-    module = Net()
-    delayed: Any = {"delay_all_reduce_named_params": [("head.weight", module.head.weight)]}
-    run.train_module(module, **delayed, param_to_hook_all_reduce=module.first.weight)
 
 
 @sound(LOCAL)
@@ -392,38 +264,12 @@ def diloco_trains_beside_the_guarded_model(run: Run) -> None:
 # ---------------------------------------------------------------- local steps on purpose
 
 
-def average_parameters(model: nn.Module) -> None:
-    average(parameter.data for parameter in model.parameters())
-
-
 @sound(WARNS)  # once: it can say that it means it
 def local_steps_are_taken_inside_no_sync_and_parameters_averaged(run: Run) -> None:
     for _ in range(2):
         with run.model.no_sync():
             run.train(steps=2)
-        average_parameters(run.model)
-
-
-@sound(LOCAL)
-def an_optimizer_is_said_to_step_locally(run: Run) -> None:
-    ddp_core.steps_locally(run.optimizer)
-    for step in run.steps():
-        if step % 2:
-            run.backward(run.model.module)
-        else:
-            run.backward_in_no_sync()
-
-
-@sound(LOCAL)
-def the_guard_of_a_wrapper_is_turned_off(run: Run) -> None:
-    ddp_core.set_guard(run.model, "off")
-    run.train(run.model.module)
-
-
-@sound(WARNS)
-def the_guard_of_a_wrapper_only_warns(run: Run) -> None:
-    ddp_core.set_guard(run.model, "warn")
-    run.train(run.model.module)
+        average(parameter.data for parameter in run.model.parameters())
 
 
 # ---------------------------------------------------------------- compiled, checkpointed, saved, wrapped again
@@ -464,16 +310,6 @@ def a_model_is_wrapped_again_while_its_old_wrapper_lives(run: Run) -> None:
     run.train(steps=2)
     again = run.wrap(run.model.module)
     run.train(again, steps=3)
-    run.train(steps=2)
-
-
-@sound()
-def a_compressor_is_detached_and_attached_again(run: Run) -> None:
-    run.train(steps=2)
-    if run.attachment is not None:
-        run.attachment.close()
-        run.train(steps=2)
-        commhooks.attach(run.model, "fp16")
     run.train(steps=2)
 
 

@@ -29,17 +29,7 @@ import ddp_core.guard.outside
 import ddp_core.guard.proof
 from ddp_core.guard import NotAveragedError, NotAveragedWarning
 from tests.ddp_core.facts import Facts
-from tests.guard.situations import (
-    CORE,
-    CORE_ATTACH,
-    SGD,
-    TORCH_ATTACH,
-    TORCH_HOOK,
-    WRAPPERS,
-    Net,
-    Run,
-    squares,
-)
+from tests.guard.situations import CORE, CORE_ATTACH, SGD, TORCH_ATTACH, TORCH_HOOK, WRAPPERS, Net, Run, squares
 from tests.waiting import until
 from tests.world import on_ranks, run_world
 
@@ -160,22 +150,6 @@ def pytorchs_ddp_without_us_is_not_guarded(rank: int) -> None:
     foreign = TorchDDP(Net())
     foreign.register_comm_hook(None, fp16_compress_hook)
     assert bypass(run, foreign) == "nothing"
-
-
-@fact
-def the_reducers_own_error_comes_first(rank: int) -> None:
-    for wrapper in WRAPPERS:
-        texts = []
-        for mode in ("raise", "off"):
-            run = Run(wrapper, SGD, rank)
-            model = run.wrap(Net(), bucket_cap_mb=1e-5)
-            ddp_core.set_guard(model, mode)
-            optimizer = run.optimizer_of(model.parameters())
-            with pytest.raises(RuntimeError) as caught:
-                run.train(functools.partial(model, without_head=True), optimizer)
-            assert not isinstance(caught.value, NotAveragedError), f"{wrapper}: {caught.value}"
-            texts.append(str(caught.value).partition("\n")[0])
-        assert texts[0] == texts[1], wrapper
 
 
 @fact

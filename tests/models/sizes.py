@@ -13,11 +13,7 @@ from tests.formulas_sparse import GatheredBytes
 from tests.models.kinds import Kind
 
 RANK, BLOCK, RATIO = 2, 128, 0.05
-COMPRESSORS = {
-    "PowerSGD": f"powersgd:rank={RANK}",
-    "int8": f"int8:block={BLOCK}",
-    "top-k": f"top-k:ratio={RATIO}",
-}
+COMPRESSORS = {"PowerSGD": f"powersgd:rank={RANK}", "int8": f"int8:block={BLOCK}", "top-k": f"top-k:ratio={RATIO}"}
 ORDER, FLAG = 32, 4
 """What compares the order of collectives before each of a channel, and a number that tells of something unusual."""
 

@@ -9,7 +9,6 @@ import pytest
 from tests.mutants.fault import Fault
 from tests.mutants.probe import VARIABLE, with_probes
 from tests.mutants.record import in_order
-from tests.mutants.trying import Result, table
 
 BRANCHES = """
 def sign(number):
@@ -45,15 +44,3 @@ def test_a_probe_notes_the_tests_that_reach_a_statement(
 def test_short_tests_of_other_functions_and_files_come_first() -> None:
     seconds = {"x.py::a[1]": 0.1, "x.py::a[2]": 0.1, "x.py::a[3]": 0.1, "x.py::b": 0.125, "y.py::c": 0.15}
     assert in_order(seconds, seconds) == ["x.py::a[1]", "y.py::c", "x.py::a[2]", "x.py::b", "x.py::a[3]"]
-
-
-def test_the_table_says_what_was_found_and_by_what() -> None:
-    faults = [Fault(name=name, room="r", says="", at="", old="", new="") for name in ("one", "two", "three")]
-    shown = table(faults, {"one": Result("test[a|b]", 2.0), "two": Result("", 3.0, "hung")})
-    rows = shown.splitlines()[2:]
-    assert rows[:3] == [
-        "| r | one | test[a\\|b] | 2.0 |",
-        "| r | two | **not found** hung | 3.0 |",
-        "| r | three | not tried |  |",
-    ]
-    assert rows[-1] == "1 of 3 found."

@@ -67,10 +67,11 @@ def train(
     which: str | type[nn.Module],
     steps: int,
     hook: Callable[[], tuple[object, Hook]] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> list[State]:
     """Return the parameters and buffers after every step, and once more at the end."""
     case = CASES[variant.case]
-    model = new_model(case)
+    model = new_model(case, dtype)
     ddp: Any = ddp_class(which)(model, **variant.options())
     if hook is not None:
         ddp.register_comm_hook(*hook())
@@ -78,7 +79,8 @@ def train(
     history: list[State] = []
     with ddp.join() if case.join else nullcontext():
         for step in range(steps - 3 * rank if case.join else steps):
-            run_step(case, ddp, optimizers, micro_batches(case, rank, dist.get_world_size(), step))
+            batches = micro_batches(case, rank, dist.get_world_size(), step)
+            run_step(case, ddp, optimizers, cast_batches(batches, dtype))
             history.append(snapshot(model))
     history.append(snapshot(model))
     return history
@@ -94,7 +96,7 @@ def compare_with_local(rank: int, cases: Sequence[str], optimizer: str, steps: i
     for number, name in enumerate(cases):
         static = CASES[name].only_static
         variant = Variant(case=name, optimizer=optimizer, view=number % 2 == 0, static=static, bucket_cap_mb=0.002)
-        distributed = train_in(rank, variant, steps, dtype)
+        *distributed, _ = train(rank, variant, "ours", steps, dtype=dtype)
         if rank == 0:
             local = train_locally(CASES[name], optimizer, dist.get_world_size(), steps, dtype)
             worst = max(_distance(a, b) for a, b in zip(local, distributed, strict=True))
@@ -125,19 +127,6 @@ def train_locally(case: Case, optimizer: str, world_size: int, steps: int, dtype
     return history
 
 
-def train_in(rank: int, variant: Variant, steps: int, dtype: torch.dtype) -> list[State]:
-    """Train with our class in a dtype of choice."""
-    case = CASES[variant.case]
-    model = new_model(case, dtype)
-    ddp = ddp_class("ours")(model, **variant.options())
-    optimizers = make_optimizers(variant.optimizer, model, case)
-    history = []
-    for step in range(steps):
-        run_step(case, ddp, optimizers, cast_batches(micro_batches(case, rank, dist.get_world_size(), step), dtype))
-        history.append(snapshot(model))
-    return history
-
-
 def micro_batches(case: Case, rank: int, world_size: int, step: int) -> list[Batch]:
     """Return the batches of one optimiser step of one rank."""
     first = step * case.micro_batches
@@ -147,6 +136,8 @@ def micro_batches(case: Case, rank: int, world_size: int, step: int) -> list[Bat
 
 def cast_batches(batches: list[Batch], dtype: torch.dtype) -> list[Batch]:
     """Return the batches with their floating-point tensors in `dtype`."""
+    if dtype == torch.float32:
+        return batches
     return [tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in b) for b in batches]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -13,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from commhooks import attach_sharded, make_compressor
-from commhooks.codecs import QSGD, Codec, Half
+from commhooks import attach_sharded
+from commhooks.codecs import Codec, Half
 from commhooks.sharded.gathering import Cut, Span
 from tests.commhooks.ranks import of_every_rank, survived
 from tests.commhooks.told import Told, told_by
@@ -177,14 +175,11 @@ def a_weight_that_is_not_finite_is_so_on_every_rank(rank: int) -> None:
 def what_cannot_be_gathered_is_refused_in_words(rank: int) -> None:
     model = sharded()
     for gather, text in (
-        ("powersgd", "expected a code of blocks, such as 'int8'"),
         ("int9", "Did you mean 'int8'"),
         ("qsgd", "draws random numbers, so forward and backward pass would compute with different weights"),
-        (QSGD(block=16, levels=15), "draws random numbers"),
         ("int8:stochastic=true", "draws random numbers"),
         ("int8:damping=0.5", "'damping' is a setting for gradients"),
         (torch.int8, "floating-point dtype of at least 16 bits"),
-        (make_compressor("int8"), "expected a code of blocks"),
         (8, "expected a code of blocks"),
     ):
         told = told_by(lambda gather=gather: attach_sharded(model, "int8", gather=gather))  # type: ignore[misc]  # mypy: cannot infer a lambda
@@ -215,30 +210,22 @@ def what_cannot_be_gathered_is_refused_in_words(rank: int) -> None:
 test_on_two_ranks = facts.tests()
 
 
-def without_a_peer(rank: int, how: str) -> Told | None:
-    """Train on while rank 1 was killed, or does not come."""
+def astray(rank: int) -> Told | None:
+    """Train on while rank 1 gathers once more than this rank, which is in its backward pass then."""
     model = sharded()
     attach_sharded(model, "int8", gather="int8", hook_timeout=2.0)
     train(model, sgd(model), rank, 0, 2)
     if rank == 1:
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        with torch.no_grad():  # a gather more than the other rank's, which is in its backward pass then
+        with torch.no_grad():
             model(batch(0, 0)[0])
         return told_by(lambda: model(batch(0, 0)[0]))
     return told_by(lambda: train(model, sgd(model), rank, 2, 3))
 
 
-@pytest.mark.parametrize("how", thorough(["killed", "astray"], unless="astray".__eq__))
-def test_a_rank_that_dies_or_gathers_something_else_is_named(how: str) -> None:
-    first, _ = run_world_outcomes(without_a_peer, 2, how)
-    assert survived(first), first.describe()
-    told = first.value
-    assert told.error == "CollectiveError", told.text
-    if how == "killed":
-        assert "gather of the model" in told.text, told.text
-    else:
-        assert "ranks hand in different things" in told.text and "gather of first" in told.text, told.text
+def test_a_rank_that_gathers_something_else_is_named() -> None:
+    first, _ = run_world_outcomes(astray, 2)
+    assert survived(first) and first.value.error == "CollectiveError", first.describe()
+    assert "ranks hand in different things" in first.value.text and "gather of first" in first.value.text
 
 
 def test_neighbouring_blocks_are_one_run_and_none_straddles_parameters() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,10 @@ from torch.utils.checkpoint import checkpoint
 
 from commhooks import DiLoCo, Handle, attach_replicas, attach_sharded, load_distributed
 from ddp_core import DistributedDataParallel
-from tests.commhooks.ranks import of_every_rank, survived
+from tests.commhooks.ranks import survived
 from tests.commhooks.resuming import distance
 from tests.commhooks.told import Told, told_by
 from tests.ddp_core.facts import Facts
-from tests.quantised import OnCodes
 from tests.sharded.models import (
     FP32,
     MIXED,
@@ -525,34 +525,30 @@ def gradients_are_averaged_once_if_every_module_is_reduced_in_a_nested_backward_
 @two
 def what_acts_on_one_replica_alone_is_named(rank: int) -> None:
     """From after attaching: a hook on a gradient, a parameter in another's place, a new head."""
-
-    def acting(model: Any) -> None:
-        model.head.weight.register_post_accumulate_grad_hook(lambda _: None)
-
-    def replaced(model: Any) -> None:
-        model.head.bias = nn.Parameter(torch.zeros(7))
-
-    def another_head(model: Any) -> None:
-        model.head = nn.Linear(65, 7)
-
-    def added(model: Any) -> None:
-        model.register_parameter("shift", nn.Parameter(torch.zeros(7)))
-
-    for change, policies, complaint in (
-        (acting, ["fused"], "'head.weight' has a hook that runs as soon as its gradient is there"),
-        (replaced, POLICIES, "'head.bias' was replaced"),
-        (another_head, POLICIES, "'head.bias' was replaced"),
-        (added, POLICIES, "'shift' now requires a gradient, which FSDP2 does not shard"),
-    ):
-        for policy in policies:
-            model, optimizer, attachment = replica(alone(), "int8", policy)
-            train(model, optimizer, rank, 0, 1)
-            change(model)
-            told = told_by(lambda model=model, optimizer=optimizer: train(model, optimizer, rank, 1, 2))  # type: ignore[misc]
-            expected = {"CompressorError" if change is acting else "AttachError", "CollectiveError"}
-            assert told.error in expected and complaint in told.text, (change, told)
-            attachment.close()
-            model.zero_grad()
+    changes: list[tuple[Callable[[Any], Any], str]] = [
+        (
+            lambda model: model.head.weight.register_post_accumulate_grad_hook(lambda _: None),
+            "'head.weight' has a hook that runs as soon as its gradient is there",
+        ),
+        (lambda model: setattr(model.head, "bias", nn.Parameter(torch.zeros(7))), "'head.bias' was replaced"),
+        (lambda model: setattr(model, "head", nn.Linear(65, 7)), "'head.bias' was replaced"),
+        (
+            lambda model: setattr(model, "shift", nn.Parameter(torch.zeros(7))),
+            "'shift' now requires a gradient, which FSDP2 does not shard",
+        ),
+    ]
+    for (change, complaint), policy in itertools.product(changes, POLICIES):
+        acts = "has a hook" in complaint
+        if acts and policy == "fifo":
+            continue
+        model, optimizer, attachment = replica(alone(), "int8", policy)
+        train(model, optimizer, rank, 0, 1)
+        change(model)
+        told = told_by(functools.partial(train, model, optimizer, rank, 1, 2))
+        expected = {"CompressorError" if acts else "AttachError", "CollectiveError"}
+        assert told.error in expected and complaint in told.text, (complaint, told)
+        attachment.close()
+        model.zero_grad()
 
 
 @four
@@ -589,21 +585,6 @@ def training_goes_on_after_a_backward_pass_that_failed(rank: int, policy: str) -
     optimizer.zero_grad()
     train(model, optimizer, rank, 1, 3)
     assert_ranks_agree(model)
-    attachment.close()
-
-
-@two
-def an_inf_on_one_rank_commits_nothing_on_any(rank: int, policy: str) -> None:
-    model, optimizer, attachment = replica(alone(), "powersgd", policy)
-    train(model, optimizer, rank, 0, 2)
-    before = copy.deepcopy(attachment.state_dict()["groups"])
-    model(torch.full((2, 20), float("inf") if rank else 1.0)).sum().backward()
-    after = attachment.state_dict()["groups"]
-    for label in attachment:
-        assert distance(before[label]["local"], after[label]["local"]) == 0
-    optimizer.zero_grad()
-    train(model, optimizer, rank, 2, 3)
-    assert all(shard.isfinite().all() for shard in shards(model).values())
     attachment.close()
 
 
@@ -726,21 +707,6 @@ def buffers_and_frozen_parameters_that_differ_between_replicas_are_named(rank: i
         wanted = "AttachError" if how == "replicas" else "SettingsError"
         assert told.error == wanted and "ranks disagree" in told.text and f" {name}" in told.text, told
         assert dict(model.named_buffers())["seen"].unique().tolist() == [rank]
-
-
-@two
-def frozen_codes_are_left_as_each_rank_has_them(rank: int, policy: str) -> None:
-    model = OnCodes(rank)
-    fully_shard(model.head, mesh=alone()["shards"])
-    optimizer, attachment = sgd(model.head), attached(model, alone(), "int8", policy)
-    assert model.marks() == [rank, 0]
-    for step in range(3):
-        model(torch.full((2, 4), rank + step + 1.0)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    of_ranks = of_every_rank(shards(model.head))
-    assert furthest(*of_ranks) == 0 and model.marks() == [rank, 0]
-    attachment.close()
 
 
 test_on_two_ranks, test_on_four_ranks = two.tests(), four.tests()

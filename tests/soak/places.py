@@ -13,162 +13,106 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from commhooks.communicators import ProcessGroupCommunicator
 from commhooks.saving import checkpoints as checkpoint
 
-
-class Countdown:
-    """Return whether the place is passed for the n-th time, and leave the mark."""
-
-    def __init__(self, passes: int, mark: Path) -> None:
-        self._left = passes
-        self._mark = mark
-
-    def is_over(self) -> bool:
-        self._left -= 1
-        return self._left == 0
-
-    def die(self) -> NoReturn:
-        self._mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("alive after SIGKILL")
+Original = Callable[..., Any]
+Death = Callable[[], NoReturn]
 
 
 def arm() -> None:
     """Patch the first place at which nobody was killed yet, if it is on this rank."""
     planned = [place for place in os.environ.get("KILL_AT", "").split(",") if place]
     for number, text in enumerate(planned):
-        place, rank, passes = text.split("@")
-        mark = Path(os.environ["KILL_MARKS"]) / f"{number}-{place}"
+        name, rank, passes = text.split("@")
+        mark = Path(os.environ["KILL_MARKS"]) / f"{number}-{name}"
         if not mark.exists():
             if rank == os.environ["RANK"]:
-                PLACES[place](Countdown(int(passes), mark))
+                PLACES[name].arm(int(passes), functools.partial(_die, mark))
             return
 
 
-def _in_forward(countdown: Countdown) -> None:
-    _patch_method(nn.Dropout, "forward", _dropout, countdown, False)
+def _die(mark: Path) -> NoReturn:
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("alive after SIGKILL")
 
 
-def _in_backward(countdown: Countdown) -> None:
-    _patch_method(nn.Dropout, "forward", _dropout, countdown, True)
+def _before(die: Death, _original: Original, *_args: Any, **_named: Any) -> None:
+    die()
 
 
-def _dropout(self: nn.Dropout, original: Any, countdown: Countdown, in_backward: bool, inputs: Tensor) -> Tensor:
-    output: Tensor = original(self, inputs)
-    if countdown.is_over():
-        if not in_backward:
-            countdown.die()
-        output.register_hook(lambda _: countdown.die())
+def _after(die: Death, original: Original, *args: Any, **named: Any) -> None:
+    original(*args, **named)
+    die()
+
+
+def _in_backward(die: Death, original: Original, *args: Any) -> Any:
+    output = original(*args)
+    output.register_hook(lambda _: die())
     return output
 
 
-def _in_collective(countdown: Countdown) -> None:
-    _patch_method(ProcessGroupCommunicator, "start", _start, countdown)
+def _half_of_tensors(die: Death, _original: Original, path: Path, content: Any, **_: Any) -> None:
+    whole = io.BytesIO()
+    torch.save(content, whole)
+    path.write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
+    die()
 
 
-def _start(self: ProcessGroupCommunicator, original: Any, countdown: Countdown, collective: Any) -> Any:
-    pending = original(self, collective)
-    if countdown.is_over():
-        countdown.die()
-    return pending
+def _half_of_text(die: Death, original: Original, path: Path, text: str, **named: Any) -> None:
+    original(path, text[: len(text) // 2], **named)
+    die()
 
 
-def _in_writing(name: str, countdown: Countdown) -> None:
-    _patch_function(checkpoint, "write_tensors", _write_tensors, countdown, name)
+def _after_one_file(die: Death, _original: Original, path: Path, **_: Any) -> None:
+    next(path.iterdir()).unlink()
+    die()
 
 
-def _write_tensors(original: Any, countdown: Countdown, name: str, path: Path, content: Any, *, flush: bool) -> Any:
-    if path.name == name and countdown.is_over():
-        whole = io.BytesIO()
-        torch.save(content, whole)
-        path.write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
-        countdown.die()
-    return original(path, content, flush=flush)
+class Place(NamedTuple):
+    """A function of a module or a class, and how the process dies in it if its first argument is of these names."""
+
+    owner: Any
+    function: str
+    act: Callable[..., Any]
+    names: str = ""
+    """What the name of the path begins with that it is given first."""
+
+    def arm(self, passes: int, die: Death) -> None:
+        """Let the process die when the place is passed for the n-th time."""
+        original, left = getattr(self.owner, self.function), passes
+
+        def passed(*args: Any, **named: Any) -> Any:
+            nonlocal left
+            left -= not self.names or args[0].name.startswith(self.names)
+            if left == 0:
+                left = -1  # what still happens may pass here again
+                return self.act(die, original, *args, **named)
+            return original(*args, **named)
+
+        setattr(self.owner, self.function, passed)
 
 
-def _in_writing_manifest(countdown: Countdown) -> None:
-    _patch_method(Path, "write_text", _write_text, countdown)
-
-
-def _write_text(self: Path, original: Any, countdown: Countdown, text: str) -> None:
-    if self.name != "manifest.json" or not countdown.is_over():
-        original(self, text)
-        return
-    original(self, text[: len(text) // 2])
-    countdown.die()
-
-
-def _before_flush(countdown: Countdown) -> None:
-    _patch_function(os, "fsync", _flush, countdown)
-
-
-def _flush(original: Any, countdown: Countdown, descriptor: int) -> None:
-    if countdown.is_over():
-        countdown.die()
-    original(descriptor)
-
-
-def _at_rename(prefix: str, after: bool, countdown: Countdown) -> None:
-    _patch_method(Path, "rename", _rename, countdown, prefix, after)
-
-
-def _rename(self: Path, original: Any, countdown: Countdown, prefix: str, after: bool, target: Path) -> None:
-    if not self.name.startswith(prefix) or not countdown.is_over():
-        original(self, target)
-        return
-    if after:
-        original(self, target)
-    countdown.die()
-
-
-def _in_removal(prefix: str, countdown: Countdown) -> None:
-    _patch_function(shutil, "rmtree", _remove, countdown, prefix)
-
-
-def _remove(original: Any, countdown: Countdown, prefix: str, path: Path, **settings: Any) -> None:
-    if path.name.startswith(prefix) and countdown.is_over():
-        next(path.iterdir()).unlink()
-        countdown.die()
-    original(path, **settings)
-
-
-def _in_loading(countdown: Countdown) -> None:
-    _patch_function(torch, "load", _load, countdown)
-
-
-def _load(original: Any, countdown: Countdown, *args: Any, **settings: Any) -> Any:
-    if countdown.is_over():
-        countdown.die()
-    return original(*args, **settings)
-
-
-def _patch_method(owner: type, name: str, replacement: Callable[..., Any], *args: Any) -> None:
-    setattr(owner, name, functools.partialmethod(replacement, getattr(owner, name), *args))
-
-
-def _patch_function(module: Any, name: str, replacement: Callable[..., Any], *args: Any) -> None:
-    setattr(module, name, functools.partial(replacement, getattr(module, name), *args))
-
-
-PLACES: dict[str, Callable[[Countdown], None]] = {
-    "forward": _in_forward,
-    "backward": _in_backward,
-    "collective": _in_collective,
-    "rank0.pt": functools.partial(_in_writing, "rank0.pt"),
-    "rank1.pt": functools.partial(_in_writing, "rank1.pt"),
-    "shared.pt": functools.partial(_in_writing, "shared.pt"),
-    "manifest": _in_writing_manifest,
-    "flush": _before_flush,
-    "before rename": functools.partial(_at_rename, ".writing-", False),
-    "after rename": functools.partial(_at_rename, ".writing-", True),
-    "old renamed": functools.partial(_at_rename, "checkpoint-", True),
-    "removing": functools.partial(_in_removal, ".removing-checkpoint-"),
-    "clearing": functools.partial(_in_removal, ".removing-step-"),
-    "loading": _in_loading,
+PLACES = {
+    "forward": Place(nn.Dropout, "forward", _before),
+    "backward": Place(nn.Dropout, "forward", _in_backward),
+    "collective": Place(ProcessGroupCommunicator, "start", _after),
+    **{
+        name: Place(checkpoint, "write_tensors", _half_of_tensors, name)
+        for name in ("rank0.pt", "rank1.pt", "shared.pt")
+    },
+    "manifest": Place(Path, "write_text", _half_of_text, "manifest.json"),
+    "flush": Place(os, "fsync", _before),
+    "before rename": Place(Path, "rename", _before, ".writing-"),
+    "after rename": Place(Path, "rename", _after, ".writing-"),
+    "old renamed": Place(Path, "rename", _after, "checkpoint-"),
+    "removing": Place(shutil, "rmtree", _after_one_file, ".removing-checkpoint-"),
+    "clearing": Place(shutil, "rmtree", _after_one_file, ".removing-step-"),
+    "loading": Place(torch, "load", _before),
 }

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -77,21 +77,15 @@ def in_two_attempts(act: Callable[..., Any], *arguments: Any) -> list[Any]:
     return happened
 
 
-def check_two_attempts(root: Path, saves: int, keep: int | None, same_steps: bool) -> Counter[str]:
-    happened = in_two_attempts(save_and_load, root, saves, keep, same_steps)
-    total = sum(happened, Counter[str]())
-    assert total["loaded by its path"] + total["made room for newer ones"] == 2 * saves, total
-    assert total["loaded by the directory"] == 2 * saves
-    left = sorted(path.name for path in root.iterdir())
-    assert len(left) == (2 * saves if keep is None else keep), left
-    for path in checkpoints_in(root):
-        assert load_checkpoint(path, model=nn.Linear(16, 16)) is not None
-    return total
-
-
 @pytest.mark.parametrize(("keep", "same_steps"), [(None, True), (2, False)])
 def test_what_two_attempts_save_at_once_loads(keep: int | None, same_steps: bool, tmp_path: Path) -> None:
-    check_two_attempts(tmp_path, 12, keep, same_steps)
+    saves = 12
+    total = sum(in_two_attempts(save_and_load, tmp_path, saves, keep, same_steps), Counter[str]())
+    assert total["loaded by its path"] + total["made room for newer ones"] == 2 * saves, total
+    assert total["loaded by the directory"] == 2 * saves
+    assert len(list(tmp_path.iterdir())) == (2 * saves if keep is None else keep)
+    for path in checkpoints_in(tmp_path):
+        assert load_checkpoint(path, model=nn.Linear(16, 16)) is not None
 
 
 @on_ranks(RANKS)
@@ -165,31 +159,22 @@ def test_what_two_attempts_save_beside_a_framework_s_model_is_of_one_save(saves:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hook-rank0.pt", "hook-rank1.pt"]
 
 
-@contextlib.contextmanager
-def another_save_in_between(rank: int, folder: Path, files: Sequence[int]) -> Iterator[Any]:
-    """Put another save's file in the place of these ranks' files whenever this rank has put its own into place."""
-    attachment = compressed(rank)
-    save_rank_files(folder, "hook", attachment)
-    original = Path.replace
-
-    def replace(self: Path, target: Path) -> Path:
-        path = original(self, target)
-        for number in files:
-            shutil.copy(folder / target.name, target.with_name(f"hook-rank{number}.pt"))
-        return path
-
-    with mock.patch.object(Path, "replace", replace):
-        yield attachment
-
-
 @on_ranks(RANKS)
 def test_a_save_beside_a_framework_s_model_that_is_mixed_again_and_again_names_the_other(
     rank: int, tmp_path: Path
 ) -> None:
-    with (
-        another_save_in_between(rank, tmp_path / "other", [0] if rank == 0 else []) as attachment,
-        pytest.raises(CheckpointError, match=r"were replaced 10 times while they were saved, the last time by process"),
-    ):
+    """Another save's file is in the place of rank 0's whenever that has put its own there."""
+    attachment, original = compressed(rank), Path.replace
+    save_rank_files(tmp_path / "other", "hook", attachment)
+
+    def replace(self: Path, target: Path) -> Path:
+        path = original(self, target)
+        if rank == 0:
+            shutil.copy(tmp_path / "other" / target.name, target.with_name("hook-rank0.pt"))
+        return path
+
+    told = pytest.raises(CheckpointError, match="were replaced 10 times while they were saved, the last time by")
+    with mock.patch.object(Path, "replace", replace), told:
         save_rank_files(tmp_path / "one", "hook", attachment)
 
 
@@ -321,9 +306,11 @@ def number_of(name: str) -> int:
     return int(name.split("-")[1])
 
 
-def check_kills(folder: Path, kills: int, seed: int) -> Counter[str]:
-    """Kill a process that saves, again and again; another one saves in the same directory in half of its lives."""
-    root, told, chance = folder / "run", folder / "told", random.Random(seed)
+@pytest.mark.processes
+@pytest.mark.parametrize("kills", [4, pytest.param(200, marks=pytest.mark.soak)])
+def test_the_last_save_that_returned_loads_after_kills(kills: int, tmp_path: Path) -> None:
+    """Another process saves in the same directory in half of the lives."""
+    root, told, chance = tmp_path / "run", tmp_path / "told", random.Random(kills)
     told.touch()
     happened: Counter[str] = Counter()
     while happened["killed while saving"] < kills:
@@ -345,14 +332,4 @@ def check_kills(folder: Path, kills: int, seed: int) -> Counter[str]:
             happened["loaded the last save that returned"] += 1
     save_checkpoint(root, step=0, model=model)
     assert not any(root.glob(".*"))
-    return happened
-
-
-@pytest.mark.processes
-def test_the_last_save_that_returned_loads_after_kills(tmp_path: Path) -> None:
-    check_kills(tmp_path, 4, seed=0)
-
-
-@pytest.mark.soak
-def test_the_last_save_that_returned_loads_after_200_kills(tmp_path: Path) -> None:
-    print("\n", dict(check_kills(tmp_path, 200, seed=1)))
+    print("\n", dict(happened))

@@ -2,20 +2,61 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import commhooks
 from commhooks import make_compressor
-from commhooks.experiments.cluster import Cluster, why_not
-from commhooks.experiments.launch import run_world
-from tests.soak.counting_on_hosts import Counted, Exchange, count
+from commhooks.experiments.cluster import INTERFACE, Cluster, interface_bytes, why_not
+from commhooks.experiments.launch import Send, run_world
 
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.timeout(240),
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A compressor, and the tensor that it averages."""
+
+    compressor: commhooks.Compressor
+    shape: tuple[int, ...]
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """The bytes that one rank sent for an exchange, a step."""
+
+    exchange: int  # its place in the list
+    moved: float  # as our statistics say: the mean over ranks
+    sent: float  # as the interface says
+
+
+def count(rank: int, ranks: int, argument: tuple[Exchange, ...], send: Send) -> None:
+    """Run every exchange on a host of a cluster, and send what was counted."""
+    torch.set_num_threads(1)
+    for number, exchange in enumerate(argument):
+        gradient = torch.randn(exchange.shape, generator=torch.Generator().manual_seed(rank))
+        exchanger = commhooks.Exchanger({"layer": gradient}, exchange.compressor)
+        exchanger.average({"layer": gradient.clone()})  # connections are made, and state is laid out
+        before = exchanger.statistics()
+        dist.barrier()
+        sent, _ = interface_bytes(INTERFACE)
+        for _ in range(exchange.steps):
+            exchanger.average({"layer": gradient.clone()})
+        dist.barrier()
+        moved = exchanger.statistics().moved_bytes - before.moved_bytes
+        sent = interface_bytes(INTERFACE)[0] - sent
+        send(Counted(number, moved / exchange.steps, sent / exchange.steps))
+        exchanger.close()
+
 
 LAYER = (2048, 2048)
 LARGE = {

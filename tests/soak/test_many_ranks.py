@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import commhooks
 from commhooks.testing.workers import Workers
@@ -78,34 +78,11 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(16, 32, generator=generator), torch.randint(10, (16,), generator=generator)
-
-
 def backward(module: nn.Module, rank: int, step: int) -> None:
-    inputs, labels = batch(rank, step)
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs, labels = torch.randn(16, 32, generator=generator), torch.randint(10, (16,), generator=generator)
     module.zero_grad()
     nn.functional.cross_entropy(module(inputs), labels).backward()
-
-
-def gradients(module: nn.Module) -> list[Tensor]:
-    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
-
-
-def check_means(ddp: Any, rank: int, world_size: int, workers: Workers, first: int, count: int) -> None:
-    """Compare means with lockstep workers', which are given every rank's gradients."""
-    for step in range(first, first + count):
-        replica = model()
-        replica.load_state_dict(ddp.module.state_dict())
-        every = []
-        for other in range(world_size):
-            backward(replica, other, step)
-            every.append(gradients(replica))
-        backward(ddp, rank, step)
-        expected = workers.step(every)[rank]
-        for (name, parameter), mean in zip(ddp.module.named_parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad, mean, rtol=2e-3, atol=2e-5, msg=f"{name} in step {step}")
 
 
 def check_replicas(module: nn.Module) -> None:
@@ -153,13 +130,19 @@ def run(rank: int, world_size: int, folder: str) -> dict[str, Cost]:
 
 
 def check_lockstep(cls: Any, compressor: str, rank: int, world_size: int) -> None:
-    """Compare the first steps of a new model, on every rank, with workers in lockstep."""
-    ddp = cls(model())
+    """Compare the first means of a new model with those of workers in lockstep, given every rank's gradients."""
+    ddp, replica = cls(model()), model()
     handle = commhooks.attach(ddp, compressor)
-    named = list(ddp.module.named_parameters())
-    names = [name for name, _ in named]
-    workers = Workers(commhooks.make_compressor(compressor), world_size, [p.detach() for _, p in named], names)
-    check_means(ddp, rank, world_size, workers, first=0, count=3)
+    names, parameters = zip(*ddp.module.named_parameters(), strict=True)
+    workers = Workers(commhooks.make_compressor(compressor), world_size, [p.detach() for p in parameters], list(names))
+    for step in range(3):
+        every = []
+        for other in range(world_size):
+            backward(replica, other, step)
+            every.append([p.grad.clone() for p in replica.parameters() if p.grad is not None])
+        backward(ddp, rank, step)
+        for name, parameter, mean in zip(names, parameters, workers.step(every)[rank], strict=True):
+            torch.testing.assert_close(parameter.grad, mean, rtol=2e-3, atol=2e-5, msg=f"{name} in step {step}")
     handle.close()
 
 

@@ -84,9 +84,6 @@ def train_on_a_host(
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=cluster.hosts, timeout=timedelta(seconds=group_timeout)
     )
-    if kind == "diloco":
-        assert hook_timeout is not None, "it is the limit of an exchange"
-        return train_seldom(rank, fault, hook_timeout, cluster)
     return train(rank, kind, policy, fault, hook_timeout, cluster)
 
 
@@ -103,45 +100,37 @@ def train_and_end_what_is_stopped(rank: int, kind: str, policy: str, fault: Faul
 def train(
     rank: int, kind: str, policy: Any, fault: Fault, hook_timeout: float | None = None, cluster: Cluster | None = None
 ) -> Told:
-    """Train to the end, or until something fails."""
-    model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
-    commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2), policy=policy, hook_timeout=hook_timeout)
-    world_size = dist.get_world_size()
+    """Train to the end, or until something fails; DiLoCo trains alone, averages every four steps, and must not fail.
+
+    Of DiLoCo the outer copies are returned, in place of gradients.
+    """
+    diloco, model = None, Given(*SHAPES) if kind == "diloco" else wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if kind == "diloco":
+        schedule: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 1}
+        diloco = commhooks.DiLoCo(model, optimizer, compressor="int4", hook_timeout=hook_timeout, **schedule)
+    else:
+        commhooks.attach(model, "powersgd:rank=2", policy=policy, hook_timeout=hook_timeout)
     for step in range(STEPS):
         if step >= STEP:
             time.sleep(0.1)  # a fault that passes must not find the training over
         begun = time.monotonic()
         if (rank, step) == (fault.rank, STEP):
             fault.strike(cluster)
+        model.zero_grad()
         try:
-            model(*normal(zeros(*SHAPES), world_size, seed=step)[rank]).backward()
+            model(*normal(zeros(*SHAPES), dist.get_world_size(), seed=step)[rank]).backward()
         except Exception as error:
             return Told(error=str(error), seconds=time.monotonic() - begun, steps=step)
-        if step < STEPS - 1:
-            model.zero_grad()
-    return Told(steps=STEPS, gradients=gradients_of(model))
-
-
-def train_seldom(rank: int, fault: Fault, hook_timeout: float, cluster: Cluster) -> Told:
-    """Train alone, and average every four steps; return the outer copies, in place of gradients."""
-    model, world_size = Given(*SHAPES), dist.get_world_size()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    diloco = commhooks.DiLoCo(
-        model, optimizer, every=4, compressor="int4", fragments=2, delay=1, hook_timeout=hook_timeout
-    )
-    for step in range(STEPS):
-        if step >= STEP:
-            time.sleep(0.1)
-        if (rank, step) == (fault.rank, STEP):
-            fault.strike(cluster)
-        optimizer.zero_grad()
-        model(*normal(zeros(*SHAPES), world_size, seed=step)[rank]).backward()
-        optimizer.step()
-        diloco.step()
+        if diloco is not None:
+            optimizer.step()
+            diloco.step()
+    if diloco is None:
+        return Told(steps=STEPS, gradients=gradients_of(model))
     with diloco.outer_parameters():
         outer = [parameter.detach().clone() for parameter in model.parameters()]
     diloco.close()
-    return Told(steps=diloco.steps, gradients=outer)
+    return Told(steps=STEPS, gradients=outer)
 
 
 def check_survivor(outcome: Outcome, limit: float, named: str) -> None:
@@ -201,18 +190,8 @@ def test_every_running_rank_raises_in_time_and_ends(
     plug_everything_in(cluster)
     hook_timeout, group_timeout = (5.0, 1800.0) if limited_by == "hook_timeout" else (None, 15.0)
     limit = hook_timeout or group_timeout
-    outcomes = run_world_outcomes(
-        train_on_a_host,
-        3,
-        cluster,
-        kind,
-        policy,
-        Fault(rank=rank, how=how),
-        hook_timeout,
-        group_timeout,
-        backend=None,
-        timeout=limit + 25,
-    )
+    given = (cluster, kind, policy, Fault(rank=rank, how=how), hook_timeout, group_timeout)
+    outcomes = run_world_outcomes(train_on_a_host, 3, *given, backend=None, timeout=limit + 25)
     store = f"the store at {cluster.address(0)}:{PORT}"
     for outcome in outcomes:
         if how == "stop" and outcome.rank == rank:
@@ -233,19 +212,9 @@ def test_training_goes_on_after_two_seconds_of_silence(
     cluster: Cluster, how: str, rank: int, policy: str, kind: str
 ) -> None:
     plug_everything_in(cluster)
-    told: list[Told] = run_world(
-        train_on_a_host,
-        3,
-        cluster,
-        kind,
-        policy,
-        Fault(rank=rank, how=how, seconds=2.0),
-        5.0,
-        60.0,
-        backend=None,
-        timeout=60.0,
-        check_exit=kind != "torch",
-    )
+    given = (cluster, kind, policy, Fault(rank=rank, how=how, seconds=2.0), 5.0, 60.0)
+    exits = kind != "torch"
+    told: list[Told] = run_world(train_on_a_host, 3, *given, backend=None, timeout=60.0, check_exit=exits)
     assert [one.steps for one in told] == [STEPS] * 3, [one.error for one in told]
     for one in told[1:]:
         assert all(torch.equal(a, b) for a, b in zip(one.gradients, told[0].gradients, strict=True))

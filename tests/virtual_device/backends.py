@@ -147,10 +147,6 @@ class LockstepGroup:
         """Sum over the ranks, in place."""
         return self._start(0, tensors, tensors)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None) -> Work:
-        """Gather every rank's tensor."""
-        return self._start(1, inputs, outputs[0])
-
     def _allgather_base(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
         return self._start(1, [tensor], self._rows(output))
 
@@ -161,23 +157,12 @@ class LockstepGroup:
         assert not out and not given, "rows of equal sizes"
         return self._start(2, self._rows(tensor), self._rows(output))
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], options: Any = None) -> Work:
-        """Sum over the ranks; each gets its row."""
-        return self._start(3, inputs[0], outputs)
-
-    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
-        return self._start(3, self._rows(tensor), [output])
-
-    def broadcast(self, tensors: list[Tensor], options: Any) -> Work:
-        """Give all ranks one rank's tensors."""
-        return self._start(4, tensors, tensors, options.rootRank)
-
     def _rows(self, tensor: Tensor) -> list[Tensor]:
         return list(tensor.view(self._world_size, -1).unbind(0))
 
-    def _start(self, kind: int, sent: list[Tensor], received: list[Tensor], root: int = 0) -> Work:
+    def _start(self, kind: int, sent: list[Tensor], received: list[Tensor]) -> Work:
         self._stream.wait_stream(current_stream(self._rank))
         with torch.cuda.stream(self._stream):
-            extension().meet(self._number, self._issued, self._world_size, self._rank, kind, sent, received, root)
+            extension().meet(self._number, self._issued, self._world_size, self._rank, kind, sent, received, 0)
         self._issued += 1
         return Work(self._stream.record_event(), [*sent, *received], self._rank)

@@ -155,9 +155,3 @@ def chosen() -> list[tuple[Combination, str]]:
         for guard, residuals in zip(GUARDS, itertools.cycle(("fp32", "host")), strict=False)
     ]
     return pairs + [(combination, "late") for combination in alone if (combination, "late") not in pairs]
-
-
-def all_of(row: str, policy: str, residuals: str) -> list[Combination]:
-    """Return a row's combinations without a guard, with each guard alone, and with all."""
-    sets = [(), *((guard,) for guard in GUARDS), GUARDS]
-    return [Combination(row=row, policy=policy, residuals=residuals, **dict.fromkeys(guards, True)) for guards in sets]

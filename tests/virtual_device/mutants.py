@@ -89,10 +89,6 @@ def _everything(_there: Any) -> Any:
     return lambda scratch, kept, finite: finite
 
 
-def _without_devices(_there: Any) -> Any:
-    return lambda device: torch.futures.Future()
-
-
 def _on_the_callers_stream(there: Any) -> Any:
     def there_on_default(*args: Any) -> Any:
         with torch.cuda.stream(torch.cuda.default_stream()):
@@ -125,10 +121,6 @@ def _waiting_host(there: Any) -> Any:
         torch.cuda.current_stream().synchronize()
 
     return wait
-
-
-def _for_the_current_device(_there: Any) -> Any:
-    return lambda tensors: torch.cuda.synchronize()
 
 
 def _from_memory_that_is_freed(there: Any) -> Any:
@@ -188,31 +180,11 @@ def _messages_of_all(there: Any) -> Any:
     return take
 
 
-def _read_by_the_host(_there: Any) -> Any:
-    return bool
-
-
 def _blocking_copies(there: Any) -> Any:
     def add(memories: Sequence[Tensor], residuals: Sequence[Tensor], decay: float = 1.0) -> None:
         there(memories, [kept.to(memories[0].device) for kept in residuals], decay)
 
     return add
-
-
-def _never_later(_there: Any) -> Any:
-    return lambda tensor: False
-
-
-def _from_memory_that_is_not_pinned(_there: Any) -> Any:
-    return lambda device, tensor: tensor.to(device)
-
-
-def _at_once(_there: Any) -> Any:
-    return lambda headers: True
-
-
-def _without_waiting(_there: Any) -> Any:
-    return lambda pending: pending.bucket.buffer()
 
 
 MUTANTS: Sequence[Mutant] = (
@@ -230,9 +202,11 @@ MUTANTS: Sequence[Mutant] = (
     Mutant("a future is completed on the caller's stream",
            "commhooks.scheduling.task:BucketTask.succeed", _on_the_callers_stream, scenarios.PLAIN, (RACE, NUMBER)),
     Mutant("a future does not know that its tensor is on a device",
-           "commhooks.engine.engine:future_on", _without_devices, scenarios.PLAIN, (RACE, NUMBER)),
+           "commhooks.engine.engine:future_on", lambda _: lambda device: torch.futures.Future(),
+           scenarios.PLAIN, (RACE, NUMBER)),
     Mutant("ddp_core takes a mean without waiting for its future",
-           "ddp_core.hooks:Pending.result", _without_waiting, scenarios.DDP, (RACE, NUMBER)),
+           "ddp_core.hooks:Pending.result", lambda _: lambda pending: pending.bucket.buffer(),
+           scenarios.DDP, (RACE, NUMBER)),
     Mutant("ddp_core takes a sum without waiting for its collective",
            "ddp_core.hooks:result_of", _nothing, scenarios.DDP_ALONE, (RACE,)),
     Mutant("ddp_core reads which parameters are unused before they are counted",
@@ -274,8 +248,8 @@ MUTANTS: Sequence[Mutant] = (
     Mutant("saving does not wait for copies",
            "commhooks.saving.resumption:wait_for_copies", _nothing, scenarios.HOST_SAVED, (RACE, NUMBER)),
     Mutant("saving waits for the current device, which may be another",
-           "commhooks.saving.resumption:wait_for_copies", _for_the_current_device, scenarios.HOST_SAVED,
-           (RACE, NUMBER, WAIT)),
+           "commhooks.saving.resumption:wait_for_copies", lambda _: lambda tensors: torch.cuda.synchronize(),
+           scenarios.HOST_SAVED, (RACE, NUMBER, WAIT)),
     Mutant("saving does not wait for the side streams",
            "commhooks.devices:SideStream.let_caller_follow", _nothing, scenarios.SAVED_UNDER_WAY, (RACE, NUMBER)),
     Mutant("the basis of a matrix that no rank used is written",
@@ -287,15 +261,17 @@ MUTANTS: Sequence[Mutant] = (
     Mutant("the host waits for each collective",
            "commhooks.communicators.process_group:WorkPending.wait", _waiting_host, scenarios.ALONE, (WAIT,)),
     Mutant("a compressor reads its verdict (.item())",
-           "commhooks.compressors.powersgd.powersgd:surely", _read_by_the_host, scenarios.ALONE, (WAIT,)),
+           "commhooks.compressors.powersgd.powersgd:surely", lambda _: bool, scenarios.ALONE, (WAIT,)),
     Mutant("atomic reads its verdict",
-           "commhooks.engine.undo:runs_later", _never_later, scenarios.ALONE, (WAIT,)),
+           "commhooks.engine.undo:runs_later", lambda _: lambda tensor: False, scenarios.ALONE, (WAIT,)),
     Mutant("residuals are copied from the host without non_blocking",
            "commhooks.language.tile:add_residuals", _blocking_copies, scenarios.ALONE_ON_HOST, (WAIT,)),
     Mutant("the host reads whose turn it was before that has arrived",
-           "commhooks.scheduling.turns:_Headers.have_arrived", _at_once, scenarios.TWO_LANES, (RACE,)),
+           "commhooks.scheduling.turns:_Headers.have_arrived", lambda _: lambda headers: True,
+           scenarios.TWO_LANES, (RACE,)),
     Mutant("whose turn it is is copied from memory that is not pinned",
-           "commhooks.scheduling.lanes:copied_to", _from_memory_that_is_not_pinned, scenarios.TWO_LANES, (WAIT,)),
+           "commhooks.scheduling.lanes:copied_to", lambda _: lambda device, tensor: tensor.to(device),
+           scenarios.TWO_LANES, (WAIT,)),
     Mutant("a mean is spoilt on the caller's stream if it was another's turn",
            "commhooks.scheduling.lanes:spoil", _on_the_callers_stream, scenarios.TWO_LANES, (RACE, NUMBER)),
 )  # fmt: skip

@@ -70,15 +70,4 @@ def scheduled(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not races, "races on the virtual device:\n" + "\n".join(races)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the table of the mutants that were found, if any were put in."""
-    passed = [report for report in terminalreporter.getreports("passed") if report.when == "call"]
-    found = {dict(report.user_properties).get("mutant") for report in passed} - {None}
-    if found:
-        from tests.virtual_device.mutants import MUTANTS, table
-
-        terminalreporter.section(f"{len(found)} of {len(MUTANTS)} mutants put in and found")
-        terminalreporter.write(table([mutant for mutant in MUTANTS if mutant.name in found]))
-
-
 _MISSING = pytest.StashKey[str]()

@@ -49,12 +49,9 @@ def _changed(changes: dict[tuple[int, int, int], float]) -> list[list[list[Tenso
     ]
 
 
-def _host_loss_scale() -> list[Tensor]:
-    def announce(world: DeviceWorld, step: int) -> None:
-        for engine in world.engines:
-            engine.loss_scale.announce(2.0**step)
-
-    return steps(lambda: _world(storage="host"), GRADIENTS, announce)
+def _announce(world: DeviceWorld, step: int) -> None:
+    for engine in world.engines:
+        engine.loss_scale.announce(2.0**step)
 
 
 def _atomic_rounds() -> list[Tensor]:
@@ -67,16 +64,6 @@ def _atomic_rounds() -> list[Tensor]:
         return [mean for futures in under_way for own in world.means(futures) for mean in own] + world.state()
     finally:
         world.stop()
-
-
-def _host_joined() -> list[Tensor]:
-    absent = {(1, 1, parameter): 0.0 for parameter in range(len(SHAPES))}
-    return steps(lambda: _world(storage="host", may_join=True), _changed(absent))
-
-
-def _host_unused() -> list[Tensor]:
-    unused = {(1, rank, 0): 0.0 for rank in range(2)}
-    return steps(lambda: _world(storage="host", may_be_unused=True), _changed(unused))
 
 
 def _load(world: DeviceWorld) -> None:
@@ -137,13 +124,9 @@ def _saved_under_way() -> list[Tensor]:
         world.stop()
 
 
-def _host_replaced() -> list[Tensor]:
-    def replace(world: DeviceWorld, step: int) -> None:
-        if step == 2:
-            for rank, engine in enumerate(world.engines):
-                engine.replace(commhooks.make_compressor("powersgd"), torch.device("cuda", rank))
-
-    return steps(lambda: _world("int8", storage="host"), GRADIENTS, replace)
+def _replace(world: DeviceWorld, step: int) -> None:
+    for rank, engine in enumerate(world.engines if step == 2 else ()):
+        engine.replace(commhooks.make_compressor("powersgd"), torch.device("cuda", rank))
 
 
 def _host_metrics() -> list[Tensor]:
@@ -223,16 +206,29 @@ ALONE_ON_HOST = Scenario(
 COLD = Scenario("steps without warm start", lambda: steps(lambda: _world(settings={"warm_start": False}), GRADIENTS))
 ATOMIC = Scenario("atomic steps", lambda: steps(lambda: _world(atomic=True), _changed({(1, 1, 2): torch.inf})))
 ATOMIC_ROUNDS = Scenario("atomic steps, several under way", _atomic_rounds)
-HOST_LOSS_SCALE = Scenario("residuals on the host, a loss scale that changes", _host_loss_scale, (DEVICES,))
+HOST_LOSS_SCALE = Scenario(
+    "residuals on the host, a loss scale that changes",
+    lambda: steps(lambda: _world(storage="host"), GRADIENTS, _announce),
+    (DEVICES,),
+)
 HOST_ATOMIC = Scenario(
     "residuals on the host, atomic",
     lambda: steps(lambda: _world(storage="host", atomic=True), _changed({(1, 1, 2): torch.inf})),
     (DEVICES,),
 )
 HOST_JOINED = Scenario(
-    "residuals on the host, a rank that has joined", _host_joined, (DEVICES, "commhooks/engine/guards.py")
+    "residuals on the host, a rank that has joined",
+    lambda: steps(
+        lambda: _world(storage="host", may_join=True), _changed(dict.fromkeys([(1, 1, i) for i in range(5)], 0.0))
+    ),
+    (DEVICES, "commhooks/engine/guards.py"),
 )
-HOST_UNUSED = Scenario("residuals on the host, unused parameters", _host_unused)
+HOST_UNUSED = Scenario(
+    "residuals on the host, unused parameters",
+    lambda: steps(
+        lambda: _world(storage="host", may_be_unused=True), _changed(dict.fromkeys([(1, 0, 0), (1, 1, 0)], 0.0))
+    ),
+)
 HOST_LOADED = Scenario(
     "residuals on the host, state loaded",
     lambda: steps(lambda: _world(storage="host"), GRADIENTS, lambda world, step: _load(world) if step == 1 else None),
@@ -241,7 +237,11 @@ HOST_LOADED = Scenario(
 LOADED = Scenario("state loaded, hooks called on the user's stream", _loaded_on_own_stream)
 SAVED_UNDER_WAY = Scenario("state saved while a round is under way", _saved_under_way)
 HOST_SAVED = Scenario("residuals on the host, state saved", _host_saved, (DEVICES,))
-HOST_REPLACED = Scenario("residuals on the host, the compressor replaced", _host_replaced, (DEVICES,))
+HOST_REPLACED = Scenario(
+    "residuals on the host, the compressor replaced",
+    lambda: steps(lambda: _world("int8", storage="host"), GRADIENTS, _replace),
+    (DEVICES,),
+)
 HOST_METRICS = Scenario("residuals on the host, metrics", _host_metrics, (DEVICES, "commhooks/exchange/metrics.py"))
 TWO_MODELS = Scenario(
     "two models of one shape", lambda: _beside_each_other([_world("top-k", dtype=torch.bfloat16) for _ in range(2)])

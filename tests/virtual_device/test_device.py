@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.virtual_device import begin, ranks, report
-from tests.virtual_device.backends import LockstepGroup
 from tests.world import WorldError, run_world
 
 pytestmark = pytest.mark.virtual_device
@@ -23,36 +19,6 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def _begun() -> None:
     begin("late")
-
-
-def _trained(run: str) -> list[Tensor]:
-    begin(*ranks.parse(run))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Dropout(0.5), nn.Linear(30, 5)).cuda()
-    side = torch.cuda.Stream()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(4):
-        batch = torch.randn(16, 20, generator=torch.Generator().manual_seed(step)).cuda(non_blocking=True)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            doubled = batch * 2
-        batch.record_stream(side)
-        torch.cuda.current_stream().wait_stream(side)
-        doubled.record_stream(torch.cuda.current_stream())
-        optimizer.zero_grad()
-        model.eval()
-        model(doubled).square().mean().backward()
-        optimizer.step()
-    return [parameter.detach().cpu() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("run", RUNS[1:])
-def test_a_program_in_order_has_one_result_and_no_race(run: str) -> None:
-    expected, found = _trained("eager"), _trained(run)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-    seen = report()
-    assert seen.races == ()
-    assert seen.kernels > 100
 
 
 def test_late_runs_nothing_before_the_host_waits() -> None:
@@ -154,42 +120,3 @@ def test_ranks_that_disagree_are_told() -> None:
 def _disagree(rank: int) -> None:
     dist.all_reduce(torch.ones(4 + rank, device=CUDA))
     torch.cuda.synchronize()
-
-
-def test_a_rank_that_never_comes_ends_with_the_timeout_of_its_group() -> None:
-    with pytest.raises(WorldError, match="all-reduce among processes.*Timed out"):
-        run_world(_one_never_comes, 2, backend="nccl", environment=ranks.environment("late"))
-
-
-def _one_never_comes(rank: int) -> None:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
-    if rank == 0:
-        dist.all_reduce(torch.ones(4, device=CUDA), group=group)
-        torch.cuda.synchronize()
-    time.sleep(4)
-
-
-# ---- ranks that are devices of this process ----
-@pytest.mark.parametrize("run", RUNS)
-def test_collectives_in_lockstep(run: str) -> None:
-    begin(*ranks.parse(run))
-    total, gathered, swapped, row = [], [], [], []
-    for rank, group in enumerate(LockstepGroup.world(2)):
-        mine = torch.arange(6, device=f"cuda:{rank}") + 10.0 * rank
-        total.append(mine.clone())
-        gathered.append(torch.empty(12, device=mine.device))
-        swapped.append(torch.empty(6, device=mine.device))
-        row.append(torch.empty(3, device=mine.device))
-        torch.cuda.set_device(rank)
-        group.allreduce([total[rank]]).wait()
-        group._allgather_base(gathered[rank], mine).wait()
-        group.alltoall_base(swapped[rank], mine, [], []).wait()
-        group._reduce_scatter_base(row[rank], mine).wait()
-    torch.cuda.set_device(0)
-    first, second = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]
-    sums = [a + b for a, b in zip(first, second, strict=True)]
-    assert [each.tolist() for each in total] == [sums, sums]
-    assert [each.tolist() for each in gathered] == [first + second] * 2
-    assert [each.tolist() for each in swapped] == [first[:3] + second[:3], first[3:] + second[3:]]
-    assert [each.tolist() for each in row] == [sums[:3], sums[3:]]
-    assert report().races == ()

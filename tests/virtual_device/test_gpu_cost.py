@@ -51,30 +51,23 @@ def test_pytorchs_hooks_count_what_their_code_says(group: dist.ProcessGroup) -> 
 
 
 @pytest.mark.parametrize("model", LAUNCHES)
-def test_powersgd_launches_few_kernels_and_makes_the_host_wait_nowhere(model: str, group: dist.ProcessGroup) -> None:
-    ours = count(POWERSGD, MODELS[model], group, CUDA)
-    assert ours.launches <= LAUNCHES[model]
-    assert ours.waits == 0
-    assert ours.collectives == 2
-
-
-@pytest.mark.parametrize("model", ["GPT block", "ResNet-18"])
-def test_powersgd_launches_at_most_twelve_kernels_a_group_and_five_a_further_matrix_besides_qr(
+def test_powersgd_launches_few_kernels_touches_few_bytes_and_makes_the_host_wait_nowhere(
     model: str, group: dist.ProcessGroup
 ) -> None:
-    ours = count(POWERSGD, MODELS[model], group, CUDA)
-    compressed = [shape for shape in MODELS[model] if PowerSGD(rank=4).compresses(torch.empty(shape, device="meta"))]
-    groups = {(shape[0], math.prod(shape[1:])) for shape in compressed}
-    most = 12 * len(groups) + 5 * (len(compressed) - len(groups))
-    assert ours.launches - ours.by_operator["linalg_qr"] <= most
+    """At most 12 kernels a group and 5 a further matrix, besides QR; and about as many bytes as PyTorch's touches.
 
-
-@pytest.mark.parametrize("model", ["GPT block", "ResNet-18"])
-def test_powersgd_touches_about_as_many_bytes_as_pytorchs_which_cannot_refuse_a_step(
-    model: str, group: dist.ProcessGroup
-) -> None:
+    PyTorch's cannot refuse a step. An embedding is one large matrix.
+    """
     ours, peers = (count(name, MODELS[model], group, CUDA) for name in (POWERSGD, "torch.powersgd"))
-    assert ours.bytes <= 1.05 * peers.bytes
+    assert ours.launches <= LAUNCHES[model]
+    assert (ours.waits, ours.collectives) == (0, 2)
+    if model != "embedding":
+        of_groups = PowerSGD(rank=4)
+        compressed = [shape for shape in MODELS[model] if of_groups.compresses(torch.empty(shape, device="meta"))]
+        groups = {(shape[0], math.prod(shape[1:])) for shape in compressed}
+        most = 12 * len(groups) + 5 * (len(compressed) - len(groups))
+        assert ours.launches - ours.by_operator["linalg_qr"] <= most
+        assert ours.bytes <= 1.05 * peers.bytes
 
 
 @pytest.mark.parametrize("rows", [256, 1024])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -18,17 +15,13 @@ from tests import bounds
 from tests.commhooks.workers import Workers, zeros
 from tests.virtual_device.combinations import (
     BUCKETS,
-    FACTORS,
-    ROWS,
     SHAPES,
     WORLD_SIZE,
     Combination,
-    all_of,
     chosen,
     covering_pairs,
     scalers,
 )
-from tests.virtual_device.device import HostWait
 from tests.virtual_device.worlds import DeviceWorld, Seen, see, steps
 
 pytestmark = pytest.mark.virtual_device
@@ -40,16 +33,12 @@ ROOT = Path(__file__).parents[2]
 def test_engines_compute_the_same_on_a_late_device_without_races_or_host_waits(
     combination: Combination, run: str
 ) -> None:
-    _check(combination, [run])
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("residuals", FACTORS["residuals"])
-@pytest.mark.parametrize("policy", FACTORS["policy"])
-@pytest.mark.parametrize("row", ROWS)
-def test_every_combination_does_with_three_seeds(row: str, policy: str, residuals: str) -> None:
-    for combination in all_of(row, policy, residuals):
-        _check(combination, ["late", "random:1", "random:2", "random:3"])
+    eager = _seen(combination, "eager")
+    _check_reports(combination, eager)
+    _check_beside_the_cpu(combination, eager)
+    seen = _seen(combination, run)
+    _check_reports(combination, seen)
+    assert seen.equals(eager)
 
 
 def test_few_combinations_have_all_pairs() -> None:
@@ -59,16 +48,6 @@ def test_few_combinations_have_all_pairs() -> None:
         found = {(choice[one], choice[other]) for choice in choices}
         assert found == set(itertools.product(factors[one], factors[other]))
     assert len(choices) <= 14  # 12 pairs of a and b; all choices are 48
-
-
-def _check(combination: Combination, runs: Sequence[str]) -> None:
-    eager = _seen(combination, "eager")
-    _check_reports(combination, eager)
-    _check_beside_the_cpu(combination, eager)
-    for run in runs:
-        seen = _seen(combination, run)
-        _check_reports(combination, seen)
-        assert seen.equals(eager), f"{combination} under {run}"
 
 
 def _seen(combination: Combination, run: str) -> Seen:
@@ -115,7 +94,7 @@ def _on_the_cpu(combination: Combination) -> list[Tensor]:
 def _check_reports(combination: Combination, seen: Seen) -> None:
     assert seen.error == "", combination
     assert seen.races == (), combination
-    waits = {f"{wait.what} in {_function_at(wait)}" for wait in seen.waits}
+    waits = {f"{wait.what} in {Path(wait.place.rpartition(':')[0]).relative_to(ROOT)}" for wait in seen.waits}
     assert waits <= _permitted(combination), combination
 
 
@@ -123,28 +102,14 @@ def _permitted(combination: Combination) -> set[str]:
     """Return where a hook may make the host wait: see docs/guide/gpu.md."""
     permitted: set[str] = set()
     if combination.joins:  # outside a backward pass, as when a DDP has a rank that has run out of inputs
-        permitted.add("item in commhooks/engine/guards.py: are_zeros")
+        permitted.add("item in commhooks/engine/guards.py")
     if combination.residuals == "host" and combination.is_guarded:
-        permitted.add("event.synchronize in commhooks/devices.py: wait_for_copies")
+        permitted.add("event.synchronize in commhooks/devices.py")
     if combination.residuals == "host" and combination.rescaled:
-        permitted |= {f"item in commhooks/state/loss_scale.py: {name}" for name in ("apply_to", "value")}
+        permitted.add("item in commhooks/state/loss_scale.py")
     if combination.row.startswith("adaptive-rank"):  # between steps, once in so many
-        permitted.add("copy_ in commhooks/compressors/powersgd/adaptive_rank.py: choose")
+        permitted.add("copy_ in commhooks/compressors/powersgd/adaptive_rank.py")
     return permitted
-
-
-def _function_at(wait: HostWait) -> str:
-    """Return file and function of the place of a wait."""
-    file, _, line = wait.place.rpartition(":")
-    inner = [name for first, last, name in _functions_of(file) if first <= int(line) <= last]
-    return f"{Path(file).relative_to(ROOT)}: {inner[-1]}"
-
-
-@functools.cache
-def _functions_of(file: str) -> Sequence[tuple[int, int, str]]:
-    tree = ast.parse(Path(file).read_text())
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]  # outer ones first
-    return [(node.lineno, node.end_lineno or node.lineno, node.name) for node in found]
 
 
 def _check_beside_the_cpu(combination: Combination, seen: Seen) -> None:

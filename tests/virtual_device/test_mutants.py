@@ -6,7 +6,6 @@ import functools
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -50,7 +49,7 @@ def test_a_scenario_is_right_as_it_is(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_is_found(mutant: Mutant, record_property: Callable[[str, object], None]) -> None:
+def test_a_mutant_is_found(mutant: Mutant) -> None:
     expected = _as_it_is(mutant.scenario)
     for run in RUNS:
         with put_in(mutant):
@@ -58,7 +57,6 @@ def test_a_mutant_is_found(mutant: Mutant, record_property: Callable[[str, objec
         if run != "late":  # numbers depend on the schedule, and only late repeats exactly in every process
             found = found - {NUMBER} | {NUMBER} & set(mutant.by)
         assert found == set(mutant.by), run
-    record_property("mutant", mutant.name)
 
 
 def test_a_mutant_that_no_longer_applies_fails() -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-import commhooks
 from tests.virtual_device import begin, ranks, report, training
-from tests.world import WorldError, run_world
+from tests.world import run_world
 
 pytestmark = pytest.mark.virtual_device
 
@@ -26,21 +22,11 @@ SCENARIOS = [
     training.replacing,
     training.exchanging,
     training.averaging_seldom,
-    training.saving,
     training.adapting,
     training.hooks_of_pytorch,
     training.sharded,
     training.sharded_apart,
     training.replicas_apart,
-    pytest.param(
-        training.powersgd_of_pytorch,
-        marks=pytest.mark.xfail(
-            strict=True,
-            raises=WorldError,
-            reason="a race in PyTorch's hook, also with PyTorch's DDP: it frees a copy of the gradients on one stream "
-            "while another still reads it",
-        ),
-    ),
 ]
 
 
@@ -64,39 +50,6 @@ def _in_every_run(rank: int, scenario: Callable[[int], list[Tensor]]) -> list[li
         assert all(torch.equal(*pair) for pair in zip(results[-1], results[0], strict=True)), run
     assert all(tensor.isfinite().all() for tensor in results[0])
     return [tensor.tolist() for tensor in results[0]]
-
-
-@pytest.mark.parametrize(("policy", "run"), [("fifo", "late"), ("fused", "random:1")])
-def test_a_rank_that_never_comes_is_an_error_after_the_hook_timeout(policy: str, run: str) -> None:
-    told, _ = run_world(
-        _one_never_comes, 2, policy, backend="nccl", environment=ranks.environment(run), check_exit=False
-    )
-    assert "a collective was not done after hook_timeout=0.5 s." in told
-    assert "rank 0, step 1" in told
-
-
-def _one_never_comes(rank: int, policy: Any) -> str:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))  # then the device gives the collective up
-    run = training.Run(rank, process_group=group)
-    commhooks.attach(run.model, "powersgd", policy=policy, hook_timeout=0.5)
-    run.step(0)
-    if rank == 1:
-        time.sleep(6)
-        return ""
-    begun = time.monotonic()
-    with pytest.raises(commhooks.CollectiveError) as caught:
-        run.step(1)
-    assert time.monotonic() - begun < 4, "it waited for the device"
-    with pytest.raises(RuntimeError, match="Timed out"):  # until then the device waits
-        torch.cuda.synchronize()
-    failed = True
-    while failed:  # other collectives were queued behind that one, and fail one by one
-        try:
-            torch.cuda.synchronize()
-            failed = False
-        except RuntimeError as error:
-            assert "pair closure" in str(error)  # noqa: PT017 - how many fail depends on how far the step got
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("place", training.UNORDERED)

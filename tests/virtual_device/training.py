@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock_powersgd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -22,6 +20,12 @@ from commhooks.control import Adaptive
 from commhooks.default_hooks import fp16_compress_wrapper
 
 STEPS = 4
+
+
+def batch(rank: int, step: int) -> Tensor:
+    """Return what comes from pinned memory, and may not be there yet."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(16, 20, generator=generator).pin_memory().cuda(non_blocking=True)
 
 
 class Net(nn.Module):
@@ -59,10 +63,8 @@ class Run:
         self._rank = rank
 
     def backward(self, step: int) -> None:
-        """Run a backward pass; the batch comes from pinned memory."""
-        generator = torch.Generator().manual_seed(10 * step + self._rank)
-        batch = torch.randn(16, 20, generator=generator).pin_memory().cuda(non_blocking=True)
-        self.model(batch).square().mean().backward()
+        """Run a backward pass."""
+        self.model(batch(self._rank, step)).square().mean().backward()
 
     def step(self, step: int) -> None:
         """Run a backward pass, and use its means."""
@@ -150,10 +152,8 @@ def averaging_seldom(rank: int) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         diloco = commhooks.DiLoCo(model, optimizer, every=4, **settings)
         for step in range(10):
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            batch = torch.randn(16, 20, generator=generator).pin_memory().cuda(non_blocking=True)
             optimizer.zero_grad()
-            model(batch).square().mean().backward()
+            model(batch(rank, step)).square().mean().backward()
             optimizer.step()
             diloco.step()
             if step == 6:
@@ -164,40 +164,6 @@ def averaging_seldom(rank: int) -> list[Tensor]:
         assert diloco.statistics().dropped_rounds == 0 < diloco.statistics().rounds
         diloco.close()
     return outer
-
-
-def saving(rank: int) -> list[Tensor]:
-    """Save in mid-run, and go on from what was saved as the run that was not interrupted does."""
-    run = Run(rank)
-    attachment = commhooks.attach(run.model, "powersgd", residuals="host")
-    file = io.BytesIO()
-    for step in range(STEPS):
-        run.step(step)
-        if step == 1:
-            states = [attachment.state_dict(), run.model.state_dict(), run.optimizer.state_dict()]
-            torch.save(_on_the_cpu(states), file)
-    attachment.close()
-    again = Run(rank)
-    attachment = commhooks.attach(again.model, "powersgd", residuals="host")
-    file.seek(0)
-    of_attachment, of_model, of_optimizer = torch.load(file)
-    attachment.load_state_dict(of_attachment)
-    again.model.load_state_dict(of_model)
-    again.optimizer.load_state_dict(of_optimizer)
-    for step in range(2, STEPS):
-        again.step(step)
-    attachment.close()
-    assert all(torch.equal(*pair) for pair in zip(run.parameters(), again.parameters(), strict=True))
-    return run.parameters()
-
-
-def _on_the_cpu(state: Any) -> Any:
-    """Return a state_dict with tensors on the CPU; the virtual device copies no whole storages."""
-    if isinstance(state, Tensor):
-        return state.cpu()
-    if isinstance(state, dict):
-        return {key: _on_the_cpu(value) for key, value in state.items()}
-    return [_on_the_cpu(value) for value in state] if isinstance(state, list) else state
 
 
 def adapting(rank: int) -> list[Tensor]:
@@ -221,22 +187,12 @@ def hooks_of_pytorch(rank: int) -> list[Tensor]:
     """Run PyTorch's own hooks, alone and within our wrapper."""
     results = []
     for hook in (stock_hooks.fp16_compress_hook, fp16_compress_wrapper(stock_hooks.allreduce_hook)):
-        results += _under(rank, None, hook)
+        run = Run(rank)
+        run.model.register_comm_hook(None, hook)
+        for step in range(STEPS):
+            run.step(step)
+        results += run.parameters()
     return results
-
-
-def powersgd_of_pytorch(rank: int) -> list[Tensor]:
-    """Run PyTorch's own PowerSGD within our wrapper."""
-    state = stock_powersgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    return _under(rank, state, fp16_compress_wrapper(stock_powersgd.powerSGD_hook))
-
-
-def _under(rank: int, state: Any, hook: Callable[..., Any]) -> list[Tensor]:
-    run = Run(rank)
-    run.model.register_comm_hook(state, hook)
-    for step in range(STEPS):
-        run.step(step)
-    return run.parameters()
 
 
 def sharded(rank: int) -> list[Tensor]:
@@ -261,9 +217,7 @@ def steps_of(model: nn.Module, rank: int, steps: int = STEPS, *, set_to_none: bo
     """Train with a batch of this rank in each step, and yield after it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        batch = torch.randn(16, 20, generator=generator).pin_memory().cuda(non_blocking=True)
-        model(batch).square().mean().backward()
+        model(batch(rank, step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
         yield
@@ -285,9 +239,8 @@ def replicated(policy: Any) -> tuple[nn.Module, commhooks.Handle[Any]]:
     for root in model.children():
         fully_shard(root, mesh=mesh["shards"])
         root.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]  # FSDPModule's
-    return model, commhooks.attach_replicas(
-        model, "all-reduce", process_group=mesh.get_group("replicas"), policy=policy
-    )
+    between = mesh.get_group("replicas")
+    return model, commhooks.attach_replicas(model, "all-reduce", process_group=between, policy=policy)
 
 
 def train_replicas(rank: int, policy: Any) -> list[Tensor]:
