@@ -56,6 +56,7 @@ def test_every_name_makes_what_its_text_makes(name: str) -> None:
         ("top-k:decay=0.5", "error-feedback:inner=top-k,decay=0.5"),
         ("demo", "error-feedback:inner=(demo),decay=0.999"),
         ("demo:decay=1", "ErrorFeedback(inner=DeMo())"),
+        ("sparse-loco", "ErrorFeedback(inner=SparseLoCo(), decay=0.95)"),
         ("hierarchical:inner=(powersgd:rank=4),size=2", "Hierarchical(inner=PowerSGD(rank=4), size=2)"),
         (
             "without-feedback:inner=(powersgd:start_after=3)",

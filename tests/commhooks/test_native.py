@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _ctypes
-import ctypes
 import itertools
 import os
 import platform
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from commhooks import SettingsError
 from commhooks.errors import CompressorError
-from commhooks.native import compiled, library, passes
+from commhooks.native import compiled, library
 from commhooks.native.passes import CodeFormat, CodeKernels, NoiseTable
 from tests.commhooks.native_oracle import Array, Oracle
 from tests.tiers import in_turn
@@ -322,15 +321,6 @@ def test_tensors_that_are_not_as_they_must_be_are_refused() -> None:
 
 
 @needs_library
-def test_a_message_is_looked_at_once_for_many_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("int8", 128)
-    kernels, (noise, _), sent = case.at(LEVELS[0]), case.noise(6), case.message(2, 3)
-    kernels.send(torch.arange(768.0).view(6, 128), sent, noise=noise)
-    monkeypatch.setattr(passes, "_message", None)
-    kernels.write(sent, torch.empty(6, 128))
-
-
-@needs_library
 @pytest.mark.parametrize("level", LEVELS)
 def test_rows_beyond_a_message_or_a_table_are_refused(level: str) -> None:
     case = Case("int8", 128)
@@ -480,13 +470,6 @@ def test_every_level_that_the_kernel_reports_is_found() -> None:
     flags = next(line for line in file.read_text().splitlines() if line.startswith("flags")).split()
     wanted = {"sse42": {"sse4_2"}, "avx2": {"avx2"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
     assert {*LEVELS} == {"plain", *(level for level, needed in wanted.items() if needed <= {*flags})}
-
-
-@needs_library
-def test_the_library_has_the_plain_level_and_none_that_does_not_exist() -> None:
-    assert isinstance(BUILT, ctypes.CDLL)
-    assert BUILT.commhooks_version() == library.VERSION and BUILT.commhooks_has_level(0) == 1
-    assert BUILT.commhooks_has_level(-1) == BUILT.commhooks_has_level(len(library.LEVELS)) == 0
 
 
 @needs_library
