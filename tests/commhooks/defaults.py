@@ -30,8 +30,7 @@ from commhooks.exchange import ProcessGroupConnection
 from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from tests.cases import BY_NAME, FORMS
 from tests.commhooks.models import Given, gradients_of, wrap
-from tests.golden import digest_of
-from tests.golden_ways import tensors_in
+from tests.golden import digest_of, tensors_in
 from tests.world import run_world
 
 SHAPES = [(40, 33), (33,), (24, 4, 3, 3), (), (7,)]

@@ -56,13 +56,6 @@ def test_rows_are_the_first_dimension_where_it_is_outermost_or_innermost(paramet
         assert torch.equal(ours.sort().values, theirs.reshape(-1).sort().values)
 
 
-def test_a_channels_last_gradient_is_split_where_its_first_dimension_ends() -> None:
-    weight = torch.zeros(16, 8, 3, 3)
-    last = form_of(weight.contiguous(memory_format=torch.channels_last), "first-dimension")
-    assert last == form_of(weight, "first-dimension") == MatrixForm(16, 72)
-    assert form_of(torch.zeros(40, 24).t(), "first-dimension") == MatrixForm(24, 40, transposed=True)
-
-
 @given(parameter=tensors(min_dimensions=3))
 def test_a_stack_has_a_matrix_for_each_index_of_the_leading_dimensions(parameter: Tensor) -> None:
     form, places = stack_of(parameter), _places(parameter).flatten(0, -3)
@@ -121,13 +114,6 @@ def test_a_parameter_with_gaps_has_a_matrix_of_the_same_size(rule: str, paramete
 @pytest.mark.parametrize("shape", [(), (5,), (0,), (0, 3), (3, 0, 2)], ids=str)
 def test_vectors_and_what_is_empty_are_no_matrices(rule: str, shape: tuple[int, ...]) -> None:
     assert form_of(torch.zeros(shape), rule) is None
-
-
-@given(elements=st.integers(1, 3_000_000), rank=st.integers(1, 8))
-def test_a_buckets_matrix_leaves_over_less_than_a_row(elements: int, rank: int) -> None:
-    form = form_of_bucket(elements, rank)
-    assert 0 <= elements - form.n * form.m < form.m
-    assert not form.transposed
 
 
 @given(elements=st.integers(1, 3_000_000), rank=st.integers(1, 8))

@@ -93,10 +93,6 @@ def test_nothing_is_said_of_compressors_that_converge_with_momentum(text: str) -
     assert unsuited(make_compressor(text), sgd(parameters), parameters) is None
 
 
-def test_an_element_may_stand_for_ten_gradients_with_momentum_and_not_for_twenty() -> None:
-    assert last_loss(make_compressor("random-k", ratio=0.1)) < 1 < last_loss(make_compressor("random-k", ratio=0.05))
-
-
 @A_ROW
 def test_signs_with_feedback_have_equal_second_moments_so_adams_steps_are_as_unequal_as_the_gradients() -> None:
     """Without feedback all elements of a block take equal steps, as dense Adam's; only with it the mean is right."""
@@ -176,10 +172,3 @@ def test_momentum_of_optimizers_that_normalise_is_not_warned_of() -> None:
     muon = getattr(torch.optim, "Muon", torch.optim.RMSprop)  # PyTorch 2.8 and older have none
     for optimizer in (torch.optim.RMSprop(parameters, momentum=0.9), muon(parameters, momentum=0.9)):
         assert unsuited(make_compressor("dgc"), optimizer, parameters) is None
-
-
-def test_an_optimizer_that_this_pytorch_lacks_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon", raising=False)
-    parameters = zeros((ROWS, COLUMNS))
-    reason = unsuited(make_compressor("dgc"), torch.optim.SGD(parameters, lr=0.1, momentum=0.9), parameters)
-    assert reason is not None and "momentum is applied twice" in reason

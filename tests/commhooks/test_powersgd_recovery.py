@@ -163,11 +163,3 @@ def test_a_basis_that_sees_nothing_is_replaced_at_any_scale_and_among_groups_of_
     for one in groups:
         assert torch.equal(one.P[:, 0], one.probe.shown)
         assert not one.P[:, 1:].any()
-
-
-def test_a_probe_depends_on_the_seed_and_the_width_and_not_on_what_is_beside_it() -> None:
-    P, Q = torch.zeros(1, 1, 40), torch.zeros(1, 1, 30)
-    alone = with_probes([(P, Q)], seed=1)[0].probe.direction
-    beside = with_probes([(P, torch.zeros(3, 2, 50)), (P, Q)], seed=1)[1].probe.direction
-    assert torch.equal(alone, beside)
-    assert not torch.equal(alone, with_probes([(P, Q)], seed=2)[0].probe.direction)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import itertools
 import math
 import os
 import random
@@ -150,20 +149,6 @@ def long_runs(kind: str, world_size: int) -> list[list[Run]]:
     return [
         [run for run in runs(first + i) if (run.policy, run.buckets) != ("fifo", 40) or i % 4 == 0] for i in range(20)
     ]
-
-
-def test_the_long_runs_have_every_hook_under_every_policy_over_every_number_of_buckets() -> None:
-    planned = [long_runs(kind, world_size) for kind in KINDS for world_size in WORLD_SIZES]
-    every = itertools.product(HOOKS, ("fifo", "fused"), MODELS)
-    assert {run for repetitions in planned for runs in repetitions for run in runs} == {
-        Run(hook=hook, policy=policy, buckets=buckets) for hook, policy, buckets in every
-    }
-
-
-def test_the_ordinary_runs_have_every_hook_and_every_policy_over_every_number_of_buckets() -> None:
-    planned = [run for kind, world_size in ORDINARY for run in long_runs(kind, world_size)[0]]
-    assert {run.hook for run in planned} == set(HOOKS)
-    assert {(run.policy, run.buckets) for run in planned} == set(itertools.product(("fifo", "fused"), MODELS))
 
 
 @pytest.mark.parametrize(("kind", "world_size"), ORDINARY)

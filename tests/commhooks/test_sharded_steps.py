@@ -112,12 +112,6 @@ def profiled() -> Profile:
     return a_profile(*hooks.values(), gradients=tuple(gradients))
 
 
-def test_a_profiled_model_is_cut_at_the_numbers_in_the_names_of_its_parameters() -> None:
-    *blocks, rest = modules_in(profiled().gradients)
-    assert blocks == [ShardedModule(((64, 32), (64,)))] * 2
-    assert rest == ShardedModule(((128, 16), (16,)), stays=True), "a block without a matrix belongs to the rest"
-
-
 def test_a_profiled_step_has_the_compute_and_the_passes_that_were_measured_and_an_optimizer_of_shards() -> None:
     profile = profiled()
     step = sharded_step_of(profile, profile.hooks["int8"])

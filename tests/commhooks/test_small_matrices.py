@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import commhooks
 from commhooks.compressors.powersgd import low_rank, orthonormal
-from commhooks.language.memory import commit_all
 from tests import bounds
 from tests.commhooks.workers import Workers, normal, relative, zeros
 from tests.tiers import covering
@@ -164,23 +163,6 @@ def test_a_mean_that_fp16_cannot_hold_is_found_in_every_stack(
     assert (residual == sign * 40_000.0).all()
 
 
-def test_bytes_are_those_of_each_matrix_and_each_vector() -> None:
-    workers = Workers(
-        commhooks.make_compressor("powersgd", rank=2), 2, zeros((16, 24), (24,), (16, 24), (30, 20), (7,), (16, 24))
-    )
-    workers.step(normal(workers.parameters, 2, seed=1))
-    sent = {name: own.payload_bytes for name, own in workers.ledger.by_parameter().items()}
-    of_matrix, of_other = 4 * 2 * (16 + 24), 4 * 2 * (30 + 20)
-    assert [sent[name] for name in workers.names] == [of_matrix, 4 * 24, of_matrix, of_other, 4 * 7, of_matrix]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_narrow_vectors_travel_with_the_factors_as_wide_as_they_are(dtype: torch.dtype) -> None:
-    workers = Workers(commhooks.make_compressor("powersgd", rank=2), 2, zeros((16, 24), (24,), (7,), dtype=dtype))
-    workers.step(normal(workers.parameters, 2, seed=1))
-    assert (workers.traffic.collectives, workers.traffic.payload_bytes) == (2, 4 * (2 * (16 + 24) + 24 + 7))
-
-
 class _Calls(TorchDispatchMode):
     """Counts calls of PyTorch's operations."""
 
@@ -204,14 +186,6 @@ def _calls(layers: int) -> int:
     with calls:
         workers.step(gradients)
     return calls.number - 4 * layers  # two for each gradient are the test's own, which lays it out
-
-
-@pytest.mark.parametrize("allowed", [True, False])
-def test_many_are_committed_or_none(allowed: bool) -> None:
-    memories = [torch.zeros(3), torch.ones(3, dtype=torch.bfloat16)]
-    commit_all(memories, torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.tensor(allowed))
-    expected = [[1, 2, 3], [4, 5, 6]] if allowed else [[0, 0, 0], [1, 1, 1]]
-    assert [memory.tolist() for memory in memories] == expected
 
 
 def _channels_last(parameters: Sequence[Tensor], at: int) -> list[Tensor]:

@@ -51,16 +51,6 @@ def test_a_step_that_is_not_the_next_one_departs_from_the_order() -> None:
     assert order.follow(0, 7, 2) == 0
 
 
-def test_an_order_remembers_the_last_units_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_UNITS_TO_KEEP", 10)
-    order, steps = Order(), dict[str, int]()
-    for step in range(20):
-        assert followed(order, STEP, steps) == [len(STEP)] * len(STEP) or step < 2
-        assert len(order._units) <= 20
-    for _ in range(3):
-        assert not any(followed(order, "abcdefghijklmnopqrstu", steps))
-
-
 class Counted(int):
     """A lane that counts how often lanes are compared."""
 
