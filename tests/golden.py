@@ -35,15 +35,9 @@ SHOWN = 3
 """The first differences are named, and the others counted."""
 COMPRESSORS = ("all-reduce", "fp16", "powersgd:rank=2", "top-k:ratio=0.1", "int8", "sign")
 STATES: dict[str, dict[str, Any]] = {
-    "rank 1": {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2},
-    "rank 4": {"matrix_approximation_rank": 4, "start_powerSGD_iter": 10},
-    "cold": {
-        "matrix_approximation_rank": 2,
-        "start_powerSGD_iter": 2,
-        "use_error_feedback": False,
-        "warm_start": False,
-    },
-    "same shapes": {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3, "batch_tensors_with_same_shape": True},
+    "rank 1": {"matrix_approximation_rank": 1},
+    "cold": {"matrix_approximation_rank": 2, "use_error_feedback": False, "warm_start": False},
+    "same shapes": {"matrix_approximation_rank": 4, "batch_tensors_with_same_shape": True},
 }
 ROUNDS: dict[str, dict[str, Any]] = {
     **{f"whole, {compressor}": {"every": 6, "compressor": compressor} for compressor in COMPRESSORS},

@@ -348,8 +348,9 @@ def test_what_cannot_be_asked_for_is_an_error_that_names_rank_and_bucket(what: s
 
     def script(bucket: BucketView, context: Context) -> Generator[Any, Any, Any]:
         part = Part(own(context.rank, 3))
-        for asked in wrong(part) if bucket.index == 1 else [AllReduce(part, last=True)]:
-            yield asked  # noqa: UP028 (answers are sent in, which a list's iterator does not take)
+        asked = wrong(part) if bucket.index == 1 else [AllReduce(part, last=True)]
+        for one in asked:  # noqa: UP028 (answers are sent in, which a list's iterator does not take)
+            yield one
 
     workers = Workers(Scripted(script=script), 3, zeros((4,), (6,), (5,)), buckets=3, policy=policy)
     where = r"rank 0, step 0, bucket 1 \(parameters layer1\): CompressorError: .*"
