@@ -90,6 +90,8 @@ def attached(rank: int, name: str, around: Around) -> list[Tensor]:
             state = handle.state_dict()
             handle.load_state_dict(state)
         found += tensors_in(state)
+        sent = handle.statistics()
+        found.append(torch.tensor([sent.collectives, sent.payload_bytes, sent.moved_bytes], device="cpu"))
         handle.memory()
         handle.close()
     return found

@@ -42,20 +42,6 @@ def test_a_matrix_holds_every_element_once_and_is_no_copy(rule: str, parameter: 
     assert torch.equal(matrix.reshape(-1).sort().values, memory)
 
 
-@given(parameter=tensors(min_dimensions=2))
-def test_rows_are_the_first_dimension_where_it_is_outermost_or_innermost(parameter: Tensor) -> None:
-    form = form_of(parameter, "first-dimension")
-    assert form is not None
-    order = sorted((d for d in range(parameter.dim()) if parameter.shape[d] > 1), key=lambda d: -parameter.stride()[d])
-    if parameter.shape[0] > 1 and 0 not in (order[0], order[-1]):
-        assert form.n == parameter.shape[order[0]]  # the outermost dimension stands in
-        return
-    assert (form.n, form.m) == (parameter.shape[0], parameter[0].numel())
-    rows = form.view(torch.arange(parameter.numel()))
-    for ours, theirs in zip(rows, _places(parameter), strict=True):
-        assert torch.equal(ours.sort().values, theirs.reshape(-1).sort().values)
-
-
 @given(parameter=tensors(min_dimensions=3))
 def test_a_stack_has_a_matrix_for_each_index_of_the_leading_dimensions(parameter: Tensor) -> None:
     form, places = stack_of(parameter), _places(parameter).flatten(0, -3)
@@ -98,16 +84,6 @@ def test_the_most_square_matrix_has_the_smallest_sides_of_all_splits(parameter: 
     splits = [math.prod(sizes[:split]) for split in range(len(sizes) + 1)]
     assert form.n in splits
     assert form.n + form.m == min(n + parameter.numel() // n for n in splits)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@given(parameter=tensors(), gap=st.integers(2, 3))
-def test_a_parameter_with_gaps_has_a_matrix_of_the_same_size(rule: str, parameter: Tensor, gap: int) -> None:
-    """A gradient has none: it is laid out in the order of dimensions."""
-    apart = torch.zeros(*parameter.shape, gap)[..., 0]
-    form = form_of(apart, rule)
-    assert form == form_of(torch.zeros(parameter.shape), rule)
-    assert form is None or form.elements == apart.numel()
 
 
 @pytest.mark.parametrize("rule", RULES)

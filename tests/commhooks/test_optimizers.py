@@ -165,10 +165,3 @@ def test_signs_with_feedback_are_warned_of_where_an_optimizer_has_second_moments
         assert reason is not None and reason.endswith("Set error_feedback=False.")
     assert unsuited(make_compressor("sign", error_feedback=False), Adam(parameters), parameters) is None
     assert unsuited(make_compressor("int8"), Adam(parameters), parameters) is None
-
-
-def test_momentum_of_optimizers_that_normalise_is_not_warned_of() -> None:
-    parameters = zeros((ROWS, COLUMNS))
-    muon = getattr(torch.optim, "Muon", torch.optim.RMSprop)  # PyTorch 2.8 and older have none
-    for optimizer in (torch.optim.RMSprop(parameters, momentum=0.9), muon(parameters, momentum=0.9)):
-        assert unsuited(make_compressor("dgc"), optimizer, parameters) is None

@@ -34,12 +34,6 @@ def policy() -> int:
     return os.sched_getscheduler(0)
 
 
-def test_a_thread_that_is_started_within_is_unhurried_and_its_creator_only_meanwhile() -> None:
-    with unhurried():
-        assert in_a_thread(policy) == os.SCHED_BATCH
-    assert in_a_thread(policy) == policy() == os.SCHED_OTHER
-
-
 def test_a_policy_that_the_user_chose_stays() -> None:
     def under_idle() -> int:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
