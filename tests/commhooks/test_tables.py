@@ -16,10 +16,9 @@ from commhooks.experiments.planning import Link, plan, predict, profile_from_tab
 from commhooks.experiments.planning.candidates import DENSE
 from commhooks.experiments.planning.costs import Costs, HookCosts, Sample
 from commhooks.experiments.planning.tables import as_one_of, in_buckets, in_units, ready_moments, square_matrices
-from commhooks.experiments.timing.link import HALF_SUM, Transfer
+from commhooks.experiments.timing.link import HALF_SUM
 from commhooks.experiments.timing.payloads import rounds_of
 from commhooks.experiments.timing.sharded import FORWARD_SHARE
-from commhooks.experiments.timing.step_time import Bucket, Stage, Step, step_time
 
 COPY = 1e-9  # seconds for an element
 MIB = 2**20
@@ -76,20 +75,6 @@ def test_gloo_adds_processor_time_for_bytes_messages_and_rounds() -> None:
     gloo = MADE_UP.on_gloo(Link(rate=math.inf), COPY)
     # 4 MB at 10 copies of a byte of 0.25 ns, two messages that wait, and a round
     assert seconds("allreduce", gloo) == pytest.approx(0.3 + 4e6 * 10 * 0.25e-9 + 2 * 0.001 + 0.002)
-
-
-def test_a_step_of_a_thousand_buckets_asks_the_link_once_for_each_size() -> None:
-    asked: list[int] = []
-
-    class Counting(Link):
-        def transfer(self, kind: str, payload: int, ranks: int) -> Transfer:
-            asked.append(payload)
-            return Transfer(1e-3, 1e-4, payload)
-
-    buckets = tuple(Bucket(1.0, (Stage(0.0, (("all-reduce", 4 + place % 2),)),)) for place in range(1000))
-    time = step_time(Step(compute=1.0, buckets=buckets), Counting(rate=1.0), 2)
-    assert time.bytes_sent == 4500
-    assert asked == [4, 5]
 
 
 def test_buckets_that_the_engine_joins_are_counted_as_one_exchange() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
@@ -49,34 +47,6 @@ def test_a_step_that_is_not_the_next_one_departs_from_the_order() -> None:
     assert lengths == [3] * 3
     assert order.follow(0, 7, 0) == 0
     assert order.follow(0, 7, 2) == 0
-
-
-class Counted(int):
-    """A lane that counts how often lanes are compared."""
-
-    comparisons = 0
-
-    def __eq__(self, other: object) -> bool:
-        Counted.comparisons += 1
-        return int.__eq__(self, other)
-
-    __hash__ = int.__hash__
-
-
-def test_after_an_irregular_step_an_order_is_recognised_in_the_third_and_no_unit_costs_as_much_as_the_history(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Counted, "comparisons", 0)
-    order, steps = Order(), dict[int, int]()
-    generator = random.Random(0)
-    for step in range(600):
-        lanes = [0, 1, 3] if step == 500 else generator.sample(range(3), 3) if step < 100 else [0, 1, 2]
-        before, found = Counted.comparisons, []
-        for lane in map(Counted, lanes):
-            steps[lane] = steps.get(lane, -1) + 1
-            found.append(order.follow(lane, steps[lane], 0))
-        assert Counted.comparisons - before < 3000
-        assert found == [3, 3, 3] or step < 103 or 500 <= step < 503
 
 
 class Arriving:
