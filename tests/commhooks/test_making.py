@@ -12,12 +12,10 @@ import pytest
 import torch
 
 from commhooks import ErrorFeedback, PerParameter, SettingsError, StartAfter, make_compressor, making
-from commhooks.compressors import TopK, TwoHop
+from commhooks.compressors import TopK
 from commhooks.language.compressor import loss_of_a_matrix
-from commhooks.wrappers.error_feedback import with_feedback
 from tests.cases import CASES, Case, rows_of
 from tests.commhooks.nestings import SHAPES, drawn
-from tests.flat_cost import two_hop_names, two_hop_of
 from tests.tiers import rows, thorough
 
 
@@ -76,14 +74,6 @@ def test_what_str_prints_of_any_nesting_is_read_back(seed: int) -> None:
 def test_what_means_the_same_is_written_alike(written: str, also: str) -> None:
     assert make_compressor(also) == make_compressor(written)
     assert str(make_compressor(also)) == str(make_compressor(written)) == written.replace(",wire=None", "")
-
-
-@pytest.mark.parametrize("name", two_hop_names())
-def test_what_str_prints_of_a_code_is_read_inside_of_a_compressor(name: str) -> None:
-    """There it is the code of that name, and not the compressor."""
-    inner = two_hop_of(name)
-    assert isinstance(inner, TwoHop)
-    assert make_compressor(f"two-hop:codec=({inner.codec})") == with_feedback(TwoHop(codec=inner.codec))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -86,12 +86,6 @@ def test_the_most_square_matrix_has_the_smallest_sides_of_all_splits(parameter: 
     assert form.n + form.m == min(n + parameter.numel() // n for n in splits)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("shape", [(), (5,), (0,), (0, 3), (3, 0, 2)], ids=str)
-def test_vectors_and_what_is_empty_are_no_matrices(rule: str, shape: tuple[int, ...]) -> None:
-    assert form_of(torch.zeros(shape), rule) is None
-
-
 @given(elements=st.integers(1, 3_000_000), rank=st.integers(1, 8))
 def test_a_buckets_matrix_is_nearly_square_and_sends_least(elements: int, rank: int) -> None:
     form, root = form_of_bucket(elements, rank), math.isqrt(elements)

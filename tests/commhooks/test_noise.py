@@ -41,14 +41,6 @@ def test_a_blocks_numbers_depend_on_its_name_number_step_and_hop_alone() -> None
         assert (one == other).float().mean() < 0.01
 
 
-@pytest.mark.parametrize("width", [32, 1000, 1 << 17])
-def test_numbers_are_odd_multiples_of_two_to_the_minus_17(width: int) -> None:
-    numbers = noise_of(1, width=width)
-    assert numbers.dtype == torch.float32 and numbers.shape == (BLOCKS, width)
-    odd = numbers.double() * 2**17
-    assert torch.equal(odd % 2, torch.ones_like(odd)) and odd.min() > 0 and odd.max() < 2**17
-
-
 @A_ROW
 def test_every_number_is_uniform() -> None:
     """Hoeffding: the mean of n draws from 0 to 1 is off by t with a probability of at most 2·exp(-2·n·t²)."""

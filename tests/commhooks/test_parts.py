@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks.communicators import Collective, LockstepGroup, ProcessGroupCommunicator
+from commhooks.communicators import Collective, ProcessGroupCommunicator
 from commhooks.communicators.collective import CollectiveKind
 from commhooks.communicators.lockstep import run_collective
 from commhooks.compressors import AllReduceMean
@@ -94,11 +94,6 @@ def test_a_mean_that_fits_the_wire_survives_it(mean: float) -> None:
     assert torch.tensor(4 * mean).half().div_(4).item() in (0.0, float("inf"))
 
 
-def test_the_elements_of_a_message_of_bytes_are_those_that_were_put_in() -> None:
-    (shipment,) = Packer(2, by_name=False).ship([AllGather(Part(torch.zeros(3)), Part(torch.zeros(5).to(torch.uint8)))])
-    assert shipment.collective.tensor.dtype == torch.uint8 and shipment.collective.payload_elements == 8
-
-
 @pytest.mark.parametrize("by_name", [False, True])
 def test_what_is_not_to_be_written_into_is_only_read(by_name: bool) -> None:
     """And what is, is the answer itself."""
@@ -166,16 +161,6 @@ def _ask(rank: int, communicator: ProcessGroupCommunicator) -> dict[str, Any]:
             for place, answer in zip(shipment.places, shipment.answers(pending.result), strict=True):
                 answers[name][place.number] = _plain(answer)
     return answers
-
-
-def test_lockstep_does_not_wait_for_workers_that_have_not_come() -> None:
-    first, second = LockstepGroup(2).communicators()
-    pending = first.start(Collective("all-reduce", torch.ones(1)))
-    with pytest.raises(commhooks.CollectiveError, match="before every worker submitted its request"):
-        pending.wait()
-    second.start(Collective("all-reduce", torch.ones(1)))
-    pending.wait()
-    assert pending.result.item() == 2.0
 
 
 # --- the order of collectives ---------------------------------------------------------------------------------------

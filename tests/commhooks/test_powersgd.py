@@ -23,7 +23,7 @@ from tests import bounds
 from tests.commhooks.models import Given, lstm_shapes, wrap
 from tests.commhooks.stock import draw_basis, hand_over
 from tests.commhooks.workers import Workers, largest, low_rank, mean_of, normal, relative, zeros
-from tests.tiers import covering, in_turn, thorough
+from tests.tiers import covering, thorough
 from tests.world import run_world
 
 pytestmark = pytest.mark.kernels
@@ -265,34 +265,6 @@ def test_a_mean_of_low_rank_comes_back_though_no_ranks_own_gradient_is_of_low_ra
     gradients = [[s + z for s, z in zip(shared, own, strict=True)], [s - z for s, z in zip(shared, own, strict=True)]]
     for _ in range(3):
         assert _worst(workers.step(gradients)[0], gradients) < bounds.IN_FLOAT64
-
-
-SHAPES_OF_BLOCKS: list[Shape] = [(24, 40), (10, 512), (600, 700), (16, 30_000)]
-"""One block of rows, several, and rows too long for a block of as many as usual."""
-
-
-@pytest.mark.parametrize(("shape", "rank"), in_turn(SHAPES_OF_BLOCKS, RANKS), ids=str)
-def test_buckets_that_are_laid_out_alike_give_the_same_bits(shape: Shape, rank: int) -> None:
-    for before in (0, 1, 7):
-        first, second = _behind_a_vector(before, shape, rank, torch.float32), None
-        _elsewhere = torch.empty(1000 + before)  # so that the second bucket does not come to lie where the first was
-        second = _behind_a_vector(before, shape, rank, torch.float32)
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def _behind_a_vector(elements: int, shape: Shape, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the mean and the residual of a matrix, after two steps in a bucket behind so many other elements."""
-    workers = Workers(
-        commhooks.make_compressor("powersgd", rank=rank),
-        1,
-        zeros((elements,), shape, dtype=dtype),
-        names=["before", "M"],
-    )
-    for step in range(2):
-        (gradients,) = normal(workers.parameters, 1, seed=step + 5)
-        gradients[1] = normal(workers.parameters[1:], 1, seed=step)[0][0]
-        mean = workers.step([gradients])[0][1]
-    return mean, workers.residual(0, 1)
 
 
 def _worst(means: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> float:

@@ -115,14 +115,6 @@ def test_a_report_adds_up_what_is_there(rank: int) -> None:
         attachment.close()
 
 
-def test_the_models_own_parameters_are_not_counted_as_the_hooks() -> None:
-    workers = Workers(make_compressor("fp16", error_feedback=True), 2, zeros((60, 40)))
-    workers.step(normal(workers.parameters, 2, seed=0))
-    report = workers.engines[0].memory()
-    assert (report.gradients, report.residuals) == (9600, 9600)
-    assert 4800 <= report.working < 9600  # the message, of 2 bytes an element, in a block of the pool; no more
-
-
 def test_an_unknown_storage_is_refused() -> None:
     with pytest.raises(commhooks.SettingsError, match="residuals='fp8': residuals must be one of fp32, bf16, host"):
         Workers(make_compressor("fp16"), 2, zeros((24, 40)), storage="fp8")

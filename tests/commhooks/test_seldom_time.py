@@ -7,7 +7,7 @@ import math
 import pytest
 
 from commhooks.experiments.timing.link import Link
-from commhooks.experiments.timing.rounds import Rounds, part_of, round_time
+from commhooks.experiments.timing.rounds import Rounds, round_time
 from commhooks.experiments.timing.step_time import Bucket, Stage, Step, step_time
 
 A_STEP = 0.1
@@ -60,14 +60,6 @@ def test_compression_takes_a_core_of_its_own_if_there_is_one() -> None:
     assert seconds_of(seldom, buckets) == pytest.approx(3.45)
     assert seconds_of(seldom, buckets, cores=2) == pytest.approx(3.0)
     assert seconds_of(Rounds(every=30, fragments=3), buckets, cores=2) == pytest.approx(4.35)
-
-
-def test_a_fragment_is_sent_as_one_with_the_rounds_of_all_buckets() -> None:
-    first = Bucket(0.1, (Stage(0.2, (("all-reduce", 10),)), Stage(0.4, (("all-gather", 7),))), 0.6)
-    second = Bucket(0.3, (Stage(0.1, (("all-reduce", 5), ("all-gather", 2))),), 0.3)
-    found = part_of([first, second], 1 / 3)
-    assert [one.collectives for one in found.stages] == [(("all-reduce", 5), ("all-gather", 1)), (("all-gather", 3),)]
-    assert [*(one.seconds for one in found.stages), found.after] == pytest.approx([0.1, 0.4 / 3, 0.3])
 
 
 def test_a_mean_that_is_due_at_the_end_of_the_step_is_no_other_than_a_gradients() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import get_args
 
 import numpy as np
@@ -16,11 +15,12 @@ from torch import Tensor
 from commhooks import ErrorFeedback, make_compressor
 from commhooks.compressors import DGC, Threshold, TopK
 from commhooks.compressors.kernels.selection import largest
-from commhooks.compressors.sparse.indices import Bitmap, Indices, coding_of, codings_of
+from commhooks.compressors.sparse.indices import Indices, coding_of, codings_of
 from commhooks.language import Compressor, Context
 from commhooks.state.table import StateTable
 from tests.bounds import assert_equal_in_float64
 from tests.commhooks.alone import bucket_of, run_alone
+from tests.commhooks.test_native_largest import HARD, assert_largest
 from tests.commhooks.workers import Workers
 from tests.formulas_sparse import SHAPES_OF_INDICES, sent_of
 from tests.tiers import A_ROW
@@ -75,25 +75,11 @@ def test_every_block_sends_its_largest_elements(indices: Indices, block: int | N
     assert coding.k == sent_of(elements, 0.01, block)
 
 
-HARD: dict[str, Callable[[Tensor], Tensor]] = {
-    "normal": lambda x: x,
-    "heavy-tailed": lambda x: x**9,
-    "of two values": lambda x: x.sign(),
-    "denormal": lambda x: x * 1e-42,
-    "mostly zero": lambda x: torch.where(x > 2, x, 0.0),
-    "with infinities": lambda x: torch.where(x.abs() > 2.5, math.inf * x, x),
-    "with NaN of either sign": lambda x: torch.where(x.abs() > 2.5, math.nan * x, x),
-}
-
-
 @pytest.mark.parametrize("kind", HARD)
 @pytest.mark.parametrize(("rows", "n", "k"), [(9, 4096, 41), (9, 4099, 410), (1, 70_000, 701), (2, 65_536, 1)])
 def test_the_values_of_the_largest_are_those_of_top_k(kind: str, rows: int, n: int, k: int) -> None:
     memory = HARD[kind](drawn(rows, n, seed=1))
-    chosen = largest(memory, k)
-    ours, theirs = memory.abs().gather(1, chosen), torch.topk(memory.abs(), k).values
-    assert all(len(set(row)) == k for row in chosen.tolist())
-    assert torch.equal(ours.sort(descending=True).values.nan_to_num(nan=-1.0), theirs.nan_to_num(nan=-1.0))
+    assert_largest(memory, largest(memory, k), k)
 
 
 @pytest.mark.parametrize(
@@ -165,20 +151,6 @@ def test_a_mean_is_added_up_in_rank_order(indices: Indices) -> None:
         at = coding.choose(0, gradient) + torch.from_numpy(coding.starts([0]))
         expected[at] += gradient[at] / ranks
     assert torch.equal(mean, expected)
-
-
-def test_what_parameters_share_is_decoded_once_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, decoded = Bitmap.decode, []
-
-    def counted(self: Bitmap, codes: Tensor) -> Tensor:
-        decoded.append(len(codes))
-        return decode(self, codes)
-
-    monkeypatch.setattr(Bitmap, "decode", counted)
-    parameters = [torch.zeros(40, 30) for _ in range(12)]
-    gradients = [[drawn(40, 30, seed=100 * rank + number) for number in range(12)] for rank in range(2)]
-    Workers(TopK(ratio=0.3, indices="bitmap"), 2, parameters).step(gradients)
-    assert decoded == [2, 2]  # what both ranks sent, on each of them
 
 
 def test_a_threshold_sends_what_has_grown_to_it_as_far_as_there_is_room() -> None:

@@ -15,10 +15,9 @@ from commhooks.errors import SettingsError
 from commhooks.experiments.planning import Link, plan, predict, profile_from_tables
 from commhooks.experiments.planning.candidates import DENSE
 from commhooks.experiments.planning.costs import Costs, HookCosts, Sample
-from commhooks.experiments.planning.tables import as_one_of, in_buckets, in_units, ready_moments, square_matrices
+from commhooks.experiments.planning.tables import as_one_of, in_units
 from commhooks.experiments.timing.link import HALF_SUM
 from commhooks.experiments.timing.payloads import rounds_of
-from commhooks.experiments.timing.sharded import FORWARD_SHARE
 
 COPY = 1e-9  # seconds for an element
 MIB = 2**20
@@ -120,14 +119,6 @@ def test_payloads_of_many_ranks_are_those_that_counting_finds(hook: str) -> None
     for one, sends in zip(unit.rounds, counted, strict=True):
         assert [kind for kind, _ in one.sends] == [kind for kind, _ in sends]
         assert [size for _, size in one.sends] == pytest.approx([size for _, size in sends], rel=0.06)  # padding
-
-
-def test_models_are_cut_into_buckets_from_the_last_parameter_on_and_ready_by_elements() -> None:
-    assert square_matrices(25e6) == [(1000, 1000)] * 25
-    assert in_buckets([(MIB // 4,), (MIB // 4,), (8 * MIB,)]) == [(2,), (1, 0)]
-    assert in_buckets([(10,), (20,)], bucket_cap_mb=1e-5) == [(1,), (0,)]
-    assert ready_moments([1, 3], 0.3) == pytest.approx([0.1 + 0.2 / 4, 0.3])
-    assert pytest.approx(1 / 3) == FORWARD_SHARE
 
 
 def test_a_model_gives_its_shapes_and_the_fastest_hook_comes_first() -> None:

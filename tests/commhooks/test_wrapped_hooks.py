@@ -56,10 +56,6 @@ def in_place_afterwards(state: Any, bucket: Any) -> Any:
     return dist.all_reduce(kept, async_op=True).get_future().then(lambda _: kept.div_(2))
 
 
-def looks_again_afterwards(state: Any, bucket: Any) -> Any:
-    return reduced(bucket).get_future().then(lambda _: bucket.buffer())
-
-
 def with_a_graph(state: Any, bucket: Any) -> Any:
     """Return a mean that requires gradients, from Gloo's thread on the rank that waits for the other."""
     time.sleep(0.01 * dist.get_rank())
@@ -111,21 +107,17 @@ def counting(state: Any, bucket: Any, *, more: int) -> Any:
 FOREIGN: dict[str, Hook] = {
     "PyTorch's allreduce": stock.allreduce_hook,
     "PyTorch's fp16": stock.fp16_compress_hook,
-    "PyTorch's fp16 wrapper": stock.fp16_compress_wrapper(stock.allreduce_hook),
     "a future of a tensor": plain,
-    "a future of a list": lambda s, b: reduced(b).get_future(),
     "a work": lambda s, b: reduced(b),
     "a work without a future": lambda s, b: WithoutFuture(reduced(b)),
     "a tensor": lambda s, b: (reduced(b).wait(), b.buffer())[1],
     "another shape": lambda s, b: (reduced(b).wait(), b.buffer().clone().view(1, -1))[1],
     "another dtype, ready at once": ready_at_once,
     "in place, afterwards": in_place_afterwards,
-    "the buffer, looked up afterwards": looks_again_afterwards,
     "a result that requires gradients": with_a_graph,
     "a buffer of its own": by_set_buffer,
     "a lambda": lambda s, w: plain(s, w),  # noqa: PLW0108 (a lambda is what is tested)
     "a partial": functools.partial(counting, more=1),
-    "a partial of ours": functools.partial(commhooks.allreduce_hook),
     "a callable object": Unhashable(2),
     "a bound method": Unhashable(2).method,
     "a wrapper round a wrapper": commhooks.bf16_compress_wrapper(plain),
