@@ -30,7 +30,7 @@ def record() -> dict[str, str]:
     """Return digests by way, row and rank, of the code of the current folder."""
     sys.path.insert(0, str(Path.cwd()))
     run_world, here = importlib.import_module("tests.world").run_world, importlib.import_module("tests.golden")
-    found = {}
+    found: dict[str, str] = {}
     for ranks in (2, 4):
         for rank, of_rank in enumerate(run_world(here.digests_of_rank, ranks, ranks, timeout=3600.0, check_exit=False)):
             found |= {f"{way}, rank {rank} of {ranks}": one for way, one in of_rank.items()}
@@ -38,9 +38,9 @@ def record() -> dict[str, str]:
 
 
 def digests_of_rank(rank: int, ranks: int) -> dict[str, str]:
-    defaults, cases = importlib.import_module("tests.commhooks.defaults"), importlib.import_module("tests.cases")
+    defaults: Any = importlib.import_module("tests.commhooks.defaults")
     defaults.STEPS = STEPS
-    ways = defaults.ways(list(cases.BY_NAME), "none").items()
+    ways = defaults.ways(list(defaults.BY_NAME), "none").items()
     return {way: digest_of(run(rank, nullcontext)) for way, run in ways if ranks == 2 or way.endswith(", attach")}
 
 

@@ -81,14 +81,8 @@ def a_profile(*hooks: HookProfile, **changes: Any) -> Profile:
 def an_accuracy(**losses: float) -> Accuracy:
     """Return what hooks cost on a task on which 0.05 nats matter."""
     differences = tuple(Difference(str(commhooks.make_compressor(name)), one, one, one) for name, one in losses.items())
-    named: dict[str, Any] = {
-        "task": "gpt",
-        "description": "",
-        "score": "loss",
-        "unit": "nats",
-        "higher_is_better": False,
-    }
-    task = TaskAccuracy(steps=1, seeds=3, seed_range=0.05, fall=5.0, differences=differences, **named)
+    named: dict[str, Any] = {"task": "gpt", "description": "", "score": "loss", "unit": "nats", "steps": 1, "seeds": 3}
+    task = TaskAccuracy(higher_is_better=False, seed_range=0.05, fall=5.0, differences=differences, **named)
     return Accuracy(tasks=(task,), workers=4, command="", machine="", versions={})
 
 
