@@ -104,11 +104,6 @@ def test_what_a_hook_was_measured_to_cost_beyond_the_model_is_kept() -> None:
     assert predict(a_profile(slow), a_probe(), "slow").seconds == pytest.approx(0.119 + 0.0075)
 
 
-def test_fused_sends_all_buckets_at_once_after_the_last() -> None:
-    fused = hook("fused", 0.110, 4, policy="fused")
-    assert predict(a_profile(fused), a_probe(), "fused").seconds == pytest.approx(0.110 + 0.040)
-
-
 def test_no_step_is_predicted_to_be_shorter_than_without_communication() -> None:
     lucky = hook("lucky", 0.100, 0.001)
     found = plan(a_profile(lucky), a_probe(), accuracy=SAFE)

@@ -232,10 +232,6 @@ def attach(group: Any, kind: str = "ours", **settings: Any) -> None:
     commhooks.attach(ddp_class(kind)(nn.Linear(2, 2), process_group=group), "int8", **settings).close()
 
 
-def attach_to_pytorchs(group: Any) -> None:
-    attach(group, "torch")
-
-
 def attach_over(group: Any) -> None:
     attach(dist.group.WORLD, "torch", process_group=group)
 
@@ -252,7 +248,7 @@ def run_hooks(group: Any) -> None:
     commhooks.PowerSGDState(group)
 
 
-WAYS = (exchange, train_locally, attach, attach_to_pytorchs, attach_over, wrap, run_hooks)
+WAYS = (exchange, train_locally, attach, attach_over, wrap, run_hooks)
 
 
 def go_all_ways(group: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from commhooks.experiments.timing.link import Link
@@ -72,13 +70,9 @@ def test_a_mean_that_is_due_at_the_end_of_the_step_is_no_other_than_a_gradients(
         )
 
 
-@pytest.mark.parametrize(("fragments", "delay"), [(0, 0), (31, 0), (1, 30), (1, -1)])
-def test_a_schedule_that_cannot_work_is_refused(fragments: int, delay: int) -> None:
-    with pytest.raises(ValueError, match="fragments must be from 1 to every, and delay from 0 to 29, below every"):
-        Rounds(every=30, fragments=fragments, delay=delay)
-
-
-def test_a_mean_cannot_be_due_before_there_is_anything_to_send() -> None:
+def test_a_schedule_that_cannot_work_is_refused() -> None:
+    for fragments, delay in ((0, 0), (31, 0), (1, 30), (1, -1)):
+        with pytest.raises(ValueError, match="fragments must be from 1 to every, and delay from 0 to 29, below every"):
+            Rounds(every=30, fragments=fragments, delay=delay)
     with pytest.raises(ValueError, match="no bucket's mean can be due before its gradients are ready"):
         Step(compute=1.0, buckets=(Bucket(0.5, (), due=0.4),))
-    assert Bucket(0.5, ()).due == math.inf

@@ -37,15 +37,6 @@ def test_a_rank_sends_two_gathers_of_each_block_one_of_the_rest_and_a_reduction_
     assert sent == (ranks - 1) * (3 * in_blocks + 2 * rest) // ranks
 
 
-def test_a_step_that_waits_for_each_exchange_adds_them_all_up() -> None:
-    step = plain(4)
-    sends = [send for bucket in step.buckets for stage in bucket.stages for send in stage.collectives]
-    assert len(sends) == 3 * len(BLOCKS) + 2
-    found = step_time(step, LINK, 4)
-    assert found.seconds == pytest.approx(0.11 + sum(LINK.transfer(*send, 4).seconds for send in sends))
-    assert found.communication == pytest.approx(found.waiting)
-
-
 @pytest.mark.parametrize("name", ["all-reduce", "bf16", "int8", "int4"])
 def test_a_compressor_sends_what_it_is_counted_to_send_and_ranks_agree_on_turns(name: str) -> None:
     compressor = commhooks.make_compressor(name)

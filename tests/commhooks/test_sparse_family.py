@@ -82,14 +82,6 @@ def test_the_values_of_the_largest_are_those_of_top_k(kind: str, rows: int, n: i
     assert_largest(memory, largest(memory, k), k)
 
 
-@pytest.mark.parametrize(
-    ("elements", "ratio", "smallest"),
-    [(10_000, 0.01, "block-12"), (10_000, 0.2, "bitmap"), (1_000_000, 1e-5, "int32"), (150_000, 5e-5, "block-16")],
-)
-def test_auto_takes_the_coding_with_the_fewest_bytes(elements: int, ratio: float, smallest: Indices) -> None:
-    assert coding_of("auto", elements, ratio) == coding_of(smallest, elements, ratio)
-
-
 @A_ROW
 @pytest.mark.parametrize("name", ["random-k", "random-block"])
 def test_an_unbiased_mean_is_right_on_average(name: str) -> None:

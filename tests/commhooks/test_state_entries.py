@@ -118,19 +118,6 @@ def test_a_run_is_resumed_in_its_own_memory_format_and_in_no_other(
             trained(compressor, other, state)
 
 
-def test_a_parameter_that_a_state_lacks_may_lie_in_any_memory_format_if_it_may_be_missing() -> None:
-    shape = (4, 3, 2, 2)
-    state = trained(commhooks.make_compressor("top-k"), torch.randn(shape)).state_dict()
-    like = {"weight": torch.zeros(shape), "more": torch.zeros(shape).to(memory_format=torch.channels_last)}
-    (connection,) = lockstep_connections(1)
-    wider = commhooks.Exchanger(like, "top-k", connection=connection)
-    average_in_lockstep([wider], [{name: torch.randn_like(one) for name, one in like.items()}])
-    wider.load_state_dict(state, missing="reset")
-    local = wider.state_dict()["local"]["rank0"]
-    assert torch.equal(local["weight"]["residual"], state["local"]["rank0"]["weight"]["residual"])
-    assert not local["more"]["residual"].any()
-
-
 def test_the_check_of_form_names_every_place_that_differs() -> None:
     form = {"name": str, "sizes": [int], "more?": {"is": bool}, "by name": {str: float}}
     right: dict[str, Any] = {"name": "a", "sizes": [1, 2], "by name": {"b": 0.5}}

@@ -63,12 +63,6 @@ def test_the_processor_time_of_transfers_delays_the_backward_pass() -> None:
     assert slower.transfer("all-reduce", MB, 2).seconds == pytest.approx(0.2)
 
 
-def test_a_step_without_collectives_is_compute_and_compression() -> None:
-    found = step_time(a_step(Bucket(0.5, (), after=0.2), Bucket(1.0, (), after=0.1)), PLAIN, 8)
-    assert (found.seconds, found.communication, found.bytes_sent) == pytest.approx((1.4, 0, 0))
-    assert step_time(a_step(), PLAIN, 8).utilisation == 1.0
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_transfer_takes_what_the_emulated_link_makes_of_it(kind: str, ranks: int) -> None:

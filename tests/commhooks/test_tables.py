@@ -20,7 +20,6 @@ from commhooks.experiments.timing.link import HALF_SUM
 from commhooks.experiments.timing.payloads import rounds_of
 
 COPY = 1e-9  # seconds for an element
-MIB = 2**20
 
 
 def costs_of(compressor: str, *, a_matrix: float = 0.0, bucket: float = 0.0, growth: float = 0.0) -> HookCosts:
