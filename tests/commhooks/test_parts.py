@@ -381,6 +381,21 @@ def test_error_feedback_keeps_nothing_where_nothing_is_lost(name: str) -> None:
     assert not any(one.memory_bytes() for one in workers.states[0].states())
 
 
+def test_a_step_that_was_cut_short_is_dropped_when_the_next_one_begins() -> None:
+    communicator, finished = Scripted(), []
+    policy = Fused(communicator, lambda pending: True, lambda task: finished.append(task.step))
+    stale, *whole = [_task(0, Rounds(rounds=1)), _task(0, Rounds(rounds=1)), _task(1, Rounds(rounds=1), is_last=True)]
+    for task in whole:
+        task.step = 1
+    for task in (stale, *whole):
+        policy.add(task)
+    while policy.turn():
+        pass
+    assert finished == [1, 1] and communicator.sizes == [4]
+    with pytest.raises(commhooks.CollectiveError, match="step 0 was cut short: step 1 began before its end"):
+        stale.futures[0].wait()
+
+
 # --- state and statistics -------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from commhooks import Compressor, Hierarchical, PerParameter, make_compressor
 from commhooks.compressors.powersgd.blind_rows import EVERY, Probed, replace_blind_rows, with_probes
-from tests.commhooks.workers import Workers, zeros
+from tests.commhooks.workers import Workers, normal, zeros
 from tests.tiers import rows
 
 pytestmark = pytest.mark.kernels
@@ -139,3 +139,15 @@ def test_only_the_row_that_shows_least_is_replaced_and_only_where_the_others_lea
     kept = (before == one.P).all(dim=2)
     assert kept.tolist() == [[True, True], [True, True], [True, False], [True, False]]
     assert torch.equal(one.P[3, 1], one.probe.shown[3])
+
+
+def test_a_basis_that_sees_nothing_is_replaced_at_any_scale_and_among_groups_of_several_ranks() -> None:
+    groups = []
+    for r, scale in ((1, 1e-30), (2, 1e30), (2, 1.0)):
+        M = torch.zeros(2, 40, 30)
+        M[:, :, 20:] = normal([M[:, :, 20:]], 1, seed=r)[0][0] * scale
+        groups.append(probed(M, torch.eye(30)[:r].repeat(2, 1, 1)))
+    replace_blind_rows(groups)
+    for one in groups:
+        assert torch.equal(one.P[:, 0], one.probe.shown)
+        assert not one.P[:, 1:].any()
