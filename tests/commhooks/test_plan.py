@@ -10,7 +10,7 @@ import pytest
 import commhooks
 from commhooks.errors import SettingsError
 from commhooks.experiments.accuracy import Accuracy, Difference, TaskAccuracy
-from commhooks.experiments.planning import Link, Plan, Probe, Profile, ProfileError, Rounds, plan, predict
+from commhooks.experiments.planning import Plan, Probe, Profile, ProfileError, Rounds, plan, predict
 from commhooks.experiments.planning.errors import ProbeError
 from commhooks.experiments.planning.probes import MEASURED, Cost, Timing
 from commhooks.experiments.planning.profiles import (
@@ -109,11 +109,6 @@ def test_no_step_is_predicted_to_be_shorter_than_without_communication() -> None
     found = plan(a_profile(lucky), a_probe(), accuracy=SAFE)
     assert found.of("lucky").seconds == 0.110
     assert all(one.speed_up <= found.bound and one.utilisation <= 1 for one in found.choices)
-
-
-def test_a_link_of_a_rate_and_a_probe_of_that_rate_say_the_same() -> None:
-    link = Link(rate=8 / PER_BYTE, algorithm="ring")
-    assert predict(a_profile(), link).seconds == pytest.approx(predict(a_profile(), a_probe()).seconds)
 
 
 def test_diloco_divides_a_round_among_its_steps_and_has_a_cost_of_its_own() -> None:

@@ -165,16 +165,6 @@ def test_parameters_to_skip_are_averaged_exactly_and_keep_nothing() -> None:
     assert sent == [1200, 70, 1200, 7]
 
 
-def test_experts_are_sent_as_matrices_with_a_basis_each() -> None:
-    experts = torch.zeros(8, 256, 128)
-    for rank in (1, 2, 4):
-        assert PowerSGD(rank=rank).payload_elements(experts) == 3072 * rank
-        assert PowerSGD(rank=rank).payload_elements(torch.zeros(512, 512, 3)) == 2048 * rank
-    assert PowerSGD(rank=4, matrices="first-dimension").payload_elements(experts) == 8 * 256 * 128
-    assert PowerSGD(rank=1, stacked=("*.experts.*",)).payload_elements(torch.zeros(32, 16, 16), "a.experts.w") == 1024
-    assert PowerSGD(rank=1).payload_elements(torch.zeros(32, 16, 16)) == 32 + 256
-
-
 @pytest.mark.parametrize("residuals", ["fp32", "bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(24, 40), (300, 400), (600, 500)], ids=str)

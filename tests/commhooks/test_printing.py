@@ -7,8 +7,8 @@ from commhooks.communicators.collective import KindTraffic
 from commhooks.exchange import MemoryReport
 
 
-def statistics() -> Statistics:
-    return Statistics(
+def test_statistics_print_as_a_table_with_units() -> None:
+    statistics = Statistics(
         steps=20,
         buckets=1,
         collectives=1_040,
@@ -20,10 +20,7 @@ def statistics() -> Statistics:
         by_kind={"all-reduce": KindTraffic(1, 512_000, 512_000), "all-gather": KindTraffic(1_039, 300_000, 300_000)},
         by_group={"inner": KindTraffic(5, 900, 900)},
     )
-
-
-def test_statistics_print_as_a_table_with_units() -> None:
-    assert str(statistics()).splitlines() == [
+    assert str(statistics).splitlines() == [
         "20 steps, 1 bucket, 1,040 collectives",
         "gradients                   28.4 MB  1.42 MB a step",
         "in messages                  812 kB  35.0 times smaller",

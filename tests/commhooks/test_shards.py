@@ -289,11 +289,6 @@ def test_by_default_the_mean_of_shards_goes_to_this_ranks_row() -> None:
 
 
 NAMES = [
-    "all-reduce",
-    "bf16",
-    "top-k:ratio=0.1",
-    "threshold:threshold=0.5,capacity=0.1",
-    "random-k:ratio=0.1",
-    "TwoHop(codec=Int8(block=16))",
-    "ErrorFeedback(inner=TwoHop(codec=QSGD(block=16)))",
-]
+    "all-reduce", "bf16", "top-k:ratio=0.1", "threshold:threshold=0.5,capacity=0.1", "random-k:ratio=0.1",
+    "TwoHop(codec=Int8(block=16))", "ErrorFeedback(inner=TwoHop(codec=QSGD(block=16)))",
+]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +11,12 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import ErrorFeedback, Hierarchical, PerParameter, make_compressor
+from commhooks import Hierarchical, PerParameter, make_compressor
 from commhooks.compressors import AllReduceMean, TwoHop
 from commhooks.compressors.codecs import Sign
 from commhooks.language import Compressor, Place
 from commhooks.language.entries import blocks_served
 from commhooks.lockstep import average_in_lockstep
-from commhooks.wrappers.phases import phases_of
 from commhooks.wrappers.start_after import schedule
 from tests import bounds
 from tests.commhooks.resuming import roundtrip
@@ -308,14 +306,3 @@ def test_what_waits_for_a_compressor_that_was_announced_is_not_warned_of() -> No
         for _ in range(6):
             run.step()
     run.assert_nothing_is_lost()
-
-
-def test_phases_rest_and_take_over_inside_every_wrapper() -> None:
-    """A schedule inside wrappers uses in a step what it uses alone, under the same names."""
-    inner = schedule((0, TwoHop(codec=Sign(block=8))), (4, TwoHop(codec=Sign(block=16))))
-    place = Place("layer0", torch.zeros(64), 2)
-    for compressor in (inner, ErrorFeedback(inner=inner), machines(inner), by_layer(inner, AllReduceMean())):
-        assert [phase.begin for phase in phases_of(compressor)] == [0, 4]
-        always = compressor.state(place).keys()
-        resting = [always - compressor.state(dataclasses.replace(place, step=step)).keys() for step in (3, 4)]
-        assert resting == [{"server error"}, {"server error before"}]
