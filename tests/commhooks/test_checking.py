@@ -28,11 +28,7 @@ OF_EXAMPLES: dict[str, Compressor | Codec] = {
     "momentum_top_k": example("momentum_top_k").MomentumTopK(ratio=0.05),
 }
 
-IN_PAGES = [
-    ("compressors.md", "RandomK"),
-    ("compressor-interface.md", "MeanMomentum"),
-    ("compressors.md", "BFloat16"),
-]
+IN_PAGES = [("compressors.md", "BFloat16")]
 
 
 def bad(given: Compressor | Codec, *only: str) -> list[Finding]:
@@ -48,7 +44,7 @@ def test_the_guides_examples_obey_every_law(name: str) -> None:
     assert sum(one.verdict == "kept" for one in found) >= 16
 
 
-@pytest.mark.parametrize(("page", "name"), rows(IN_PAGES, unless=lambda one: one[1] == "MeanMomentum"))
+@pytest.mark.parametrize(("page", "name"), IN_PAGES)
 def test_the_compressors_that_the_guide_defines_obey_every_law(
     page: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,16 +55,6 @@ def test_the_compressors_that_the_guide_defines_obey_every_law(
             exec(compile(block.code, block.place, "exec", dont_inherit=True), vars(module))
     found = check(vars(module)[name]())
     assert [str(one) for one in found if one.is_bad] == []
-
-
-EXEMPT = ["affine", "dgc", "noop", "signum:block=32", *thorough(["distro:chunk=16", "natural:block=32"])]
-
-
-@pytest.mark.parametrize("name", EXEMPT)
-def test_compressors_that_are_exempt_from_laws_say_so_and_obey_the_others(name: str) -> None:
-    assert (
-        bad(make_compressor(name), "replicas", "zeros", "conservation", "buckets", "moved", "wire", "convergence") == []
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +72,7 @@ def test_a_broken_law_is_told_with_its_rule_and_its_usual_causes() -> None:
 
 
 def test_a_broken_law_names_parameter_step_and_how_far_it_is_off() -> None:
-    (found,) = bad(mistaken.WrongSign(), "conservation")
+    (found,) = bad(mistaken.MISTAKES["WrongSign"][0](), "conservation")
     said = r"off by 2 of the largest element; the residual is -1 times what was not sent: a float32 parameter of"
     assert re.match(f"{said} shape 24×40 in step 0, with 3 workers", found.why)
 
@@ -127,23 +113,9 @@ def test_the_codec_without_a_mistake_obeys_both_laws_about_rounding() -> None:
     assert bad(Wrong(mistake="", block=32), "unbiased", "loss") == []
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Coarse(QSGD):
-    """QSGD whose declared error is a fraction of the true one."""
-
-    share: float
-
-    def relative_error(self) -> float:
-        return super().relative_error() * self.share
-
-
 @A_ROW
 def test_an_error_that_is_too_small_is_found_for_unbiased_codes() -> None:
     assert bad(Wrong(mistake="a quarter of the error", block=32), "loss")
-    # QSGD's bound is reached only by blocks whose small elements add up; this is a third of what is measured.
-    (found,) = bad(Coarse(block=32, levels=1, share=0.2), "loss")
-    assert "is left out, in squared norms" in found.why
-    assert bad(QSGD(block=32, levels=1), "loss") == []
 
 
 def test_what_is_checked_is_what_would_be_used() -> None:
