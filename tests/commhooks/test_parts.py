@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 
 import commhooks
 from commhooks.communicators import Collective, ProcessGroupCommunicator
-from commhooks.communicators.collective import CollectiveKind
 from commhooks.communicators.lockstep import run_collective
 from commhooks.compressors import AllReduceMean
 from commhooks.language import (
@@ -78,11 +77,6 @@ def test_collectives_know_their_bytes(request_: Request, payload: int, moved_by_
     assert shipment.collective.payload_bytes == payload
     assert shipment.collective.ring_bytes(4) == moved_by_four
     assert shipment.collective.ring_bytes(1) == 0
-
-
-def test_a_ring_of_two_sends_a_sum_once_and_half_of_what_is_swapped() -> None:
-    moved = {kind: Collective(kind, torch.zeros(2, 50)).ring_bytes(2) for kind in get_args(CollectiveKind)}
-    assert moved == {"all-reduce": 400, "all-gather": 400, "all-to-all": 200, "reduce-scatter": 200}
 
 
 @pytest.mark.parametrize("mean", [3e-8, 5e4])
