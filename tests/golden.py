@@ -1,63 +1,86 @@
 """Digests of what every compressor computes, to prove that a change of structure changes no bit.
 
-    python tests/golden.py record before.json [WAY ...]     # in a copy of the old commit; of some ways in, or all
-    python tests/golden.py record after.json [WAY ...]      # in the new one, on the same machine
+    python tests/golden.py record before.json       # in a copy of the old commit
+    python tests/golden.py record after.json        # in the new one, on the same machine
     python tests/golden.py compare before.json after.json
 
-Recorded for every way in and its rows, in several worlds and under its policies, for 40 steps: the means or parameters
-after each step, the saved state entry by entry, and the bytes of every rank. What runs is the code of the current
-folder; how it is called, `golden_ways.py` says, next to this script. No digest is kept in the repository: another
-processor has others.
+Recorded for every row of `tests/cases.py` attached to both DDPs and in an Exchanger, for DiLoCo, ModelAverager and
+FSDP2's shards and replicas: the means or parameters after each of 40 steps, the saved state and the bytes of each of 2
+ranks, and of 4 if attached. No digest is in the repository: another processor has others.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import itertools
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-Digests = dict[str, dict[str, Any]]
-SHOWN = 3
-"""The first differences are named, and the others counted."""
+STEPS = 40
 
 
-def record(only: Sequence[str] = ()) -> Digests:
-    """Return the digests by way, row, policy and rank; of some ways, or all."""
+def record() -> dict[str, str]:
+    """Return digests by way, row and rank, of the code of the current folder."""
     sys.path.insert(0, str(Path.cwd()))
-    run_world = importlib.import_module("tests.world").run_world
-    ways, here = importlib.import_module("golden_ways"), importlib.import_module(Path(__file__).stem)
-    found: Digests = {}
-    for name, way in ways.WAYS.items():
-        if only and name not in only:
-            continue
-        for ranks, policy in itertools.product(way.worlds, way.policies):
-            of_ranks = run_world(here.digests_of_rank, ranks, name, policy, timeout=1800.0, check_exit=False)
-            for rank, of_rank in enumerate(of_ranks):
-                found |= {f"{name}, {row}, {policy}, rank {rank} of {ranks}": one for row, one in of_rank.items()}
-        print(f"{name}: {sum(key.startswith(f'{name}, ') for key in found)} digests", flush=True)
+    run_world, here = importlib.import_module("tests.world").run_world, importlib.import_module("tests.golden")
+    found: dict[str, str] = {}
+    for ranks in (2, 4):
+        for rank, of_rank in enumerate(run_world(here.digests_of_rank, ranks, ranks, timeout=3600.0, check_exit=False)):
+            found |= {f"{way}, rank {rank} of {ranks}": one for way, one in of_rank.items()}
     return found
 
 
-def digests_of_rank(rank: int, name: str, policy: str) -> dict[str, dict[str, Any]]:
-    """Train with every row of a way on this rank; return the digests by row."""
-    way = importlib.import_module("golden_ways").WAYS[name]
-    found = {}
-    for row, made_with in way.rows().items():
-        run = way.train(rank, made_with, policy)
-        found[row] = {
-            "means": [digest_of(means) for means in run.means],
-            "state": {entry: digest_of([tensor]) for entry, tensor in sorted(run.state.items())},
-            "traffic": run.traffic,
-        }
+def digests_of_rank(rank: int, ranks: int) -> dict[str, str]:
+    defaults: Any = importlib.import_module("tests.commhooks.test_defaults")
+    defaults.STEPS = STEPS
+    names = list(defaults.BY_NAME)
+    found = {f"{name}, attach, PyTorch's DDP": digest_of(attached(rank, name)) for name in names}
+    if ranks == 4:
+        return found
+    found |= defaults.digests(rank, "none", names)
+    for way, shape in (("attach_replicas", (2, 1)), ("attach_sharded", (1, 2))):
+        for compressor in ("all-reduce", "fp16", "top-k:ratio=0.1", "int8", "sign"):
+            found[f"{way}, {compressor}"] = digest_of(sharded(rank, way, shape, compressor))
     return found
+
+
+def attached(rank: int, name: str) -> Iterator[Tensor]:
+    """Attach a row to a model in PyTorch's DDP, where all buckets make a unit."""
+    defaults, commhooks = importlib.import_module("tests.commhooks.test_defaults"), importlib.import_module("commhooks")
+    module = defaults.Given(*defaults.SHAPES)
+    model = defaults.wrap("torch", module, bucket_cap_mb=0.004)
+    handle = commhooks.attach(model, defaults.BY_NAME[name].make(), policy="fused")
+    for step in range(STEPS):
+        model.zero_grad()
+        model(*defaults.gradients(rank, step)).backward()
+        yield from defaults.gradients_of(module)
+    yield from tensors_in(handle.state_dict())
+    handle.close()
+
+
+def sharded(rank: int, way: str, shape: tuple[int, int], compressor: str) -> Iterator[Tensor]:
+    """Train two layers that FSDP2 shards, or replicas of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 65), nn.Tanh(), nn.Linear(65, 7))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    for part in (model[0], model):
+        fully_shard(part, mesh=mesh["shards"])
+    group = {"process_group": mesh.get_group("replicas")} if way == "attach_replicas" else {}
+    handle = getattr(importlib.import_module("commhooks"), way)(model, compressor, **group)
+    for step in range(STEPS):
+        model.zero_grad()
+        model(torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * rank + step))).square().mean().backward()
+        yield from (shard.grad.to_local() for shard in model.parameters())  # type: ignore[union-attr]
+    yield from tensors_in(handle.state_dict())
+    handle.close()
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
@@ -67,39 +90,29 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
     return bits.hexdigest()
 
 
-def compare(before: Digests, after: Digests) -> list[str]:
-    """Return what differs, in words; what is new is no difference."""
-    differences = [f"{key}: not there any more" for key in before.keys() - after.keys()]
-    for key in sorted(before.keys() & after.keys()):
-        one, other = before[key], after[key]
-        changed = [place for place, value in _places(one).items() if value != _places(other).get(place)]
-        if changed:
-            more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-            differences.append(f"{key}: {', '.join(changed[:SHOWN])}{more}")
-    return differences
-
-
-def _places(digests: dict[str, Any]) -> dict[str, Any]:
-    """Return each digest by what it is of: a step, an entry of the state, a number of the traffic."""
-    found: dict[str, Any] = {}
-    for what, values in digests.items():
-        named = values.items() if isinstance(values, dict) else enumerate(values)
-        found |= {f"{what} {name}": value for name, value in named}
-    return found
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a saved state, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(one)
 
 
 def main(arguments: list[str]) -> int:
-    """Record or compare; return 0 if nothing differs."""
-    if len(arguments) > 1 and arguments[0] == "record":
-        digests = record(arguments[2:])
+    """Record or compare; return 0 if nothing differs. What is new is no difference."""
+    if len(arguments) == 2 and arguments[0] == "record":
+        digests = record()
         Path(arguments[1]).write_text(json.dumps(digests, indent=1))
         print(f"{len(digests)} digests of {importlib.import_module('commhooks').__file__}")
         return 0
     if len(arguments) == 3 and arguments[0] == "compare":
         before, after = (json.loads(Path(path).read_text()) for path in arguments[1:])
-        differences = compare(before, after)
-        print("\n".join(differences) or f"{len(before)} digests are equal")
-        return int(bool(differences))
+        differ = [
+            f"{way}: {'differs' if way in after else 'is gone'}" for way in before if before[way] != after.get(way)
+        ]
+        print("\n".join(differ) or f"{len(before)} digests are equal")
+        return int(bool(differ))
     print(__doc__)
     return 2
 

@@ -131,7 +131,7 @@ class Passing(dist.Work):
         self._inner = inner
         self._calls = calls
 
-    def wait(self, timeout: timedelta) -> bool:  # type: ignore[override]  # 'Signature incompatible': no default
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._calls["wait"] += 1
         return self._inner.wait()
 
@@ -162,21 +162,6 @@ class Around(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802
         return "around"
-
-
-class PatientWork(Passing):
-    """A work that `torch.distributed` can wait for, too: it passes no timeout."""
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return super().wait(timeout)
-
-
-class Patient(Around):
-    """A group whose works can be waited for in whatever way."""
-
-    def _pass_on(self, name: str, *arguments: Any) -> dist.Work:
-        self.calls[name] += 1
-        return PatientWork(getattr(self.inner, name)(*arguments), self.calls)
 
 
 class Boastful(Lonely):
@@ -217,10 +202,8 @@ def made_by_torch(kind: str) -> Any:
 @functools.cache
 def _register() -> None:
     makers: dict[str, Any] = {
-        "lonely": lambda *_: Lonely(),
         "boastful": lambda *_: Boastful(),
         "around": lambda *_: Around(_world()),
-        "patient": lambda *_: Patient(_world()),
     }
     for kind, maker in makers.items():
         dist.Backend.register_backend(kind, maker, devices=["cpu"])

@@ -20,8 +20,7 @@ from commhooks.communicators.parent_group import group_or_default
 from commhooks.exchange import ProcessGroupConnection
 from tests.cases import BY_NAME, FORMS
 from tests.commhooks.models import Given, gradients_of, wrap
-from tests.golden import digest_of
-from tests.golden_ways import tensors_in
+from tests.golden import digest_of, tensors_in
 from tests.structure import sources_of
 from tests.tiers import THOROUGH
 from tests.world import run_world
@@ -83,6 +82,8 @@ def attached(rank: int, name: str, around: Around) -> list[Tensor]:
             state = handle.state_dict()
             handle.load_state_dict(state)
         found += tensors_in(state)
+        sent = handle.statistics()
+        found.append(torch.tensor([sent.collectives, sent.payload_bytes, sent.moved_bytes], device="cpu"))
         handle.memory()
         handle.close()
     return found

@@ -34,23 +34,14 @@ class _LevelOfRank:
         yield from super().compress(bucket, context)  # type: ignore[misc]  # "undefined in superclass": a compressor's
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _PowerSGD(_LevelOfRank, PowerSGD):
-    pass
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _AdaptiveRank(_LevelOfRank, AdaptiveRank):
-    pass
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _UnbiasedPowerSGD(_LevelOfRank, UnbiasedPowerSGD):
-    pass
+def leveled(kind: type[Compressor], **settings: Any) -> Compressor:
+    own = dataclasses.make_dataclass(f"_{kind.__name__}", [], bases=(_LevelOfRank, kind), frozen=True, kw_only=True)
+    made: Compressor = own(**settings)
+    return made
 
 
 def powersgd(**settings: Any) -> Compressor:
-    return _PowerSGD(min_compression_rate=1.0, **settings)
+    return leveled(PowerSGD, min_compression_rate=1.0, **settings)
 
 
 def drawn(*shape: int, factor: float) -> Tensor:
@@ -80,8 +71,8 @@ def test_means_and_bases_have_these_bits_on_every_processor() -> None:
         powersgd(rank=2, alternating=True),
         powersgd(rank=2, iterations=2, warm_start=False),
         powersgd(rank=3, matrices="whole-bucket"),
-        _AdaptiveRank(rank=2, min_rank=1, max_rank=4, every=4),
-        _UnbiasedPowerSGD(rank=2),
+        leveled(AdaptiveRank, rank=2, min_rank=1, max_rank=4, every=4),
+        leveled(UnbiasedPowerSGD, rank=2),
     ],
     ids=str,
 )

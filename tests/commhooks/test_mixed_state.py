@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
@@ -10,13 +9,12 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import CheckpointError, ErrorFeedback, Hierarchical, LoadRules, PerParameter, make_compressor, schedule
-from commhooks.compressors import TwoHop
+from commhooks import CheckpointError, ErrorFeedback, Hierarchical, PerParameter, make_compressor, schedule
 from commhooks.language import Compressor, Place
 from commhooks.lockstep import average_in_lockstep
 from tests.commhooks.resuming import roundtrip
-from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, normal, take_up, zeros
-from tests.tiers import A_ROW, covering
+from tests.commhooks.workers import exchangers, gradients_of, zeros
+from tests.tiers import A_ROW
 
 TENSORS = {f"{number}.weight": tensor for number, tensor in enumerate(zeros((9, 12), (40,), (6, 5, 4), (57,)))}
 
@@ -71,15 +69,6 @@ def assert_equal(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]])
         assert all(torch.equal(own[name], other[name]) for name in TENSORS)
 
 
-@A_ROW
-@every_mixture
-def test_different_compressors_side_by_side_are_resumed_bit_for_bit(compressor: Compressor) -> None:
-    ran, resumed = trained(compressor), exchangers(TENSORS, compressor, 4)
-    for one, state in zip(resumed, saved(ran), strict=True):
-        one.load_state_dict(state)
-    assert_equal(next_means(resumed), next_means(ran))
-
-
 def test_a_checkpoint_of_another_version_of_commhooks_is_continued_with_a_warning() -> None:
     compressor = commhooks.make_compressor("int8", error_feedback=True)
     ran, resumed = trained(compressor), exchangers(TENSORS, compressor, 4)
@@ -87,52 +76,6 @@ def test_a_checkpoint_of_another_version_of_commhooks_is_continued_with_a_warnin
         with pytest.warns(UserWarning, match=rf"saved by commhooks 0.0.9, and this is {commhooks.__version__}"):
             one.load_state_dict(state | {"commhooks": "0.0.9"})
     assert_equal(next_means(resumed), next_means(ran))
-
-
-# --- what servers owe of parameters that are sent whole now -----------------------------------------------------------
-
-
-def int8() -> Compressor:
-    return make_compressor("int8", block=8)
-
-
-SENT_WHOLE = {
-    "alone": int8(),
-    "before another": schedule((0, int8()), (9, make_compressor("sign", block=32))),
-    "ranks beside machines": PerParameter(rules=(("layer[02]", Hierarchical(inner=int8(), size=2)),), otherwise=int8()),
-}
-
-
-@pytest.mark.parametrize(
-    ("compressor", "missing"), covering(list(SENT_WHOLE.values()), ["refuse", "reset"], fast=3), ids=str
-)
-def test_what_servers_owed_of_a_parameter_that_is_sent_whole_now_is_loaded_and_sent(
-    compressor: Compressor, missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after a run whose codes paid for every parameter that has a block."""
-    ran, resumed = (
-        Workers(compressor, 4, zeros((64, 4), (8,), (8,), dtype=torch.float64), may_join=False) for _ in range(2)
-    )
-    with monkeypatch.context() as earlier:
-        earlier.setattr(TwoHop, "pays", lambda two_hop, elements, _: elements >= two_hop.codec.block)
-        for step in range(3):
-            ran.step(normal(ran.parameters, 4, seed=step))
-        states = torch.load(io.BytesIO(ran.saved()))
-    owed = [ran.unsent(index) for index in range(3)]
-    for entry in ("server error", "server error before"):
-        assert not any(entry in ran.kinds()[name] for name in ("layer1", "layer2"))
-    for engine, state in zip(resumed.engines, states, strict=True):
-        take_up(engine, state, LoadRules(missing=missing))
-    (means, *_) = resumed.step([[torch.zeros_like(one) for one in resumed.parameters] for _ in range(4)])
-    for table in resumed.states:
-        assert not any(
-            entry.startswith("server error") for name in ("layer1", "layer2") for entry in table.kinds()[name]
-        )
-    # Numbers of at most 4 shares and a residual are rounded fewer than 16 times.
-    limit = 16 * torch.finfo(torch.float64).eps * 8 * largest(*owed, *means)
-    for index, mean in enumerate(means):
-        assert largest(mean) > 0.001
-        assert largest(owed[index] - mean - resumed.unsent(index)) <= limit
 
 
 # --- state that does not fit ------------------------------------------------------------------------------------------

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from commhooks import Compressor, NotAveragedError, make_compressor, schedule
+from commhooks import Compressor, make_compressor, schedule
 from commhooks.exchange.optimizers import unsuited
-from commhooks.exchange.watching import ReductionsGuard, Watch
+from commhooks.exchange.watching import Watch
 from tests.commhooks.workers import Workers, zeros
 from tests.tiers import A_ROW, rows
 
@@ -93,10 +92,6 @@ def test_nothing_is_said_of_compressors_that_converge_with_momentum(text: str) -
     assert unsuited(make_compressor(text), sgd(parameters), parameters) is None
 
 
-def test_an_element_may_stand_for_ten_gradients_with_momentum_and_not_for_twenty() -> None:
-    assert last_loss(make_compressor("random-k", ratio=0.1)) < 1 < last_loss(make_compressor("random-k", ratio=0.05))
-
-
 @A_ROW
 def test_signs_with_feedback_have_equal_second_moments_so_adams_steps_are_as_unequal_as_the_gradients() -> None:
     """Without feedback all elements of a block take equal steps, as dense Adam's; only with it the mean is right."""
@@ -132,36 +127,6 @@ def test_the_first_step_of_a_watched_optimizer_warns_once_and_on_rank_0() -> Non
     assert heard[0][0].startswith("commhooks: dgc with SGD: momentum is applied twice")
 
 
-@pytest.mark.parametrize("rate", [None, 0.1, torch.tensor(0.1), 0.0, torch.tensor(0.0)], ids=str)
-def test_only_a_rate_of_zero_lets_a_step_pass_that_the_hook_knows_nothing_of(rate: Any) -> None:
-    """None: the optimizer finds its rate by itself, as Adafactor does."""
-    parameters = zeros((ROWS, COLUMNS))
-    watched = sgd(parameters)
-    watched.param_groups[0]["lr"] = rate
-    engine, *_ = Workers(make_compressor("int8"), RANKS, parameters).engines
-    guard = ReductionsGuard([("rows", parameters[0])], "a model", engine, "nothing averages", lambda: 0)
-    watch = Watch(watched, guard, set(parameters), engine)
-    parameters[0].grad = torch.ones(ROWS, COLUMNS)
-    if rate is None or rate:
-        with pytest.raises(NotAveragedError, match="is about to take a step on gradients of a model that were not"):
-            watched.step()
-    else:
-        watched.step()
-    watch.remove()
-
-
-def test_a_watched_step_in_the_backward_pass_is_right_after_the_round_that_averaged_its_gradient() -> None:
-    """As FSDP2 allows it: a shard's gradient is averaged before it is accumulated."""
-    parameters = zeros((ROWS, COLUMNS))
-    optimizer, rounds = sgd(parameters), iter([0, 1, 1, 1])
-    engine, *_ = Workers(make_compressor("int8"), RANKS, parameters).engines
-    guard = ReductionsGuard([("rows", parameters[0])], "a model", engine, "nothing averages", lambda: next(rounds))
-    watch = Watch(optimizer, guard, set(parameters), engine)
-    parameters[0].requires_grad_().register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    parameters[0].sum().backward()
-    watch.remove()
-
-
 def test_signs_with_feedback_are_warned_of_where_an_optimizer_has_second_moments() -> None:
     parameters = zeros((ROWS, COLUMNS))
     for optimizer in (Adam, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta):
@@ -169,17 +134,3 @@ def test_signs_with_feedback_are_warned_of_where_an_optimizer_has_second_moments
         assert reason is not None and reason.endswith("Set error_feedback=False.")
     assert unsuited(make_compressor("sign", error_feedback=False), Adam(parameters), parameters) is None
     assert unsuited(make_compressor("int8"), Adam(parameters), parameters) is None
-
-
-def test_momentum_of_optimizers_that_normalise_is_not_warned_of() -> None:
-    parameters = zeros((ROWS, COLUMNS))
-    muon = getattr(torch.optim, "Muon", torch.optim.RMSprop)  # PyTorch 2.8 and older have none
-    for optimizer in (torch.optim.RMSprop(parameters, momentum=0.9), muon(parameters, momentum=0.9)):
-        assert unsuited(make_compressor("dgc"), optimizer, parameters) is None
-
-
-def test_an_optimizer_that_this_pytorch_lacks_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon", raising=False)
-    parameters = zeros((ROWS, COLUMNS))
-    reason = unsuited(make_compressor("dgc"), torch.optim.SGD(parameters, lr=0.1, momentum=0.9), parameters)
-    assert reason is not None and "momentum is applied twice" in reason

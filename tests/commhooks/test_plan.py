@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 import commhooks
 from commhooks.errors import SettingsError
 from commhooks.experiments.accuracy import Accuracy, Difference, TaskAccuracy
-from commhooks.experiments.planning import Link, Plan, Probe, Profile, ProfileError, Rounds, plan, predict
+from commhooks.experiments.planning import Plan, Probe, Profile, ProfileError, Rounds, plan, predict
 from commhooks.experiments.planning.errors import ProbeError
 from commhooks.experiments.planning.probes import MEASURED, Cost, Timing
 from commhooks.experiments.planning.profiles import (
@@ -22,7 +21,6 @@ from commhooks.experiments.planning.profiles import (
     Seconds,
     StepParts,
 )
-from tests.tiers import A_ROW
 
 MB = 1_000_000
 PER_BYTE = 10e-9  # seconds, on the probed network: an all-reduce of 1 MB takes 10 ms
@@ -83,18 +81,8 @@ def a_profile(*hooks: HookProfile, **changes: Any) -> Profile:
 def an_accuracy(**losses: float) -> Accuracy:
     """Return what hooks cost on a task on which 0.05 nats matter."""
     differences = tuple(Difference(str(commhooks.make_compressor(name)), one, one, one) for name, one in losses.items())
-    task = TaskAccuracy(
-        task="gpt",
-        description="",
-        score="loss",
-        unit="nats",
-        higher_is_better=False,
-        steps=1,
-        seeds=3,
-        seed_range=0.05,
-        fall=5.0,
-        differences=differences,
-    )
+    named: dict[str, Any] = {"task": "gpt", "description": "", "score": "loss", "unit": "nats", "steps": 1, "seeds": 3}
+    task = TaskAccuracy(higher_is_better=False, seed_range=0.05, fall=5.0, differences=differences, **named)
     return Accuracy(tasks=(task,), workers=4, command="", machine="", versions={})
 
 
@@ -116,21 +104,11 @@ def test_what_a_hook_was_measured_to_cost_beyond_the_model_is_kept() -> None:
     assert predict(a_profile(slow), a_probe(), "slow").seconds == pytest.approx(0.119 + 0.0075)
 
 
-def test_fused_sends_all_buckets_at_once_after_the_last() -> None:
-    fused = hook("fused", 0.110, 4, policy="fused")
-    assert predict(a_profile(fused), a_probe(), "fused").seconds == pytest.approx(0.110 + 0.040)
-
-
 def test_no_step_is_predicted_to_be_shorter_than_without_communication() -> None:
     lucky = hook("lucky", 0.100, 0.001)
     found = plan(a_profile(lucky), a_probe(), accuracy=SAFE)
     assert found.of("lucky").seconds == 0.110
     assert all(one.speed_up <= found.bound and one.utilisation <= 1 for one in found.choices)
-
-
-def test_a_link_of_a_rate_and_a_probe_of_that_rate_say_the_same() -> None:
-    link = Link(rate=8 / PER_BYTE, algorithm="ring")
-    assert predict(a_profile(), link).seconds == pytest.approx(predict(a_profile(), a_probe()).seconds)
 
 
 def test_diloco_divides_a_round_among_its_steps_and_has_a_cost_of_its_own() -> None:
@@ -166,13 +144,6 @@ def test_a_gain_whose_cost_was_not_measured_is_named_and_not_recommended() -> No
     found = plan(a_profile(hook("powersgd:policy=fused,rank=3", 0.112, 0.1, policy="fused")), a_probe(), accuracy=SAFE)
     assert found.advice.hook is None and found.choices[0].costs == ()
     assert "No gain is known to be safe" in found.advice.sentence and "was not measured" in found.advice.sentence
-
-
-def test_the_line_of_a_fused_hook_names_its_policy() -> None:
-    fused = hook("top-k:policy=fused,ratio=0.02", 0.112, 0.1, policy="fused")
-    assert plan(a_profile(fused), a_probe()).choices[0].code == (
-        'commhooks.attach(model, "top-k:ratio=0.02", policy="fused")'
-    )
 
 
 @pytest.mark.parametrize("seconds", [0.123, 0.150])  # 138 ms against 140, and more than that
@@ -231,22 +202,8 @@ def test_nothing_is_recommended_if_profile_and_network_contradict_each_other(mea
     assert found.advice.sentence.startswith("Not checked: the plain all-reduce should take 140 ms a step")
 
 
-@A_ROW
-def test_a_plan_for_a_large_profile_takes_less_than_two_seconds() -> None:
-    gradients = tuple(GradientProfile(str(n), (1,), MB, 0.1 * n / 50) for n in range(50))
-    rounds = (RoundProfile(1e-4, (("all-reduce", 1000), ("all-gather", 1000))),) * 3
-    buckets = tuple(BucketProfile((str(n),), MB, 0.0, rounds, 1e-4) for n in range(50))
-    hooks = {f"h{n}": HookProfile(f"h{n}", "fifo", parts(0.12), buckets) for n in range(12)}
-    profile = a_profile(gradients=gradients, hooks={**a_profile().hooks, **hooks})
-    begun = time.process_time()
-    plan(profile, a_probe())
-    assert time.process_time() - begun < 2
-
-
 def test_what_does_not_go_together_is_refused() -> None:
     profile = a_profile()
-    with pytest.raises(SettingsError, match="measured with 4 ranks, and is valid for those only"):
-        plan(profile, a_probe(ranks=4))
     with pytest.raises(ProfileError, match="lacks hook 'allreduce'"):
         plan(dataclasses.replace(profile, hooks={"noop": profile.hooks["noop"]}), a_probe())
     narrow = dataclasses.replace(a_probe(), costs={"all-gather": a_probe().costs["all-gather"]})

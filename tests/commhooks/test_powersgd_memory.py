@@ -9,18 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import commhooks
-from commhooks.compressors import PowerSGD
 from commhooks.scheduling.lockstep import run_in_turns
-from experiments.studies.bench.given import GivenBucket as Bucket
-from experiments.studies.bench.given import Shape, resnet18_shapes
+from experiments.studies.bench.given import Shape
 from tests.cases import BY_NAME, CASES, Case, forms_first
 from tests.commhooks.workers import GivenBucket, Workers, normal, zeros
 from tests.tiers import A_ROW, in_turn
@@ -55,17 +51,6 @@ class NewMemory(TorchDispatchMode):
         if place not in given and place not in self._living:
             self._living[place] = (StorageWeakRef(storage), storage.nbytes())
             self.largest_bytes = max(self.largest_bytes, storage.nbytes())
-
-
-def test_memory_that_is_made_is_noted_once_and_until_it_is_gone() -> None:
-    with NewMemory() as memory:
-        for _ in range(3):
-            first = torch.zeros(1000)
-            first[10:].add_(1)
-            second = first + 1
-            del first, second
-        torch.zeros(500)
-    assert (memory.largest_bytes, memory.peak_bytes) == (4000, 8000)
 
 
 def step_as_it_is(workers: Workers) -> None:
@@ -124,72 +109,3 @@ def test_buckets_that_were_dealt_anew_leave_nothing_behind(case: Case) -> None:
 
 
 SETTINGS: list[dict[str, Any]] = [{}, {"rank": 4}, {"alternating": True}, {"skip": ("layer0", "layer1?")}]
-
-
-@pytest.mark.parametrize(("settings", "dtype"), in_turn(SETTINGS, DTYPES, fast=bool), ids=str)
-def test_state_takes_little_more_than_what_is_compressed(settings: dict[str, Any], dtype: torch.dtype) -> None:
-    """In fp32, whatever the gradients are in."""
-    compressor = PowerSGD(**settings)
-    workers = Workers(commhooks.ErrorFeedback(inner=compressor), 1, zeros(*resnet18_shapes(), dtype=dtype))
-    for _ in range(2):
-        workers.step([workers.parameters])
-    named = zip(workers.parameters, workers.names, strict=True)
-    compressed = [p for p, name in named if compressor.compresses(p, name)]
-    rank = settings.get("rank", 1)
-    factors = sum(rank * (p.shape[0] + p[0].numel()) for p in compressed)
-    residuals = sum(p.numel() for p in compressed)
-    taken = sum(one.memory_bytes() for one in workers.states[0].states())
-    assert 4 * residuals < taken <= 4 * (1.05 * residuals + factors)
-
-
-@pytest.mark.parametrize(("rank", "dtype"), in_turn([1, 4], DTYPES, fast=lambda rank: rank == 1), ids=str)
-def test_a_step_takes_less_memory_than_one_of_pytorchs_hook(
-    rank: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """World size 1. The first compressed step makes the state; the others only what goes again."""
-    monkeypatch.setattr(dist, "all_reduce", _all_reduce_alone)
-    shapes = resnet18_shapes()
-    gradient = normal(zeros(*shapes, dtype=dtype), 1, seed=0)
-    dense = sum(g.numel() * g.element_size() for g in gradient[0])
-    workers = Workers(commhooks.make_compressor("powersgd", rank=rank), 1, zeros(*shapes, dtype=dtype))
-    (memory,) = workers.memories
-    bucket = Bucket(zeros(*shapes, dtype=dtype))
-    stock_state = stock.PowerSGDState(_Alone(), rank, start_powerSGD_iter=2)
-    stock_state.iter = 2
-    for step, name in enumerate(["first", "second", "third"]):
-        bucket.fill(gradient[0])
-        memory.copy_(bucket.buffer())
-        with NewMemory() as ours:
-            step_as_it_is(workers)
-        with NewMemory() as theirs:
-            stock.powerSGD_hook(stock_state, bucket)
-        print(
-            f"{name} step, times the gradients: ours {ours.peak_bytes / dense:.3f}, "
-            f"PyTorch's {theirs.peak_bytes / dense:.3f}"
-        )
-        # A narrow gradient's residual is fp32 here, and as narrow as the gradient there.
-        assert ours.peak_bytes < theirs.peak_bytes
-        if step > 0:
-            assert ours.peak_bytes < 0.1 * dense
-            assert theirs.peak_bytes > 1.9 * dense
-
-
-class _Alone:
-    """Be a process group of one."""
-
-    def size(self) -> int:
-        return 1
-
-
-class _Work:
-    def __init__(self, tensor: Tensor) -> None:
-        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        self._future.set_result([tensor])
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._future
-
-
-def _all_reduce_alone(tensor: Tensor, **_: Any) -> _Work:
-    """Sum over one rank, done at once: what waits for it then runs in this thread, where it is watched."""
-    return _Work(tensor)

@@ -17,7 +17,7 @@ from commhooks.communicators import Collective
 from commhooks.communicators.collective import KINDS, ring_bytes
 from commhooks.errors import SettingsError
 from commhooks.experiments.planning.errors import ProbeError
-from commhooks.experiments.planning.ladder import SIZES, ladders_of
+from commhooks.experiments.planning.ladder import SIZES
 from commhooks.experiments.planning.probes import MEASURED, Cost, Probe, Timing
 from commhooks.experiments.planning.probing import probe, probe_over
 from commhooks.experiments.planning.profiles import RoundProfile, Seconds
@@ -95,22 +95,6 @@ def test_for_a_profile_the_probe_sends_what_its_hooks_send_and_nothing_else() ->
     assert {kind: cost.largest for kind, cost in found.costs.items()} == {"all-reduce": 4_000_000, "all-gather": 4096}
 
 
-def test_what_many_ranks_gather_fits_into_memory_and_does_not_limit_sums() -> None:
-    found = ladders_of(None, 256)
-    assert found["all-gather"].sizes[-1] == 2**20  # 256 of them are a quarter of a gibibyte
-    assert found["all-reduce"].sizes == found["all-to-all"].sizes == SIZES
-
-
-def test_beyond_four_times_the_largest_that_was_sent_nothing_is_predicted() -> None:
-    found = a_probe()
-    largest = found.costs["all-reduce"].largest
-    assert found.transfer("all-reduce", 4 * largest, 2).seconds > 0
-    with pytest.raises(
-        ProbeError, match=rf"largest all-reduce that was sent had {largest:,} bytes, and beyond 4 times"
-    ):
-        found.transfer("all-reduce", 4 * largest + 1, 2)
-
-
 def test_ranks_whose_clocks_differ_take_as_many_turns() -> None:
     """Each rank's own figure is exchanged: had one of them a turn more, it would wait for the others for ever."""
     network = FakeNetwork(2, on_a_line)
@@ -128,25 +112,10 @@ def test_small_messages_that_are_cheaper_than_any_line_says_are_interpolated() -
     assert cost.seconds(2 * SIZES[5]) == pytest.approx(16e-3 + slope * SIZES[5])
 
 
-def test_a_line_counts_relative_errors_so_that_large_messages_do_not_hide_the_latency() -> None:
-    wrong_by = (1.05, 0.95, 1.05, 0.95, 1.05, 0.95)
-    cost = a_cost(*(factor * (1e-3 + 1e-7 * size) for factor, size in zip(wrong_by, SIZES, strict=False)))
-    assert cost.is_line
-    assert cost.line.at_zero == pytest.approx(1e-3, rel=0.05)  # each median is wrong by 5 %
-    assert cost.residual < 0.1
-
-
 def test_a_network_that_wavers_by_a_fifth_is_reported_with_that_uncertainty() -> None:
     network = FakeNetwork(2, lambda collective, now: on_a_line(collective, now) * (1 + 0.2 * (int(now * 3) % 2)))
     found = probe_over(network, 4.0, clocks=network.clocks)
     assert 0.1 < found.disagreement < 0.3
-    assert max(cost.spread() for cost in found.costs.values()) >= found.disagreement
-
-
-def test_an_unsteady_network_is_reported_with_that_uncertainty() -> None:
-    network = FakeNetwork(2, lambda collective, now: on_a_line(collective, now) * 2**now)
-    found = probe_over(network, 4.0, clocks=network.clocks)
-    assert found.disagreement > 0.1
     assert max(cost.spread() for cost in found.costs.values()) >= found.disagreement
 
 
@@ -186,12 +155,6 @@ def test_it_survives_a_file_and_damaged_files_are_named(tmp_path: Path) -> None:
             Probe.read(path)
     with pytest.raises(ProbeError, match=r"missing\.json: .*No such file"):
         Probe.read(tmp_path / "missing.json")
-
-
-def test_a_cost_needs_two_sizes_in_order() -> None:
-    for payloads in ((256,), (1024, 256)):
-        with pytest.raises(ProbeError, match="two sizes or more, in ascending order"):
-            a_cost(1.0, 1.0, payloads=payloads)
 
 
 def test_the_spread_grows_with_noise_and_shrinks_with_measurements() -> None:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import ErrorFeedback, Exchanger, SettingsError
+from commhooks import ErrorFeedback, Exchanger, SettingsError, WireDtype
 from commhooks.codecs import Codec
 from commhooks.compressors import TwoHop
 from commhooks.errors import CompressorError
 from commhooks.language import (
+    AllGather,
     AllReduce,
     BucketView,
     Compressor,
@@ -23,6 +24,7 @@ from commhooks.language import (
     Exchange,
     Judge,
     Loss,
+    Part,
     Place,
 )
 from commhooks.lockstep import lockstep_connections
@@ -129,6 +131,12 @@ class Slip(Compressor):
             return
         if self.slip == "integers":
             yield AllReduce(slot.part(slot.gradient.int()), average=True)
+        if self.slip == "gathers":
+            yield AllGather(slot.part(slot.gradient))
+        if self.slip == "no part":
+            yield AllReduce(slot.gradient)  # type: ignore[arg-type]  # tested
+        if self.slip == "layout":
+            yield AllReduce(Part(slot.gradient[1:], bucket.layout, in_place=True))
         (mean,) = yield AllReduce(slot.part(slot.form()), average=True, last=True)
         finite = yield Judge(mean)
         slot.keep(mean[:-1], finite)
@@ -140,11 +148,17 @@ class Slip(Compressor):
         ("no generator", "Slip.compress must be a generator, which yields requests .it returned NoneType"),
         ("not yielded", "write `finite = yield Judge"),
         ("integers", "a part of dtype torch.int32 has no mean"),
+        ("gathers", "only sums can be cast on the wire.*asked for an all-gather"),
+        ("no part", r"AllReduce: expected one Part or more, such as slot.part\(tensor\)"),
+        ("layout", r"Part: the layout must describe the tensor's 4 elements \(got 5\)"),
         ("shape", r"what was not sent, of shape \(4,\), was kept for gradients of shape \(5,\)"),
     ],
 )
 def test_slips_of_the_pen_are_named(slip: str, complaint: str) -> None:
-    workers = Workers(Slip(slip=slip), 2, zeros((5,)))
+    compressor: Compressor = Slip(slip=slip)
+    if slip == "gathers":
+        compressor = WireDtype(inner=compressor, dtype=torch.float16)
+    workers = Workers(compressor, 2, zeros((5,)))
     with pytest.raises(CompressorError, match=complaint):
         workers.step([[torch.ones(5)]] * 2)
 

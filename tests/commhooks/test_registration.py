@@ -40,20 +40,12 @@ class Recorder(torch.nn.Module):
 
 
 SETTINGS_THAT_COUNT = [
-    "matrix_approximation_rank",
-    "start_powerSGD_iter",
-    "min_compression_rate",
-    "use_error_feedback",
-    "warm_start",
+    "matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback", "warm_start",
     "orthogonalization_epsilon",
-]
+]  # fmt: skip
 
 
-def test_the_types_are_pytorchs() -> None:
-    assert set(DDPCommHookType.__members__) == set(pytorchs.DDPCommHookType.__members__)
-
-
-@pytest.mark.parametrize("name", DDPCommHookType.__members__)
+@pytest.mark.parametrize("name", pytorchs.DDPCommHookType.__members__)
 def test_a_type_registers_our_hook_of_the_name_that_pytorchs_type_registers(name: str) -> None:
     ours, theirs = Recorder(), Recorder()
     register_ddp_comm_hook(DDPCommHookType[name], ours)
@@ -68,32 +60,19 @@ def test_a_type_registers_our_hook_of_the_name_that_pytorchs_type_registers(name
         assert ours.state is theirs.state is None
 
 
-def test_a_type_can_be_called_as_pytorchs_can() -> None:
-    model = Recorder()
-    DDPCommHookType.ALLREDUCE.value(model=model, state=None)
-    assert model.hook is commhooks.allreduce_hook
-
-
 @pytest.mark.parametrize(
-    ("kind_of_hook", "model", "state", "text"),
+    ("given", "text"),
     [
-        (
-            "fp16",
-            Recorder(),
-            None,
-            r"must be a member .*got 'fp16' of type builtins\.str.*ALLREDUCE, FP",
-        ),
-        (pytorchs.DDPCommHookType.NOOP, Recorder(), None, r"of type torch\.distributed\.algorithms\.ddp_comm_hooks\."),
-        (DDPCommHookType.NOOP, torch.nn.Linear(1, 1), None, "model must be a Dist.* PyTorch's .got Linear.; wrap the"),
-        (DDPCommHookType.POWER_SGD, Recorder(), "gloo", "state must be a process group, or None .* .got 'gloo'."),
+        (("fp16", Recorder()), r"must be a member .*got 'fp16' of type builtins\.str.*ALLREDUCE, FP"),
+        ((pytorchs.DDPCommHookType.NOOP, Recorder()), r"of type torch\.distributed\.algorithms\.ddp_comm_hooks\."),
+        ((DDPCommHookType.NOOP, nn.Linear(1, 1)), "model must be a Dist.* PyTorch's .got Linear.; wrap the"),
+        ((DDPCommHookType.POWER_SGD, Recorder(), "gloo"), "state must be a process group, or None .* .got 'gloo'."),
     ],
-    ids=["type", "PyTorch's type", "model", "state"],
 )
-def test_what_is_of_a_wrong_type_is_refused_in_words(kind_of_hook: Any, model: Any, state: Any, text: str) -> None:
-    with pytest.raises(TypeError, match=text) as refusal:
-        register_ddp_comm_hook(kind_of_hook, model, state)
-    assert isinstance(refusal.value, commhooks.CommHooksError)
-    assert not hasattr(model, "hook")
+def test_what_is_of_a_wrong_type_is_refused_in_words(given: Any, text: str) -> None:
+    with pytest.raises(commhooks.CommHooksError, match=text) as refusal:
+        register_ddp_comm_hook(*given)
+    assert isinstance(refusal.value, TypeError) and not hasattr(given[1], "hook")
 
 
 # --- registration -----------------------------------------------------------------------------------------------------

@@ -95,41 +95,39 @@ def test_a_replacement_that_cannot_be_is_refused_and_the_old_compressor_goes_on(
     rank: int, kind: str, policy: str
 ) -> None:
     both = Mirrored(kind, make_compressor("powersgd", rank=2), policy)
-    replace, told = both.attachment.replace, dict[str, Told]()
+    told: dict[str, Told] = {}
     step = iter(range(20))
+
+    def refused(what: str, compressor: Any) -> None:
+        told[what] = told_by(lambda: both.attachment.replace(compressor))
 
     def demand_lockstep() -> None:
         ours, expected = both.step(normal(zeros(*SHAPES), 2, seed=next(step)))
         assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
     demand_lockstep()
-    told["skip"] = told_by(lambda: replace(make_compressor("powersgd", rank=2, skip=("head.*",))))
-    demand_lockstep()
-    told["name"] = told_by(lambda: replace("powersdg"))
-    demand_lockstep()
-    told["type"] = told_by(lambda: replace(3))  # type: ignore[arg-type]  # 'expected "Compressor | str"'
-    demand_lockstep()
+    for what, wrong in (
+        ("skip", make_compressor("powersgd", rank=2, skip=("head.*",))), ("name", "powersdg"), ("type", 3)
+    ):  # fmt: skip
+        refused(what, wrong)
+        demand_lockstep()
     last = next(both.model.parameters())  # its gradient comes last, when all buckets but one were handed in
-    handle = last.register_hook(lambda _: told.__setitem__("in mid-step", told_by(lambda: replace("fp16"))))
+    handle = last.register_hook(lambda _: refused("in mid-step", "fp16"))
     demand_lockstep()
     handle.remove()
     demand_lockstep()
     both.replace(make_compressor("bf16", error_feedback=True))
     demand_lockstep()
     both.attachment.close()
-    told["detached"] = told_by(lambda: replace("fp16"))
-    assert {what: one.error for what, one in told.items()} == {
-        "skip": "SettingsError",
-        "name": "SettingsError",
-        "type": "SettingsError",
-        "in mid-step": "AttachError",
-        "detached": "AttachError",
-    }
-    assert "'head.*' must match a parameter's name; there are weights.0, weights.1" in told["skip"].text
-    assert "Did you mean 'powersgd'" in told["name"].text
-    assert "expected a Compressor or a name (got 3)" in told["type"].text
-    assert "replace: step 4 is under way; call it between two steps" in told["in mid-step"].text
-    assert told["detached"].text.startswith("replace: this attachment was closed")
+    refused("detached", "fp16")
+    for what, error, words in (
+        ("skip", "SettingsError", "'head.*' must match a parameter's name; there are weights.0, weights.1"),
+        ("name", "SettingsError", "Did you mean 'powersgd'"),
+        ("type", "SettingsError", "expected a Compressor or a name (got 3)"),
+        ("in mid-step", "AttachError", "replace: step 4 is under way; call it between two steps"),
+        ("detached", "AttachError", "replace: this attachment was closed"),
+    ):
+        assert told[what].error == error and words in told[what].text, told[what]
 
 
 @on_ranks(3, check_exit=False)

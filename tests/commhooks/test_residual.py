@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,65 +19,51 @@ pytestmark = pytest.mark.kernels
 RANKS, CLASSES, FEATURES, BATCH, STEPS = 4, 10, 32, 16, 800
 
 
-class Compression(Protocol):
-    """Be four ranks that compress."""
-
-    def step(self, gradients: Tensor) -> Tensor:
-        """Take every rank's gradient; return their mean."""
-        ...
-
-    def residual_norms(self) -> list[float]:
-        """Return the norm of what each rank still owes."""
-        ...
+Compress = Callable[[Tensor], tuple[Tensor, float]]
+"""Takes every rank's gradient; returns their mean, and the largest norm of what a rank still owes."""
 
 
-class _Ours:
-    def __init__(self) -> None:
-        self._workers = Workers(commhooks.make_compressor("powersgd", rank=1), RANKS, zeros((CLASSES, FEATURES)))
+def ours() -> Compress:
+    workers = Workers(commhooks.make_compressor("powersgd", rank=1), RANKS, zeros((CLASSES, FEATURES)))
 
-    def step(self, gradients: Tensor) -> Tensor:
-        return self._workers.step([[gradient] for gradient in gradients])[0][0]
+    def step(gradients: Tensor) -> tuple[Tensor, float]:
+        mean = workers.step([[gradient] for gradient in gradients])[0][0]
+        return mean, max(float(workers.residual(rank, 0).norm()) for rank in range(RANKS))
 
-    def residual_norms(self) -> list[float]:
-        return [float(self._workers.residual(rank, 0).norm()) for rank in range(RANKS)]
+    return step
 
 
-class _AgainstTheGlobalMean:
+def against_the_global_mean() -> Compress:
     """Do as PyTorch's hook does: keep M minus what all ranks got, not minus what this one sent."""
+    residual, Q = torch.zeros(RANKS, CLASSES, FEATURES), torch.ones(1, FEATURES)
 
-    def __init__(self) -> None:
-        self._residual = torch.zeros(RANKS, CLASSES, FEATURES)
-        self._Q = torch.randn(1, FEATURES, generator=torch.Generator().manual_seed(0))
+    def step(gradients: Tensor) -> tuple[Tensor, float]:
+        M = gradients + residual
+        P = orthonormal_rows((M @ Q.t()).mean(0).t())  # 1×n
+        Q.copy_((P @ M).mean(0))
+        mean = P.t() @ Q
+        residual.copy_(M - mean)
+        Q.div_(Q.norm())
+        return mean, float(residual.flatten(1).norm(dim=1).max())
 
-    def step(self, gradients: Tensor) -> Tensor:
-        M = gradients + self._residual
-        P = orthonormal_rows((M @ self._Q.t()).mean(0).t())  # 1×n
-        self._Q = (P @ M).mean(0)
-        mean = P.t() @ self._Q
-        self._residual = M - mean
-        self._Q /= self._Q.norm()
-        return mean
-
-    def residual_norms(self) -> list[float]:
-        norms: list[float] = self._residual.flatten(1).norm(dim=1).tolist()
-        return norms
+    return step
 
 
 @A_ROW
 def test_residuals_of_skewed_data_stay_as_they_are_while_those_against_the_global_mean_grow() -> None:
     """The second kind is what PyTorch's hook keeps; the mean over ranks of both is the same."""
-    (ours, our_loss), (theirs, their_loss) = _train(_Ours()), _train(_AgainstTheGlobalMean())
+    (own, our_loss), (theirs, their_loss) = _train(ours()), _train(against_the_global_mean())
     print(
-        f"largest residual at steps 200 and {STEPS}: ours {ours[200]:.2f}, {ours[-1]:.2f}; "
+        f"largest residual at steps 200 and {STEPS}: ours {own[200]:.2f}, {own[-1]:.2f}; "
         f"against the global mean {theirs[200]:.2f}, {theirs[-1]:.2f}; loss {our_loss:.3f}, {their_loss:.3f}"
     )
     # In four times the steps a random walk gets twice as far, and what always goes one way four times.
-    assert max(ours[200:]) < 2 * ours[200]
+    assert max(own[200:]) < 2 * own[200]
     assert theirs[-1] > 2 * theirs[200]
     assert max(our_loss, their_loss) < math.log(CLASSES) / 2  # there is something to learn, and it was learnt
 
 
-def _train(compression: Compression) -> tuple[list[float], float]:
+def _train(compress: Compress) -> tuple[list[float], float]:
     """Fit a softmax regression, each rank on three classes; return the largest residual by step, and the loss."""
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(CLASSES, FEATURES, generator=generator)
@@ -88,9 +74,9 @@ def _train(compression: Compression) -> tuple[list[float], float]:
         inputs = centres[labels] + 2 * torch.randn(RANKS, BATCH, FEATURES, generator=generator)
         probabilities = (inputs @ weight.t()).softmax(2)
         truth = torch.nn.functional.one_hot(labels, CLASSES)
-        mean = compression.step((probabilities - truth).transpose(1, 2) @ inputs / BATCH)
+        mean, largest = compress((probabilities - truth).transpose(1, 2) @ inputs / BATCH)
         weight -= 0.1 * mean
-        norms.append(max(compression.residual_norms()))
+        norms.append(largest)
         losses.append(float(-(probabilities * truth).sum(2).log().mean()))
     return norms, sum(losses[-100:]) / 100
 

@@ -12,10 +12,10 @@ from commhooks import make_compressor
 from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from commhooks.native import compiled
 from tests import bounds
-from tests.cases import CASES, Case, forms_first, is_form
+from tests.cases import CASES, Case, is_form
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
-from tests.tiers import A_ROW, in_turn
+from tests.tiers import in_turn
 from tests.world import on_ranks
 
 FEEDING_BACK = [case for case in CASES if case.error_feedback and not case.owes_as]
@@ -66,28 +66,6 @@ def test_residuals_that_are_loaded_into_another_storage_go_on(saved_in: Any, loa
     assert means["w"].nonzero().flatten().tolist() == [32, 33, 34, 35] and means["w"][35] == 2.0**35
 
 
-@A_ROW
-@pytest.mark.parametrize("case", forms_first(FEEDING_BACK), ids=str)
-def test_with_residuals_in_bf16_the_running_mean_still_converges(case: Case) -> None:
-    parameters = zeros((24, 40), (30, 30))
-    gradients = normal(parameters, 2, seed=1)
-    owed_at_most = {}
-    for storage in ("fp32", "bf16"):
-        workers, total = Workers(case.make(), 2, parameters, storage=storage), torch.zeros(24, 40, dtype=torch.float64)
-        rounding, owed_at_most[storage] = 0.0, 0.0
-        for _ in range(60):
-            before = [[workers.residual(rank, i).double() for i in range(2)] for rank in (0, 1)]
-            rounding += case.lost(gradients, before)[0]
-            total += (1 - case.decay) * workers.unsent(0)  # faded
-            total += workers.step(gradients)[0][0]
-            kept = largest(*(workers.residual(rank, 0) for rank in (0, 1)))
-            rounding += rounded_in_bf16(workers, 0) if storage == "bf16" else 0.0
-            owed_at_most[storage] = max(owed_at_most[storage], kept)
-        assert largest(total + workers.unsent(0) - 60 * mean_of(gradients, 0)) <= rounding
-    # What bf16 rounds is a 256th of what is owed: a perturbation that error feedback damps as it does the rest.
-    assert owed_at_most["bf16"] < 2 * owed_at_most["fp32"]
-
-
 @on_ranks(2)
 def test_a_report_adds_up_what_is_there(rank: int) -> None:
     for storage in ("fp32", "bf16", "host"):
@@ -113,14 +91,6 @@ def test_a_report_adds_up_what_is_there(rank: int) -> None:
         assert report.by_parameter["weights.0"] == owed // 2 + 40 * 2 * 4
         assert report.total == owed + report.bases + report.copies + report.working
         attachment.close()
-
-
-def test_the_models_own_parameters_are_not_counted_as_the_hooks() -> None:
-    workers = Workers(make_compressor("fp16", error_feedback=True), 2, zeros((60, 40)))
-    workers.step(normal(workers.parameters, 2, seed=0))
-    report = workers.engines[0].memory()
-    assert (report.gradients, report.residuals) == (9600, 9600)
-    assert 4800 <= report.working < 9600  # the message, of 2 bytes an element, in a block of the pool; no more
 
 
 def test_an_unknown_storage_is_refused() -> None:

@@ -37,15 +37,6 @@ def test_a_rank_sends_two_gathers_of_each_block_one_of_the_rest_and_a_reduction_
     assert sent == (ranks - 1) * (3 * in_blocks + 2 * rest) // ranks
 
 
-def test_a_step_that_waits_for_each_exchange_adds_them_all_up() -> None:
-    step = plain(4)
-    sends = [send for bucket in step.buckets for stage in bucket.stages for send in stage.collectives]
-    assert len(sends) == 3 * len(BLOCKS) + 2
-    found = step_time(step, LINK, 4)
-    assert found.seconds == pytest.approx(0.11 + sum(LINK.transfer(*send, 4).seconds for send in sends))
-    assert found.communication == pytest.approx(found.waiting)
-
-
 @pytest.mark.parametrize("name", ["all-reduce", "bf16", "int8", "int4"])
 def test_a_compressor_sends_what_it_is_counted_to_send_and_ranks_agree_on_turns(name: str) -> None:
     compressor = commhooks.make_compressor(name)
@@ -110,12 +101,6 @@ def profiled() -> Profile:
     int8 = HookProfile("int8", "fifo", parts(0.25), (bucket("ab", 1, rounds, 0.04), bucket("cd", 3, rounds, 0.04)))
     hooks = {one.hook: one for one in (int8, hook("powersgd:rank=2", 0.11, 0.1))}
     return a_profile(*hooks.values(), gradients=tuple(gradients))
-
-
-def test_a_profiled_model_is_cut_at_the_numbers_in_the_names_of_its_parameters() -> None:
-    *blocks, rest = modules_in(profiled().gradients)
-    assert blocks == [ShardedModule(((64, 32), (64,)))] * 2
-    assert rest == ShardedModule(((128, 16), (16,)), stays=True), "a block without a matrix belongs to the rest"
 
 
 def test_a_profiled_step_has_the_compute_and_the_passes_that_were_measured_and_an_optimizer_of_shards() -> None:

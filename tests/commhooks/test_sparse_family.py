@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import get_args
 
 import numpy as np
@@ -14,13 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from commhooks import ErrorFeedback, make_compressor
-from commhooks.compressors import DGC, RandomK, Threshold, TopK
+from commhooks.compressors import DGC, Threshold, TopK
 from commhooks.compressors.kernels.selection import largest
-from commhooks.compressors.sparse.indices import Bitmap, InBlocks, Indices, coding_of, codings_of
+from commhooks.compressors.sparse.indices import Indices, coding_of, codings_of
 from commhooks.language import Compressor, Context
 from commhooks.state.table import StateTable
 from tests.bounds import assert_equal_in_float64
 from tests.commhooks.alone import bucket_of, run_alone
+from tests.commhooks.test_native_largest import HARD, assert_largest
 from tests.commhooks.workers import Workers
 from tests.formulas_sparse import SHAPES_OF_INDICES, sent_of
 from tests.tiers import A_ROW
@@ -61,11 +61,6 @@ def test_parameters_share_a_code_which_says_where_the_elements_of_each_are(indic
     assert torch.equal(decoded, torch.cat(expected))
 
 
-def test_each_parameter_has_the_shortest_code() -> None:
-    codings = codings_of("auto", (10_000, 8, 20_000), 0.01, 4)
-    assert codings == [(InBlocks((10_000, 20_000), 0.01, bits=12), [0, 2]), (Bitmap((8,), 0.01), [1])]
-
-
 @pytest.mark.parametrize(("indices", "block"), [(name, block) for name, (block, _) in SHAPES_OF_INDICES.items()])
 @pytest.mark.parametrize("elements", [1, 700, 4096, 4097, 70_000])
 def test_every_block_sends_its_largest_elements(indices: Indices, block: int | None, elements: int) -> None:
@@ -80,51 +75,11 @@ def test_every_block_sends_its_largest_elements(indices: Indices, block: int | N
     assert coding.k == sent_of(elements, 0.01, block)
 
 
-@pytest.mark.parametrize(
-    ("rows", "n", "k"), [(1, 8192, 1), (1, 50_003, 50), (5, 65_536, 41), (2, 8195, 256), (2, 9, 9)]
-)
-def test_the_largest_are_those_that_top_k_finds(rows: int, n: int, k: int) -> None:
-    memory = drawn(rows, n)
-    memory[-1, n // 2] = math.nan
-    memory[0, -1] = -math.inf
-    ours, theirs = largest(memory, k), torch.topk(memory.abs(), k).indices
-    assert torch.equal(ours.sort().values, theirs.sort().values)
-
-
-@pytest.mark.parametrize("rows", [1, 5], ids=["few", "many"])
-def test_equal_magnitudes_are_chosen_once_each(rows: int) -> None:
-    for value in (0.0, 1.0, math.nan, -math.inf):
-        for row in largest(torch.full((rows, 9001), value), 70).tolist():
-            assert len(set(row)) == 70
-
-
-HARD: dict[str, Callable[[Tensor], Tensor]] = {
-    "normal": lambda x: x,
-    "heavy-tailed": lambda x: x**9,
-    "of two values": lambda x: x.sign(),
-    "denormal": lambda x: x * 1e-42,
-    "mostly zero": lambda x: torch.where(x > 2, x, 0.0),
-    "with infinities": lambda x: torch.where(x.abs() > 2.5, math.inf * x, x),
-    "with NaN of either sign": lambda x: torch.where(x.abs() > 2.5, math.nan * x, x),
-}
-
-
 @pytest.mark.parametrize("kind", HARD)
 @pytest.mark.parametrize(("rows", "n", "k"), [(9, 4096, 41), (9, 4099, 410), (1, 70_000, 701), (2, 65_536, 1)])
 def test_the_values_of_the_largest_are_those_of_top_k(kind: str, rows: int, n: int, k: int) -> None:
     memory = HARD[kind](drawn(rows, n, seed=1))
-    chosen = largest(memory, k)
-    ours, theirs = memory.abs().gather(1, chosen), torch.topk(memory.abs(), k).values
-    assert all(len(set(row)) == k for row in chosen.tolist())
-    assert torch.equal(ours.sort(descending=True).values.nan_to_num(nan=-1.0), theirs.nan_to_num(nan=-1.0))
-
-
-@pytest.mark.parametrize(
-    ("elements", "ratio", "smallest"),
-    [(10_000, 0.01, "block-12"), (10_000, 0.2, "bitmap"), (1_000_000, 1e-5, "int32"), (150_000, 5e-5, "block-16")],
-)
-def test_auto_takes_the_coding_with_the_fewest_bytes(elements: int, ratio: float, smallest: Indices) -> None:
-    assert coding_of("auto", elements, ratio) == coding_of(smallest, elements, ratio)
+    assert_largest(memory, largest(memory, k), k)
 
 
 @A_ROW
@@ -142,12 +97,6 @@ def test_an_unbiased_mean_is_right_on_average(name: str) -> None:
     draws = steps * parameters
     allowed = n / k * math.sqrt(math.log(2 * n / 1e-6) / (2 * draws))
     assert ((total.view(parameters, n).sum(0) / draws - gradient).abs() <= allowed * gradient.abs()).all()
-
-
-def test_what_is_unbiased_has_no_error_feedback_by_default() -> None:
-    unbiased = RandomK(unbiased=True)
-    assert make_compressor("random-k", unbiased=True) == unbiased
-    assert make_compressor("random-k") == ErrorFeedback(inner=RandomK())
 
 
 STEPS, RANKS, ELEMENTS = 20, 2, 300
@@ -194,25 +143,6 @@ def test_a_mean_is_added_up_in_rank_order(indices: Indices) -> None:
         at = coding.choose(0, gradient) + torch.from_numpy(coding.starts([0]))
         expected[at] += gradient[at] / ranks
     assert torch.equal(mean, expected)
-
-
-def test_what_parameters_share_is_decoded_once_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, decoded = Bitmap.decode, []
-
-    def counted(self: Bitmap, codes: Tensor) -> Tensor:
-        decoded.append(len(codes))
-        return decode(self, codes)
-
-    monkeypatch.setattr(Bitmap, "decode", counted)
-    parameters = [torch.zeros(40, 30) for _ in range(12)]
-    gradients = [[drawn(40, 30, seed=100 * rank + number) for number in range(12)] for rank in range(2)]
-    Workers(TopK(ratio=0.3, indices="bitmap"), 2, parameters).step(gradients)
-    assert decoded == [2, 2]  # what both ranks sent, on each of them
-
-
-def test_dgc_without_momentum_is_top_k_with_error_feedback() -> None:
-    ours, theirs = means_of(DGC(ratio=0.1, momentum=0)), means_of(ErrorFeedback(inner=TopK(ratio=0.1)))
-    assert torch.equal(ours, theirs)
 
 
 def test_a_threshold_sends_what_has_grown_to_it_as_far_as_there_is_room() -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from commhooks.compressors import SVD, PowerSGD
+from commhooks.compressors import SVD
 from tests import bounds
-from tests.commhooks.workers import Workers, largest, mean_of, normal, zeros
+from tests.commhooks.workers import Workers, mean_of, normal, zeros
 
 pytestmark = pytest.mark.kernels
 
@@ -26,16 +26,3 @@ def test_the_mean_is_that_of_every_ranks_best_approximation(seed: int) -> None:
         expected = torch.from_numpy(np.mean(best, axis=0)).view_as(means[index])
         bounds.assert_equal_in_float64(means[index], expected)
     bounds.assert_equal_in_float64(means[2], mean_of(gradients, 2))
-
-
-def test_powersgd_on_one_gradient_comes_to_it() -> None:
-    """The part of its basis that is off shrinks by σ₃/σ₂ = 1/2 a step, and its error by the square of that."""
-    generator = torch.Generator().manual_seed(0)
-    U, V = (torch.linalg.qr(torch.randn(size, 8, generator=generator).double())[0] for size in (20, 30))
-    gradient = [[(U * 2.0 ** -torch.arange(8)) @ V.t()]]
-    best = Workers(SVD(rank=2), 1, zeros((20, 30), dtype=torch.float64)).step(gradient)[0][0]
-    workers = Workers(PowerSGD(rank=2), 1, zeros((20, 30), dtype=torch.float64))
-    for _ in range(40):
-        mean = workers.step(gradient)[0][0]
-    bounds.assert_equal_in_float64(mean, best)
-    assert largest(best - gradient[0][0]) > 0.01

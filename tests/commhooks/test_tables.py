@@ -15,15 +15,11 @@ from commhooks.errors import SettingsError
 from commhooks.experiments.planning import Link, plan, predict, profile_from_tables
 from commhooks.experiments.planning.candidates import DENSE
 from commhooks.experiments.planning.costs import Costs, HookCosts, Sample
-from commhooks.experiments.planning.tables import as_one_of, in_buckets, in_units, ready_moments, square_matrices
-from commhooks.experiments.timing.link import HALF_SUM, Transfer
+from commhooks.experiments.planning.tables import as_one_of, in_units
+from commhooks.experiments.timing.link import HALF_SUM
 from commhooks.experiments.timing.payloads import rounds_of
-from commhooks.experiments.timing.sharded import FORWARD_SHARE
-from commhooks.experiments.timing.step_time import Bucket, Stage, Step, step_time
-from tests.tiers import A_ROW
 
 COPY = 1e-9  # seconds for an element
-MIB = 2**20
 
 
 def costs_of(compressor: str, *, a_matrix: float = 0.0, bucket: float = 0.0, growth: float = 0.0) -> HookCosts:
@@ -79,27 +75,6 @@ def test_gloo_adds_processor_time_for_bytes_messages_and_rounds() -> None:
     assert seconds("allreduce", gloo) == pytest.approx(0.3 + 4e6 * 10 * 0.25e-9 + 2 * 0.001 + 0.002)
 
 
-@A_ROW
-@pytest.mark.parametrize("hook", ["allreduce", *HOOKS])
-def test_a_faster_link_never_makes_a_step_slower(hook: str) -> None:
-    taken = [seconds(hook, Link(rate=rate)) for rate in (1e7, 1e8, 1e9, 1e10, math.inf)]
-    assert taken == sorted(taken, reverse=True)
-
-
-def test_a_step_of_a_thousand_buckets_asks_the_link_once_for_each_size() -> None:
-    asked: list[int] = []
-
-    class Counting(Link):
-        def transfer(self, kind: str, payload: int, ranks: int) -> Transfer:
-            asked.append(payload)
-            return Transfer(1e-3, 1e-4, payload)
-
-    buckets = tuple(Bucket(1.0, (Stage(0.0, (("all-reduce", 4 + place % 2),)),)) for place in range(1000))
-    time = step_time(Step(compute=1.0, buckets=buckets), Counting(rate=1.0), 2)
-    assert time.bytes_sent == 4500
-    assert asked == [4, 5]
-
-
 def test_buckets_that_the_engine_joins_are_counted_as_one_exchange() -> None:
     """25 million parameters are five buckets; the first is alone under fifo, and a unit ends with 4 M elements."""
     found = profile_from_tables(25e6, 2, compute=0.3, hooks=["powersgd:rank=4", "fp16"], copy=COPY).hooks
@@ -143,20 +118,6 @@ def test_payloads_of_many_ranks_are_those_that_counting_finds(hook: str) -> None
     for one, sends in zip(unit.rounds, counted, strict=True):
         assert [kind for kind, _ in one.sends] == [kind for kind, _ in sends]
         assert [size for _, size in one.sends] == pytest.approx([size for _, size in sends], rel=0.06)  # padding
-
-
-def test_sums_of_float16_are_a_kind_of_their_own() -> None:
-    gradients = {"weight": torch.zeros(10, 10)}
-    assert rounds_of(commhooks.make_compressor("fp16"), gradients, 2)[0][0][0] == HALF_SUM
-    assert rounds_of(commhooks.make_compressor("bf16"), gradients, 2)[0][0][0] == "all-reduce"
-
-
-def test_models_are_cut_into_buckets_from_the_last_parameter_on_and_ready_by_elements() -> None:
-    assert square_matrices(25e6) == [(1000, 1000)] * 25
-    assert in_buckets([(MIB // 4,), (MIB // 4,), (8 * MIB,)]) == [(2,), (1, 0)]
-    assert in_buckets([(10,), (20,)], bucket_cap_mb=1e-5) == [(1,), (0,)]
-    assert ready_moments([1, 3], 0.3) == pytest.approx([0.1 + 0.2 / 4, 0.3])
-    assert pytest.approx(1 / 3) == FORWARD_SHARE
 
 
 def test_a_model_gives_its_shapes_and_the_fastest_hook_comes_first() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +11,12 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import ErrorFeedback, Hierarchical, PerParameter, make_compressor
+from commhooks import Hierarchical, PerParameter, make_compressor
 from commhooks.compressors import AllReduceMean, TwoHop
 from commhooks.compressors.codecs import Sign
 from commhooks.language import Compressor, Place
 from commhooks.language.entries import blocks_served
 from commhooks.lockstep import average_in_lockstep
-from commhooks.wrappers.phases import phases_of
 from commhooks.wrappers.start_after import schedule
 from tests import bounds
 from tests.commhooks.resuming import roundtrip
@@ -182,16 +180,6 @@ def test_a_share_goes_into_a_residual_that_did_not_exist_before() -> None:
 
 
 @every_way
-def test_what_servers_owe_at_a_switch_is_sent_after_it(how: str) -> None:
-    """Zeros follow the switch. int8 leaves 1/254 of a block's largest element at most, on either hop, step for step."""
-    run = before_the_switch(how)
-    owed = max(map(largest, run.short))
-    for _ in range(6):
-        run.step(times=0.0)
-    assert owed > 1 and max(map(largest, run.short)) <= run.largest / 100**6 + run.loss(torch.float64)
-
-
-@every_way
 @pytest.mark.parametrize("storage", ["bf16", "host"])
 def test_state_is_handed_over_wherever_it_is_stored(how: str, storage: str) -> None:
     run = Run(PHASES["larger blocks"], how, storage=storage, dtype=torch.float32)
@@ -221,28 +209,6 @@ def test_what_no_rank_uses_in_the_first_step_after_a_switch_is_owed_still(how: s
     means = run.average(gradients)
     run.assert_nothing_is_lost()
     assert not means[0].any() and largest(run.owed(0)) > 0.1
-
-
-@every_way
-def test_a_rank_that_has_joined_at_a_switch_keeps_what_it_served_until_it_has_inputs(how: str) -> None:
-    """Zeros outside of a backward pass are those of a rank that has run out of inputs; it sends no residual."""
-    run = before_the_switch(how, may_join=True)
-    gradients = normal(run.workers.parameters, 4, seed=50)
-    gradients[0] = zeros(*SHAPES, dtype=torch.float64)
-    run.average(gradients)
-    run.assert_nothing_is_lost()
-
-
-@every_way
-def test_what_is_handed_over_follows_the_loss_scale(how: str) -> None:
-    """A power of two changes no digit, even if the scale changes in the step of the switch."""
-    plain, scaled = (Run(PHASES["larger blocks"], how, dtype=torch.float32) for _ in range(2))
-    for step in range(STEPS):
-        times = 1024.0 if step < 4 else 8.0
-        for engine in scaled.workers.engines:
-            engine.loss_scale.announce(times)
-        for ours, theirs in zip(scaled.step(times), plain.step(), strict=True):
-            assert torch.equal(ours, theirs * times)
 
 
 @pytest.mark.parametrize(
@@ -340,14 +306,3 @@ def test_what_waits_for_a_compressor_that_was_announced_is_not_warned_of() -> No
         for _ in range(6):
             run.step()
     run.assert_nothing_is_lost()
-
-
-def test_phases_rest_and_take_over_inside_every_wrapper() -> None:
-    """A schedule inside wrappers uses in a step what it uses alone, under the same names."""
-    inner = schedule((0, TwoHop(codec=Sign(block=8))), (4, TwoHop(codec=Sign(block=16))))
-    place = Place("layer0", torch.zeros(64), 2)
-    for compressor in (inner, ErrorFeedback(inner=inner), machines(inner), by_layer(inner, AllReduceMean())):
-        assert [phase.begin for phase in phases_of(compressor)] == [0, 4]
-        always = compressor.state(place).keys()
-        resting = [always - compressor.state(dataclasses.replace(place, step=step)).keys() for step in (3, 4)]
-        assert resting == [{"server error"}, {"server error before"}]

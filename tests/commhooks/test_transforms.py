@@ -12,9 +12,8 @@ import scipy.fft
 import torch
 from torch import Tensor
 
-from commhooks import Compressor, ErrorFeedback, SettingsError, WithoutFeedback, make_compressor
+from commhooks import Compressor, ErrorFeedback, make_compressor
 from commhooks.compressors import DeMo, SparseLoCo
-from commhooks.compressors.dct import cosines, transform
 from commhooks.compressors.tiles import MeanOver, Tiling
 from commhooks.packing import pack_integers, packed_bytes, unpack_integers
 from tests.bounds import IN_FLOAT64
@@ -67,12 +66,6 @@ def test_tiles_are_joined_as_they_were_cut(shape: tuple[int, ...], order: str) -
     assert sorted(indices[indices >= 0].tolist()) == list(range(7, 7 + parameter.numel()))
     assert tiles.data_ptr() != memory.data_ptr()
     assert tiles.count_nonzero() == memory.count_nonzero()  # what is more is padding
-
-
-def test_a_tile_is_a_square_of_the_matrix() -> None:
-    parameter = torch.arange(32 * 48.0).view(32, 48)
-    tiles = Tiling.of(parameter, 16).cut(parameter.flatten())
-    assert torch.equal(tiles[4], parameter[16:, 16:32])
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 8, 12, 15, 20])
@@ -149,14 +142,6 @@ def test_sparse_loco_clips_what_ranks_have_sent_to_their_median_norm(lengths: tu
         torch.testing.assert_close(workers.residual(rank, 0), left, rtol=0, atol=5 * IN_FLOAT64)
 
 
-def test_a_rank_that_has_nothing_to_send_is_no_sender() -> None:
-    for compressor in (SparseLoCo(k=12, chunk=16, mean_over="senders"), DeMo(k=12, chunk=16, mean_over="senders")):
-        alone, beside = (Workers(compressor, ranks, zeros((32, 48))) for ranks in (1, 3))
-        gradient = normal(alone.parameters, 1, seed=1)[0]
-        nothing = [torch.zeros(32, 48)]
-        assert torch.equal(beside.step([nothing, gradient, nothing])[0][0], alone.step([gradient])[0][0])
-
-
 def extract(momentum: Matrix, side: int, k: int) -> list[list[Matrix]]:
     """Return the transforms of a momentum's tiles, with all but the k largest coefficients of each set to zero."""
     grid = []
@@ -187,23 +172,6 @@ def test_demo_is_what_its_paper_says(seed: int, one_bit: bool, over: MeanOver) -
         assert_close(workers.step(gradients)[1][0], inverse(means))
         for rank in range(3):
             assert_close(workers.residual(rank, 0), momenta[rank])
-
-
-@pytest.mark.parametrize(("a", "b"), [(64, 64), (1, 1), (5, 16), (27, 64)])
-def test_the_transform_is_scipys_and_its_inverse_undoes_it(a: int, b: int) -> None:
-    for seed in range(20):
-        tiles = torch.randn(3, a, b, generator=torch.Generator().manual_seed(seed)).double()
-        left, right = cosines(a, tiles), cosines(b, tiles)
-        coefficients = transform(tiles, left, right)
-        assert_close(coefficients, scipy.fft.dctn(tiles.numpy(), axes=(1, 2), norm="ortho"))
-        assert_close(transform(coefficients, left.t(), right.t()), tiles.numpy())
-
-
-def test_demo_takes_the_means_signs() -> None:
-    plain, signs = (Workers(DeMo(k=12, chunk=16, sign=sign), 2, zeros((32, 48))) for sign in (False, True))
-    gradients = normal(plain.parameters, 2, seed=1)
-    for mean, sign in zip(plain.step(gradients)[1], signs.step(gradients)[1], strict=True):
-        assert torch.equal(sign, mean.sign())
 
 
 def assert_close(ours: Tensor, theirs: object) -> None:
@@ -237,30 +205,3 @@ def test_distro_sends_eight_and_a_half_bytes_for_4096_elements_and_a_number_for_
     unpadded = tiles * 8.5 + bits + verdict
     assert traffic_of(distro, RESNET18, 2).payload_bytes == math.ceil(unpadded / 4) * 4 == 23_556
     assert bytes_per_tile(distro, RESNET18) < 8.65
-
-
-def test_demo_sends_a_value_and_a_place_for_each_coefficient() -> None:
-    assert bytes_per_tile(make_compressor("demo", k=8), {"weight": (1024, 1024)}) == 8 * (4 + 2)
-
-
-def test_a_coefficient_of_zero_is_not_sent_as_a_sign() -> None:
-    workers = Workers(make_compressor("distro", chunk=16), 2, zeros((16, 16), (16, 16)))
-    gradients = normal(workers.parameters, 2, seed=1)
-    for own in gradients:
-        own[0].zero_()
-    means = workers.step(gradients)[0]
-    assert not means[0].any()
-    assert means[1].all()
-
-
-def test_a_registered_decay_is_the_papers_unless_told_otherwise() -> None:
-    assert make_compressor("sparse-loco") == ErrorFeedback(inner=SparseLoCo(), decay=0.95)
-    assert make_compressor("demo") == ErrorFeedback(inner=DeMo(), decay=0.999)
-    distro = DeMo(k=4, one_bit=True, sign=True)
-    assert make_compressor("distro", decay=0.995) == ErrorFeedback(inner=distro, decay=0.995)
-    assert make_compressor("sparse-loco", decay=0.9) == ErrorFeedback(inner=SparseLoCo(), decay=0.9)
-    assert make_compressor("sparse-loco", error_feedback=False) == WithoutFeedback(inner=SparseLoCo())
-    with pytest.raises(
-        SettingsError, match=r"'sparse-loco' keeps no residual, so decay=0.9 has no effect; leave it out."
-    ):
-        make_compressor("sparse-loco", error_feedback=False, decay=0.9)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from torch import Tensor
 
-from commhooks.devices import Mark
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.entries import ParameterState
 from commhooks.language.requests import Layout
-from commhooks.scheduling import turns
-from commhooks.scheduling.turns import Order, Turns, spoil
-from tests.commhooks.inline_on_cpu import ToldMark
+from commhooks.scheduling.turns import Order, spoil
 
 STEP = "ABBCABC"
 """The lanes of a step's units; such as gathers for two passes, between which others come."""
@@ -49,105 +43,6 @@ def test_a_step_that_is_not_the_next_one_departs_from_the_order() -> None:
     assert lengths == [3] * 3
     assert order.follow(0, 7, 0) == 0
     assert order.follow(0, 7, 2) == 0
-
-
-def test_an_order_remembers_the_last_units_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_UNITS_TO_KEEP", 10)
-    order, steps = Order(), dict[str, int]()
-    for step in range(20):
-        assert followed(order, STEP, steps) == [len(STEP)] * len(STEP) or step < 2
-        assert len(order._units) <= 20
-    for _ in range(3):
-        assert not any(followed(order, "abcdefghijklmnopqrstu", steps))
-
-
-class Counted(int):
-    """A lane that counts how often lanes are compared."""
-
-    comparisons = 0
-
-    def __eq__(self, other: object) -> bool:
-        Counted.comparisons += 1
-        return int.__eq__(self, other)
-
-    __hash__ = int.__hash__
-
-
-def test_after_an_irregular_step_an_order_is_recognised_in_the_third_and_no_unit_costs_as_much_as_the_history(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Counted, "comparisons", 0)
-    order, steps = Order(), dict[int, int]()
-    generator = random.Random(0)
-    for step in range(600):
-        lanes = [0, 1, 3] if step == 500 else generator.sample(range(3), 3) if step < 100 else [0, 1, 2]
-        before, found = Counted.comparisons, []
-        for lane in map(Counted, lanes):
-            steps[lane] = steps.get(lane, -1) + 1
-            found.append(order.follow(lane, steps[lane], 0))
-        assert Counted.comparisons - before < 3000
-        assert found == [3, 3, 3] or step < 103 or 500 <= step < 503
-
-
-class Arriving:
-    """Headers that arrive at the host when told, and what was compared and waited for."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.marks: list[ToldMark] = []
-        self.compared: list[int] = []
-        self.waited = 0
-        monkeypatch.setattr(turns, "copied_to_host", self._copied)
-        self.turns = Turns(self._compare, self._wait)
-
-    def unit(self, lane: int, step: int, other: int = 0) -> Tensor | None:
-        own = torch.tensor([1, lane, step, 0])
-        return self.turns.take(own, own, torch.stack([own, own + other]))
-
-    def _copied(self, tensor: Tensor) -> tuple[Tensor, Mark]:
-        self.marks.append(ToldMark(reached=False))
-        return tensor, self.marks[-1]
-
-    def _compare(self, own: Tensor, of_ranks: Tensor) -> None:
-        self.compared.append(int(own[1]))
-        if bool((of_ranks != own).any()):
-            raise ValueError(f"differs: {own.tolist()}")
-
-    def _wait(self) -> None:
-        self.waited += 1
-        for mark in self.marks:
-            mark.reached = True
-
-
-def test_the_host_waits_for_a_round_of_headers_at_once_and_leaves_the_last_round_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    arriving = Arriving(monkeypatch)
-    for step in range(2):
-        assert [arriving.unit(lane, step) is None for lane in range(3)] == [True, step == 0, step == 0]
-    assert (arriving.waited, len(arriving.compared)) == (4, 4)  # a unit is new, and a lane's second step
-    for step in range(2, 8):
-        before = arriving.waited
-        flags = [arriving.unit(lane, step) for lane in range(3)]
-        assert not any(map(bool, flags)) and None not in flags
-        assert arriving.waited - before <= 1
-        assert len(arriving.compared) >= 3 * (step - 1)
-
-
-def test_headers_that_differ_are_an_error_though_later_ones_never_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    arriving = Arriving(monkeypatch)
-    for step in range(3):
-        for lane in range(3):
-            arriving.unit(lane, step)
-    arriving.turns.read()
-    assert bool(arriving.unit(0, 3, other=1)), "the flag on the device"
-    for lane in (1, 2):
-        arriving.unit(lane, 3)
-    waited = arriving.waited
-    arriving.turns.look()
-    arriving.marks[-3].reached = True
-    with pytest.raises(ValueError, match=r"differs: \[1, 0, 3, 0\]"):
-        arriving.turns.look()
-    assert arriving.waited == waited
 
 
 def spoilt(bucket: BucketView) -> list[int]:

@@ -108,7 +108,7 @@ def ranks_may_run_out_of_data(rank: int) -> None:
     """``Join`` itself looks the group up in the tables of torch.distributed."""
     from tests.python_groups import made_by_torch
 
-    group, model = made_by_torch("patient"), scale()
+    group, model = made_by_torch("around"), scale()
     for divide_by_all in (True, False):
         ddp = wrap(model, process_group=group)
         with ddp.join(divide_by_initial_world_size=divide_by_all):
