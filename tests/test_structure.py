@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.structure import PACKAGES, STUDIES, between_folders, circles, imports_of, sources_of, words_of
@@ -24,19 +22,3 @@ def test_no_package_imports_studies() -> None:
 def test_one_file_asks_about_devices() -> None:
     asking = {str(s.path) for s in sources_of("commhooks") if {"is_cuda", "cuda", "nccl"} & words_of(s)}
     assert asking == {"commhooks/devices.py"}
-
-
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    """Return a package of four files: `one` imports `two`, which imports the package and, for types only, `one`."""
-    folder = tmp_path / "sample"
-    folder.mkdir()
-    files = {
-        "__init__": 'from sample.three import THREE\n\n__all__ = ["THREE"]\n',
-        "one": "import sample.two\n\n\ndef _called():\n    return sample.two\n\n\nNOT, TWICE = _called(), 1\n",
-        "two": "from typing import TYPE_CHECKING\n\nfrom . import THREE\n\nif TYPE_CHECKING:\n    from . import one\n",
-        "three": "THREE = 1\n",
-    }
-    for name, text in files.items():
-        (folder / f"{name}.py").write_text(text)
-    return tmp_path

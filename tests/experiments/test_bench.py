@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ from commhooks.native import compiled, library
 from commhooks.native.library import VARIABLE
 from experiments.studies.app import app
 from experiments.studies.bench import powersgd, throughput
-from experiments.studies.bench.copies import EAGER, Worked, between_copies, in_copies
+from experiments.studies.bench.copies import EAGER, Worked, in_copies
 from experiments.studies.bench.gate import BETTER, GONE, NEW, SAME, WORSE, changes, other_places
 from experiments.studies.bench.page import pages
 from experiments.studies.bench.real_step import CLOCKS, HOSTS, PEERS, rows_of
 from experiments.studies.bench.results import Measured, Results, read, write
-from experiments.studies.bench.rows import MET, MISSED, WITHIN, Row, compared, pooled, slack_of
+from experiments.studies.bench.rows import MET, MISSED, WITHIN, Row, compared
 from experiments.studies.bench.sections import SECTIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -49,11 +48,6 @@ def test_a_median_at_the_target_meets_it_and_the_slack_counts_only_above_it() ->
     assert row("a", 1.06).verdict == ""
 
 
-def test_the_slack_is_the_distance_of_the_farther_quartile_from_one() -> None:
-    assert slack_of(Spread(1.0, 0.9, 1.02)) == pytest.approx(0.1)
-    assert slack_of(Spread(1.05, 1.01, 1.2)) == pytest.approx(0.2)
-
-
 def test_ours_is_compared_round_by_round_with_both_turns_of_the_peer() -> None:
     seconds = {"ours": [2.0, 6.0], "theirs": [1.0, 2.0], "again": [3.0, 4.0]}
     spread, noise = compared(seconds)
@@ -65,11 +59,6 @@ def test_only_a_change_beyond_both_spreads_counts() -> None:
     stored = {"ddp": measured(row("worse", 1.0), row("better", 1.0), row("within", 1.0), row("wide", 1.0, width=0.4))}
     now = {"ddp": measured(row("worse", 1.05), row("better", 0.95), row("within", 1.03), row("wide", 1.3))}
     assert kinds(stored, now) == {"worse": WORSE, "better": BETTER, "within": SAME, "wide": SAME}
-
-
-def test_an_exact_count_gets_worse_by_any_amount() -> None:
-    before, after = measured(row("bytes", 1.0, width=0.0)), measured(row("bytes", 1.001, width=0.0))
-    assert kinds({"hooks": before}, {"hooks": after}) == {"bytes": WORSE}
 
 
 def test_an_exact_count_that_the_file_rounded_has_not_changed(tmp_path: Path) -> None:
@@ -104,10 +93,6 @@ def test_what_a_hook_adds_to_noop_is_compared_with_what_the_all_reduce_adds() ->
         assert one.noise is not None and one.noise.median == 1.0
 
 
-def test_the_rounds_of_all_launches_are_pooled() -> None:
-    assert pooled([{"a": [1.0, 2.0]}, {"a": [3.0]}]) == {"a": [1.0, 2.0, 3.0]}
-
-
 def test_a_file_that_was_written_reads_the_same_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "benchmarks.json"
     results = {"ddp": measured(row("a", 1.0, target=1.0), dataclasses.replace(row("b", 2.0), noise=Spread(1, 1, 1)))}
@@ -133,15 +118,6 @@ def test_the_overview_names_what_is_missed_and_is_made_from_the_file_alone() -> 
         assert SECTIONS[key].sentence in made[f"figures/{key}.md"]
 
 
-def test_rows_of_one_name_stand_side_by_side_on_a_wide_page() -> None:
-    rows = [dataclasses.replace(row("int8", 9.0, width=0.0, target=8.0), quantity="AVX-512")]
-    rows += [dataclasses.replace(row(name, 20.0, width=0.0), quantity="eager") for name in ("int8", "mxfp8")]
-    page = pages({"levels": measured(*rows)}, "figures")["figures/levels.md"]
-    assert "|  | AVX-512 | eager |" in page
-    assert "| int8 | 9.00, missed (8) | 20.00 |" in page
-    assert "| mxfp8 |  | 20.00 |" in page
-
-
 def test_what_must_be_moved_is_counted_in_copies() -> None:
     square = [(512, 512)]
     floors = {}
@@ -154,27 +130,6 @@ def test_what_must_be_moved_is_counted_in_copies() -> None:
     code = 1 + 4 / 128  # bytes of an element, with its share of the block's scale
     assert floors["int8"] == pytest.approx((8 + 12 + 12 / 8 + (3 + 1 / 8) * code) / 8)
     assert floors["powersgd:rank=1"] == pytest.approx(28 / 8, abs=0.02)
-
-
-def test_the_unit_is_the_median_of_the_copies_around_the_work() -> None:
-    times, called = iter([0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 11.0, 11.0, 13.0, 13.0, 15.0, 15.0, 99.0]), list[str]()
-    taken = between_copies(lambda: called.append("work"), lambda: called.append("copy"), lambda: next(times))
-    assert called == ["copy"] * 3 + ["work"] + ["copy"] * 3
-    assert taken == 8.0 / 1.5
-
-
-def test_buckets_hold_all_gradients_in_order_in_about_equal_parts() -> None:
-    for shapes in powersgd.MODELS.values():
-        parts = powersgd.divided(shapes, 4)
-        assert [shape for part in parts for shape in part] == list(shapes)
-        sizes = [sum(math.prod(shape) for shape in part) for part in parts]
-        assert len(parts) == 4 and max(sizes) < 0.5 * sum(sizes)
-
-
-def test_a_part_of_a_section_is_not_stored(tmp_path: Path) -> None:
-    for others in (["powersgd", "--results", str(tmp_path / "a.json")], ["powersgd", "ddp"]):
-        found = CliRunner().invoke(app, ["bench", *others, "--only", "rank 4"])
-        assert found.exit_code != 0 and "--only measures a part" in found.output
 
 
 def test_a_level_is_in_use_during_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,6 @@ def test_merged_intervals_cover_the_same_moments_once(given_intervals: list[Inte
     assert overlap(merged(given_intervals), (-1, 100)) == len(moments)
 
 
-@given(intervals, st.integers(0, 70), st.integers(0, 30))
-def test_an_overlap_is_never_longer_than_its_window(given_intervals: list[Interval], begin: int, length: int) -> None:
-    assert 0 <= overlap(merged(given_intervals), (begin, begin + length)) <= length
-
-
 def test_a_step_is_split_into_parts_that_add_up() -> None:
     now = [0.0]
     waits = WaitClock(clock=lambda: now[0])
