@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ from typer.testing import CliRunner
 
 from commhooks.experiments.results.summary import Spread
 from commhooks.native import compiled, library
-from commhooks.native.library import VARIABLE
 from experiments.studies.app import app
 from experiments.studies.bench import powersgd, throughput
-from experiments.studies.bench.copies import EAGER, Worked, in_copies
+from experiments.studies.bench.copies import EAGER, Worked
 from experiments.studies.bench.gate import BETTER, GONE, NEW, SAME, WORSE, changes, other_places
 from experiments.studies.bench.page import pages
 from experiments.studies.bench.real_step import CLOCKS, HOSTS, PEERS, rows_of
@@ -103,21 +101,6 @@ def test_a_file_that_was_written_reads_the_same_and_a_damaged_one_is_refused(tmp
         read(path)
 
 
-def test_the_overview_names_what_is_missed_and_is_made_from_the_file_alone() -> None:
-    missed = dataclasses.replace(row("slow", 1.5, target=1.0), note="It waits.")
-    results = {"hooks": measured(missed, row("fine", 0.9, target=1.0)), "ddp": measured(row("seen", 1.1))}
-    made = pages(results, "figures")
-    assert list(made) == ["figures.md", "figures/ddp.md", "figures/hooks.md"]
-    overview = made["figures.md"]
-    assert "| [Hooks and their twins in PyTorch](figures/hooks.md) | 2 | 2 | 1 | 0 | 1 | `" in overview
-    assert "Of 2 figures with a target, 1 met it, 0 did so within the spread, and 1 missed it." in overview
-    assert "## Missed: Hooks" in overview
-    assert "slow: step time: 1.50 (1.49–1.51), target 1.00. It waits." in overview
-    assert "Not measured yet: PowerSGD and its memory traffic, " in overview
-    for key in results:
-        assert SECTIONS[key].sentence in made[f"figures/{key}.md"]
-
-
 def test_what_must_be_moved_is_counted_in_copies() -> None:
     square = [(512, 512)]
     floors = {}
@@ -130,22 +113,6 @@ def test_what_must_be_moved_is_counted_in_copies() -> None:
     code = 1 + 4 / 128  # bytes of an element, with its share of the block's scale
     assert floors["int8"] == pytest.approx((8 + 12 + 12 / 8 + (3 + 1 / 8) * code) / 8)
     assert floors["powersgd:rank=1"] == pytest.approx(28 / 8, abs=0.02)
-
-
-def test_a_level_is_in_use_during_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    worked, seen = Worked("all-reduce", [(8, 8)], 2), list[str]()
-    engine = worked.engines[0]
-    run = engine.run
-
-    def seeing(bucket: Any) -> Any:
-        seen.append(os.environ[VARIABLE])
-        return run(bucket)
-
-    monkeypatch.setattr(engine, "run", seeing)
-    found = in_copies(worked, (EAGER,), rounds=2)
-    assert set(seen) == {EAGER} and VARIABLE not in os.environ
-    assert list(found) == [EAGER] and found[EAGER].low > 0
 
 
 @pytest.mark.skipif(not compiled().levels, reason=str(compiled()))

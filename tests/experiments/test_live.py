@@ -94,17 +94,3 @@ def test_without_a_terminal_every_run_leaves_one_line_and_with_quiet_none() -> N
     assert first.startswith(f"gpt · all-reduce · seed 0 · link {fast.settings.link.label}: 40 steps in ")
     assert first.endswith("held-out loss 2.105")
     assert second.endswith(f"link {slow.settings.link.label}: failed: ValueError: no")
-
-
-def test_under_torchrun_only_rank_0_shows_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = result()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    shown = []
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        to, out = console(terminal=True)
-        with Live([run.settings], {}, to) as live:
-            live(run.settings, RunDone(0, run))
-        shown.append(out.getvalue())
-    assert "40 steps" in shown[0]
-    assert shown[1] == ""

@@ -153,30 +153,24 @@ with claimed(pathlib.Path({str(tmp_path)!r})):
     assert not (tmp_path / LOCK).exists()
 
 
-def _make_a_dangling_link(path: Path) -> None:
-    path.symlink_to(path.with_name("nowhere"))
-
-
-def _make_a_pipe_among_results(path: Path) -> None:
-    (path / "results").mkdir(parents=True)
-    os.mkfifo(path / "results" / "digits.fp16.json")
-
-
-def _make_a_folder_where_a_file_belongs(path: Path) -> None:
-    (path / "report.html").mkdir(parents=True)
-
-
 @pytest.mark.parametrize(
-    "make", [Path.touch, _make_a_dangling_link, _make_a_pipe_among_results, _make_a_folder_where_a_file_belongs]
+    ("make", "below"),
+    [
+        (Path.touch, ""),
+        (Path.touch, "below"),
+        (lambda path: path.symlink_to(path.with_name("nowhere")), ""),
+        (lambda path: (path / "report.html").mkdir(parents=True), ""),
+        (lambda path: [(path / "results").mkdir(parents=True), os.mkfifo(path / "results" / "digits.fp16.json")], ""),
+    ],
+    ids=["a file", "inside a file", "a link to nothing", "a folder for a file", "a pipe for a result"],
 )
 def test_what_cannot_be_written_to_is_refused_before_training(
-    make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[Path], object], below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path / "out")
-    for folder in (tmp_path / "out", *([tmp_path / "out" / "below"] if make is Path.touch else [])):
-        ended, trained = run(monkeypatch, "--out", str(folder), "--overwrite")
-        assert (ended.exit_code, trained) == (2, False)
-        assert f"error: out: {folder} " in ended.output
+    ended, trained = run(monkeypatch, "--out", str(tmp_path / "out" / below), "--overwrite")
+    assert (ended.exit_code, trained) == (2, False)
+    assert f"error: out: {tmp_path / 'out' / below} " in ended.output
 
 
 @pytest.mark.parametrize("written", ["results", "failures", "report.html", "plots/a.step-time.pdf", "tables/a.csv"])
