@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
-from ddp_core.buckets import ParameterSpec, Plan, assign_buckets
+from ddp_core.buckets import ParameterSpec, assign_buckets
 
 DTYPES = {"half": torch.float16, "single": torch.float32, "double": torch.float64}
 
@@ -31,41 +29,6 @@ def ordered(draw: st.DrawFn) -> Case:
     drawn = draw(many)
     order = draw(st.none() | st.permutations(range(len(drawn))))
     return drawn, draw(some_limits), order
-
-
-def by_kind(drawn: list[ParameterSpec], plan: Plan) -> dict[object, list[tuple[int, ...]]]:
-    """Return the buckets of dense parameters, apart for every kind."""
-    buckets = defaultdict(list)
-    for bucket in plan:
-        if not drawn[bucket[0]].alone:
-            buckets[drawn[bucket[0]].kind].append(bucket)
-    return buckets
-
-
-@given(ordered())
-def test_every_parameter_is_in_exactly_one_bucket(case: Case) -> None:
-    plan = assign_buckets(*case)
-    assert sorted(index for bucket in plan for index in bucket) == list(range(len(case[0])))
-    assert all(plan)
-
-
-@given(ordered())
-def test_a_bucket_closes_with_the_parameter_that_reaches_its_limit(case: Case) -> None:
-    drawn, limits, _ = case
-    for buckets in by_kind(drawn, assign_buckets(*case)).values():
-        for position, bucket in enumerate(buckets):
-            limit = limits[min(position, len(limits) - 1)]
-            sizes = [drawn[index].nbytes for index in bucket]
-            assert sum(sizes[:-1]) < limit or len(sizes) == 1
-            assert sum(sizes) >= limit or position == len(buckets) - 1
-
-
-@given(ordered())
-def test_parameters_of_a_bucket_keep_their_order(case: Case) -> None:
-    drawn, _, order = case
-    rank = {index: position for position, index in enumerate(order or range(len(drawn)))}
-    for bucket in assign_buckets(*case):
-        assert sorted(bucket, key=rank.__getitem__) == list(bucket)
 
 
 @given(ordered())

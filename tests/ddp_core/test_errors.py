@@ -48,23 +48,6 @@ def test_an_output_out_of_sight_is_named_though_unused_parameters_are_searched_f
         (loss + ddp.module.kept.sum()).backward()
 
 
-def test_a_parameter_ready_twice_is_named() -> None:
-    ddp = wrap(Branches())
-    outputs = ddp.module.a(ones()), ddp.module.a(ones())
-    ddp(ones(), "ab")
-    outputs[0].sum().backward()
-    with pytest.raises(RuntimeError, match=r"ready only once.*index 0 with name a\.weight.*static_graph=True"):
-        outputs[1].sum().backward()
-
-
-def test_the_error_is_kept_for_the_logging_data() -> None:
-    ddp = wrap(Branches())
-    ddp(ones(), "a").backward()
-    with pytest.raises(RuntimeError, match=r"b\.weight"):
-        ddp(ones())
-    assert "b.weight" in ddp._get_ddp_logging_data()["error"]
-
-
 def test_an_unfinished_reduction_can_be_given_up() -> None:
     model = Branches()
     ddp = wrap(model)

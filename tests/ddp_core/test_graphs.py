@@ -87,16 +87,6 @@ def outputs_are_found_in_every_container(rank: int) -> None:
 
 
 @facts
-def an_output_left_out_on_one_rank_alone_counts_as_zero(rank: int) -> None:
-    ddp = wrap(Outputs(lambda a, b: (a, b)), find_unused_parameters=True)
-    for _ in range(3):
-        ddp.zero_grad()
-        a, b = ddp(ones(rank))
-        (a if rank == 0 else a + b).sum().backward()
-        assert grads(ddp) == [[MEAN], [1.0]]
-
-
-@facts
 def a_static_graph_whose_outputs_nobody_can_see_is_an_error_not_a_divergence(rank: int) -> None:
     ddp = wrap(Outputs(Own), static_graph=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
@@ -183,13 +173,6 @@ def checkpoints_of_both_forms_give_what_local_training_gives(rank: int) -> None:
 
 
 @facts
-def reentrant_checkpoints_that_run_twice_over_a_weight_name_the_remedy(rank: int) -> None:
-    ddp = wrap(nn.Sequential(scale(), Checkpointed(True, 2)))
-    with pytest.raises(RuntimeError, match=r"ready only once.*[ab]\.weight.*use_reentrant=False.*static_graph=True"):
-        ddp(ones(rank)).sum().backward()
-
-
-@facts
 def a_gradient_penalty_is_averaged(rank: int) -> None:
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
         ddp = wrap(nn.Sequential(scale(), nn.Tanh()).double(), **options)
@@ -232,21 +215,6 @@ def torch_func_differentiates_a_wrapped_module_as_a_local_one(rank: int) -> None
             ddp.zero_grad()
             ddp(ones(rank)).sum().backward()
             assert grads(ddp) == [[MEAN]]
-
-
-@facts
-def a_sparse_gradient_that_no_module_announces_is_named(rank: int) -> None:
-    class Functional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.zeros(4, 2))
-
-        def forward(self) -> Tensor:
-            return nn.functional.embedding(torch.tensor([1]), self.table, sparse=True)
-
-    ddp = wrap(Functional())
-    with pytest.raises(RuntimeError, match="'table' got a sparse gradient"):
-        ddp().sum().backward()
 
 
 test_on_two_ranks = facts.tests()

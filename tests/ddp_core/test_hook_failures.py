@@ -6,7 +6,6 @@ import concurrent.futures
 import datetime
 import itertools
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,17 +41,6 @@ def endless(state: object, bucket: object) -> Future[Any]:
 
 def endless_chain(state: object, bucket: object) -> Any:
     return endless(state, bucket).then(lambda future: future.value())
-
-
-def completed_after(seconds: float, complete: Callable[[Future[Any], Any], None]) -> Callable[[Any, Any], Future[Any]]:
-    """Return a hook whose future another thread completes."""
-
-    def hook(state: object, bucket: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        threading.Timer(seconds, complete, (future, bucket.buffer())).start()
-        return future
-
-    return hook
 
 
 # ------------------------------------------------------------------------------------------------ one rank
@@ -91,17 +79,6 @@ def test_without_hook_timeout_the_timeout_of_the_process_group_holds() -> None:
             ddp(ones()).sum().backward()
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_future_that_fails_in_another_thread_raises_its_own_error_with_a_note() -> None:
-    ddp = wrap(scale())
-    ddp.register_comm_hook(None, completed_after(0.2, lambda f, _: f.set_exception(LookupError("no such luck"))))
-    with pytest.raises(LookupError, match="no such luck") as caught:
-        ddp(ones()).sum().backward()
-    assert "bucket 0 (weight)" in "".join(caught.value.__notes__)
-    with pytest.raises(RuntimeError, match="LookupError: no such luck"):
-        ddp(ones())
 
 
 @pytest.mark.usefixtures("alone")

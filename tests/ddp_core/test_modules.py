@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import os
 import weakref
 from typing import Any
@@ -183,29 +182,6 @@ def a_deep_copy_trains_apart(rank: int) -> None:
 
 
 @facts
-def a_state_dict_has_the_prefix_and_fits_pytorchs(rank: int) -> None:
-    ddp = wrap(nn.Sequential(scale(), nn.BatchNorm1d(1)))
-    state = ddp.state_dict()
-    assert next(iter(state)) == "module.0.weight" and all(key.startswith("module.") for key in state)
-    assert [name for name, _ in ddp.named_parameters()] == ["module.0.weight", "module.1.weight", "module.1.bias"]
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    changed = {key: value + 1 for key, value in torch.load(file).items()}
-    ddp.load_state_dict(changed)
-    assert ddp.module[0].weight.item() == changed["module.0.weight"].item()
-
-
-def let_go(buckets: list[weakref.ref[Tensor]]) -> bool:
-    """Return whether nothing keeps these buckets, once Gloo's threads are through with their collectives.
-
-    A collective that has been waited for is still in the hands of the thread that carried it out, for as long as that
-    thread is kept off a processor.
-    """
-    return until(lambda: all(bucket() is None for bucket in buckets))
-
-
-@facts
 def a_dropped_wrapper_is_freed_at_once_with_its_buckets(rank: int) -> None:
     gc.collect()
     gc.disable()
@@ -227,7 +203,8 @@ def a_dropped_wrapper_is_freed_at_once_with_its_buckets(rank: int) -> None:
         buckets = [weakref.ref(bucket.flat) for bucket in ddp.reducer.layout.buckets]
         del ddp
         assert [alive() for alive in watched] == [None, None], mode
-        assert let_go(buckets), mode
+        # Gloo's thread may still hold a collective that was waited for.
+        assert until(lambda buckets=buckets: all(bucket() is None for bucket in buckets)), mode  # type: ignore[misc]
         kept.sum().backward()
     gc.enable()
 
@@ -246,15 +223,6 @@ def groups_of_some_ranks_average_apart(rank: int) -> None:
                 ddp(ones(rank)).sum().backward()
                 assert grads(ddp) == [[sum(r + 1 for r in members) / 2]]
             del ddp
-
-
-@facts_of_three
-def two_ranks_join_before_the_third(rank: int) -> None:
-    ddp = wrap(nn.Sequential(scale(), nn.BatchNorm1d(1)), find_unused_parameters=rank < 3)
-    with ddp.join():
-        for _ in range(2 * rank):
-            ddp(torch.arange(4.0).view(4, 1) * (rank + 1)).sum().backward()
-    assert ddp._authoritative_rank == 2
 
 
 @facts_in_detail
