@@ -19,7 +19,6 @@ from tests.world import run_world
 from tests.world.agent import agents_store, environment_of
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
-LINES = 64
 
 
 def run_script(rank: int, path: str, arguments: tuple[str, ...], wanted: str) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from commhooks.experiments.results.intervals import Estimate, Interval, differences, ratios
+from commhooks.experiments.results.intervals import Estimate, Interval
 
 
 def test_an_interval_is_students() -> None:
@@ -50,9 +50,3 @@ def test_the_interval_of_ratios_covers_the_truth_about_as_often_as_it_says() -> 
     found = [Estimate.of_ratios(dict(enumerate(row))).interval for row in draws]
     covered = sum(one is not None and one.low <= 3 <= one.high for one in found)
     assert 0.92 < covered / 600 < 0.98  # 95 % with a standard deviation of 0.9 %
-
-
-def test_only_seeds_that_both_have_are_paired() -> None:
-    ours, theirs = {0: 1.0, 1: 2.0, 2: 3.0}, {2: 1.5, 1: 4.0, 9: 1.0}
-    assert differences(ours, theirs) == {1: -2.0, 2: 1.5}
-    assert ratios(ours, theirs) == {1: 0.5, 2: 2.0}

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from commhooks.experiments.devices import Stopwatch
-from commhooks.experiments.links.waits import Interval, WaitClock, merged, overlap
+from commhooks.experiments.links.waits import WaitClock
 from commhooks.experiments.training.measure import StepClock
-
-intervals = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1])))
-
-
-@given(intervals)
-def test_merged_intervals_cover_the_same_moments_once(given_intervals: list[Interval]) -> None:
-    moments = {m for begin, end in given_intervals for m in range(int(begin), int(end))}
-    assert overlap(merged(given_intervals), (-1, 100)) == len(moments)
 
 
 def test_a_step_is_split_into_parts_that_add_up() -> None:

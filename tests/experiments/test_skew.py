@@ -45,9 +45,3 @@ def test_a_rank_sees_each_of_its_images_once_in_an_epoch_and_in_another_order_in
     assert epochs[0].sort().values.tolist() == data.share(3, 1, RANKS).sort().values.tolist()
     assert epochs[0].tolist() != epochs[1].tolist()
     assert sorted(epochs[0].tolist()) == sorted(epochs[1].tolist())
-
-
-def test_without_skew_batches_are_those_of_the_plain_task() -> None:
-    plain, zero = load_task("digits:size=small", 3), load_task("digits:size=small,skew=0", 3)
-    for one, other in zip(plain.batch(30, 1, RANKS), zero.batch(30, 1, RANKS), strict=True):
-        assert torch.equal(one, other)
