@@ -81,9 +81,13 @@ def test_a_run_made_again_begins_anew_and_what_ended_is_counted() -> None:
     assert [row.split()[:2] for row in rows] == [["fp16", "40/40"], ["bad", "failed"], ["all-reduce", "1/40"]]
 
 
-def test_without_a_terminal_every_run_leaves_one_line_and_with_quiet_none() -> None:
+def test_without_a_terminal_every_run_leaves_one_line_and_with_quiet_or_on_another_rank_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fast, slow = result(link="1Gbit/s"), result(link="10Mbit/s")
-    for quiet, lines in ((True, 0), (False, 2)):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, quiet, lines in (("0", True, 0), ("1", False, 0), ("0", False, 2)):
+        monkeypatch.setenv("RANK", rank)
         shown, out = console(40)
         with Live([fast.settings, slow.settings], {}, shown, quiet=quiet) as live:
             take(live, fast, slice(1))

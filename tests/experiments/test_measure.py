@@ -32,6 +32,7 @@ def test_a_step_is_split_into_parts_that_add_up() -> None:
     loss.backward()
     waits.note(4.5, 5.5)  # half of it hidden behind the backward pass
     waits.note(6.0, 8.0)
+    waits.note(6.5, 7.5)  # beside another: every moment counts once
     now[0] = 9.0
     clock.backward_ended()
     now[0] = 10.0  # the optimizer
