@@ -10,10 +10,15 @@ import torch
 
 from commhooks import Compressor, WithoutFeedback
 from commhooks.compressors import AllReduceMean, TopK
+from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import LoadedTask, load_task
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context, Exchange
-from experiments.studies.lockstep import time_in_lockstep, train_in_lockstep
+from experiments.studies.leaderboard.contenders import DENSE, Contender
+from experiments.studies.leaderboard.running import SIZE, load_sized
+from experiments.studies.leaderboard.standings import Run, paired
+from experiments.studies.lockstep import SCORES, time_in_lockstep, train_in_lockstep
+from tests.tiers import THOROUGH
 
 STEPS, WORKERS = 12, 4
 
@@ -81,3 +86,22 @@ def test_workers_that_end_with_other_means_are_refused_and_one_that_diverges_end
     found = train_in_lockstep(digits(), Exploding(), steps=50, workers=2)
     assert found.diverged == 4  # the step after is the first whose loss is not finite
     assert math.isnan(found.loss)
+
+
+def short_runs(text: str, feedback: bool) -> list[Run]:
+    """Train with three seeds for a hundred steps: enough for effects of many points."""
+    one = Contender(Spec.parse(text), feedback)
+    tasks = [load_sized("digits", SIZE, seed) for seed in range(3)]
+    return [
+        Run("digits", one, task.seed, train_in_lockstep(task, one.make(task.seed), steps=100, workers=WORKERS))
+        for task in tasks
+    ]
+
+
+@THOROUGH  # what is sent and what is owed add up, for every compressor: commhooks.testing
+def test_error_feedback_makes_low_rank_as_accurate_as_dense_to_two_points_and_without_it_is_worse() -> None:
+    fed, plain = (short_runs("powersgd:rank=2", feedback) for feedback in (True, False))
+    points = SCORES["digits"].scale
+    assert paired(fed, short_runs(DENSE, False), SCORES["digits"]).scaled(points).low > -2
+    assert paired(plain, fed, SCORES["digits"]).scaled(points).high < -2
+    assert all(run.trained.payload_bytes < 0.15 * run.trained.gradient_bytes for run in fed)
