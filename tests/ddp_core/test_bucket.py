@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
-from ddp_core import GradBucket
-from ddp_core.buckets import EAGER_ELEMENTS, Bucket, strides_for, views_of
+from ddp_core.buckets import EAGER_ELEMENTS, Bucket, ParameterSpec, assign_buckets, strides_for, views_of
 from ddp_core.features.bucket_memory import ViewBucket
 from tests import bounds
 
@@ -116,34 +116,6 @@ def test_every_layout_goes_into_the_bucket_and_comes_back(kind: type[Bucket], di
         bucket.reset()
 
 
-def test_zeros_travel_for_an_absent_gradient_and_the_untouched_keep_theirs() -> None:
-    members = {"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(3)), "c": nn.Parameter(torch.ones(1))}
-    bucket = bucket_of(members)
-    bucket.flat.fill_(7.0)  # left from an earlier iteration
-    members["a"].grad = torch.ones(2)
-    bucket.gather([0, 1, 2], 2)
-    assert bucket.flat.tolist() == [0.5, 0.5, 0, 0, 0, 0]
-    bucket.scatter(torch.arange(6.0), {2})
-    assert members["a"].grad.tolist() == [0, 1]
-    assert members["b"].grad is not None
-    assert members["b"].grad.tolist() == [2, 3, 4]
-    assert members["c"].grad is None
-
-
-def test_a_hook_sees_the_parameters_their_names_and_views_with_their_strides() -> None:
-    members = parameters()
-    bucket = bucket_of(members)
-    window = GradBucket(4, True, bucket.flat, bucket.members, bucket.names)
-    assert window.index() == 4 and window.is_last() is True
-    assert window.names() == list(members)
-    assert all(mine is theirs for mine, theirs in zip(window.parameters(), members.values(), strict=True))
-    for view, member in zip(window.gradients(), members.values(), strict=True):
-        assert view.shape == member.shape
-        assert view.stride() == strides_for(member)
-    window.gradients()[0].fill_(3.0)
-    assert window.buffer()[:12].tolist() == [3.0] * 12
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_gradient_is_scaled_the_same_alone_and_with_its_bucket(dtype: torch.dtype) -> None:
     # torch._foreach_mul_ rounds the factor to 16 bits on CPU: 0.2 % of every bf16 gradient
@@ -155,3 +127,39 @@ def test_a_gradient_is_scaled_the_same_alone_and_with_its_bucket(dtype: torch.dt
         bucket.gather(places, 3)
         assert torch.equal(bucket.views[0], given_grads[0] * (1 / 3))
         assert torch.equal(bucket.views[2], given_grads[2] * (1 / 3))
+
+
+DTYPES = {"half": torch.float16, "single": torch.float32, "double": torch.float64}
+
+Case = tuple[list[ParameterSpec], list[int], list[int] | None]  # parameters, limits, perhaps an order
+
+specs = st.builds(
+    lambda elements, kind, sparse: ParameterSpec(elements * DTYPES[kind].itemsize, kind, sparse),
+    st.integers(0, 40),
+    st.sampled_from(sorted(DTYPES)),
+    st.integers(0, 5).map(lambda number: number == 0),
+)
+many = st.lists(specs, min_size=1, max_size=30)
+some_limits = st.lists(st.integers(0, 600), min_size=1, max_size=3)
+
+
+@st.composite
+def ordered(draw: st.DrawFn) -> Case:
+    """Draw parameters, limits, and perhaps an order in which to take the parameters."""
+    drawn = draw(many)
+    order = draw(st.none() | st.permutations(range(len(drawn))))
+    return drawn, draw(some_limits), order
+
+
+@given(ordered())
+def test_plans_are_those_of_pytorch(case: Case) -> None:
+    drawn, limits, order = case
+    taken = list(order or range(len(drawn)))
+    dtypes = [DTYPES[str(spec.kind)] for spec in drawn]
+    tensors = [torch.empty(drawn[i].nbytes // dtypes[i].itemsize, dtype=dtypes[i]) for i in taken]
+    sparse = [spec.alone for spec in drawn]
+    theirs, _ = _compute_bucket_assignment_by_size(tensors, limits, sparse, [] if order is None else taken)
+    ours = assign_buckets(drawn, limits, order)
+    # buckets that never filled come from a hash map there: their order among themselves says nothing
+    assert sorted(map(tuple, theirs)) == sorted(ours)
+    assert order is not None or [tuple(bucket) for bucket in theirs] == ours

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,36 +71,22 @@ def for_pytorch(state: object, bucket: torch._C._distributed_c10d.GradBucket) ->
     return plain(state, bucket)
 
 
-class BucketLike(Protocol):
-    def buffer(self) -> Tensor: ...
-
-
-def duck_typed(state: object, bucket: BucketLike) -> Future[Tensor] | Tensor:
-    return plain(state, bucket)
-
-
 class Callable_:  # noqa: N801 (the name would hide typing's)
     """Hooks of every other shape."""
 
     def __call__(self, state: object, window: Any) -> Any:
         return plain(state, window)
 
-    def method(self, state: object, window: Any) -> Any:
-        return plain(state, window)
-
 
 SHAPES: dict[str, Callable[..., Any]] = {
     "function": plain,
     "lambda": lambda s, b: plain(s, b),  # noqa: PLW0108 (a lambda is what is tested)
-    "partial with a keyword": functools.partial(lambda s, b, scale: plain(s, b), scale=1),
     "callable object": Callable_(),
-    "bound method": Callable_().method,
     "any arguments": lambda *arguments: plain(*arguments),  # noqa: PLW0108 (see above)
     "defaults": lambda s, b, more=3: plain(s, b),
     "postponed annotations": postponed,
     "annotations for a type checker alone": for_a_type_checker,
     "PyTorch's annotations": for_pytorch,
-    "protocol": duck_typed,
 }
 
 RETURNS: dict[str, Callable[..., Any]] = {

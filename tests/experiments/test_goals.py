@@ -90,17 +90,6 @@ def test_a_run_that_goes_on_has_the_same_steps_and_evaluation_as_one_that_ends_t
     assert ours.outcomes[0].moved_bytes == theirs.outcomes[0].moved_bytes
 
 
-def test_the_baseline_of_the_scene_sets_the_goal_and_does_not_go_on(alone: None, task: Spec) -> None:
-    found = trained(task, going_on=GoingOn(baseline=Spec("all-reduce"), times=3, target=1e-9))
-    first, other = found["all-reduce"], found["fp16"]
-    assert first.goal is None and len(first.steps) == STEPS
-    assert other.goal == Goal(loss=1e-9, seconds=sum(step.seconds for step in first.steps), steps=3 * STEPS)
-    had = [sum(step.seconds for step in other.steps[:n]) for n in range(len(other.steps) + 1)]
-    ended = len(other.steps)
-    assert ended == 3 * STEPS or had[ended] >= other.goal.seconds
-    assert ended == STEPS or had[ended - 1] < other.goal.seconds
-
-
 def test_ranks_take_the_steps_that_rank_0_decides(alone: None, task: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     left = [True, True, False]
 

@@ -16,15 +16,6 @@ from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import Order, as_given, drawn, forth_and_back, in_turns, on_slowest, rotated, turns_of
 
 
-def test_every_contender_has_one_turn_a_round_and_warming_up_does_not_count() -> None:
-    ticks = iter(range(1000))
-    called: list[str] = []
-    contenders = {name: partial(called.append, name) for name in "ab"}
-    seconds = in_turns(contenders, 3, calls=2, warm_up=1, clock=lambda: float(next(ticks)))
-    assert seconds == {"a": [0.5] * 3, "b": [0.5] * 3}
-    assert sorted(called) == ["a"] * 8 + ["b"] * 8
-
-
 @pytest.mark.parametrize(
     ("order", "rounds"),
     [
