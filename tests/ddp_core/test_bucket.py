@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
-from ddp_core.buckets import EAGER_ELEMENTS, Bucket, ParameterSpec, assign_buckets, strides_for, views_of
+from ddp_core.buckets import EAGER_ELEMENTS, Bucket, ParameterSpec, assign_buckets, strides_for
 from ddp_core.features.bucket_memory import ViewBucket
 from tests import bounds
 
@@ -52,22 +52,6 @@ def test_dense_means_a_gapless_range_of_memory_with_each_element_once(layout: tu
     tensor = strided(layout)
     contiguous = torch.empty(tensor.shape).stride()
     assert strides_for(tensor) == (tensor.stride() if covers_a_range_once(tensor) else contiguous)
-
-
-@given(st.lists(layouts(), max_size=4), st.integers(0, 3))
-def test_views_share_out_the_memory_among_the_parameters(
-    members_layouts: list[tuple[list[int], list[int]]], offset: int
-) -> None:
-    members = [strided(layout) for layout in members_layouts]
-    total = sum(member.numel() for member in members)
-    memory = torch.arange(float(offset + total))
-    views = views_of(memory[offset:], members)
-    position = float(offset)
-    for view, member in zip(views, members, strict=True):
-        assert view.shape == member.shape
-        assert sorted(view.flatten().tolist()) == [position + i for i in range(member.numel())]
-        assert view.stride() == strides_for(member)
-        position += member.numel()
 
 
 def parameters() -> dict[str, nn.Parameter]:

@@ -18,7 +18,6 @@ from commhooks.experiments.tasks import load_task
 from commhooks.experiments.tasks.images import ResNet18
 from commhooks.lockstep import average_in_lockstep
 from experiments.studies.blocks import Picture, Table
-from experiments.studies.jobs import run_jobs
 from experiments.studies.lockstep import ACCURACY, LOSS, join_workers
 from experiments.studies.reproduce.ablation import Ablation, Trial, train_variants
 from experiments.studies.reproduce.comparing import between, compare, draw_differences, findings, show_ablation, table
@@ -118,24 +117,6 @@ def test_the_runs_of_a_seed_have_the_same_data_and_finished_ones_are_not_made_ag
     assert train_variants(FEW, notes(tmp_path)) == made
     blocks = show_ablation(FEW, made)
     assert isinstance(blocks[0], Table) and "100" not in str(blocks[0].rows[1][3])
-
-
-@dataclasses.dataclass(frozen=True)
-class Threads:
-    """A job that says how many threads it has."""
-
-    def run(self) -> int:
-        return torch.get_num_threads()
-
-
-def test_jobs_have_one_thread_and_this_process_gets_its_own_back() -> None:
-    before, found = torch.get_num_threads(), list[object]()
-    torch.set_num_threads(2)
-    try:
-        run_jobs([Threads()], 1, found.append, alone=[Threads()])
-        assert (found, torch.get_num_threads()) == ([1, 1], 2)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("hook", "floats"), [("all-reduce", 11_173_962), ("rank=1", 45_935), ("rank=7", 263_885)])

@@ -15,7 +15,7 @@ from commhooks.native import compiled, library
 from experiments.studies.app import app
 from experiments.studies.bench import powersgd, throughput
 from experiments.studies.bench.copies import EAGER, Worked
-from experiments.studies.bench.gate import BETTER, GONE, NEW, SAME, WORSE, changes, other_places
+from experiments.studies.bench.gate import BETTER, GONE, NEW, SAME, WORSE, changes
 from experiments.studies.bench.page import pages
 from experiments.studies.bench.real_step import CLOCKS, HOSTS, PEERS, rows_of
 from experiments.studies.bench.results import Measured, Results, read, write
@@ -68,15 +68,6 @@ def test_an_exact_count_that_the_file_rounded_has_not_changed(tmp_path: Path) ->
 def test_rows_that_are_missing_on_either_side_are_named_and_other_sections_are_left_alone() -> None:
     stored = {"ddp": measured(row("old", 1.0)), "hooks": measured(row("not measured", 1.0))}
     assert kinds(stored, {"ddp": measured(row("fresh", 1.0))}) == {"old": GONE, "fresh": NEW}
-
-
-def test_another_machine_or_version_is_named_and_a_load_is_not() -> None:
-    here = {"ddp": measured(row("a", 1.0))}
-    assert other_places(here, here) == []
-    (machine,) = other_places(here, {"ddp": measured(row("a", 1.0), processor="another")})
-    (version,) = other_places(here, {"ddp": measured(row("a", 1.0), torch="2.14")})
-    assert "processor another" in machine
-    assert "torch 2.14" in version
 
 
 def test_what_a_hook_adds_to_noop_is_compared_with_what_the_all_reduce_adds() -> None:

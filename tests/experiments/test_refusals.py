@@ -19,7 +19,7 @@ from commhooks.experiments.tasks.optimizers import make_optimizer
 from commhooks.experiments.training.stock import check_stock
 from experiments.studies.leaderboard.contenders import contenders
 from tests.experiments.test_ablation import ABLATION
-from tests.experiments.test_plan import planned
+from tests.experiments.test_runs import planned
 from tests.experiments.test_seldom import STEPS
 
 NOT_A_RATE = "does not parse: expected a number and a unit, such as '100Mbit/s'"
