@@ -16,8 +16,7 @@ from commhooks import Compressor, Hierarchical, PerParameter, make_compressor
 from commhooks.language.entries import blocks_served
 from commhooks.testing import Claims
 from tests.formulas_low_rank import AccordionBytes, AdaptiveRankBytes, GatheredFactorsBytes, SketchBytes, matrices_of
-from tests.formulas_sparse import GatheredBytes, SummedBytes
-from tests.formulas_tiles import DeMoBytes, SparseLoCoBytes
+from tests.formulas_sparse import DeMoBytes, GatheredBytes, SparseLoCoBytes, SummedBytes
 from tests.tiers import THOROUGH, rows
 
 Formula = Callable[[Sequence[Tensor], int, int], int]

@@ -17,7 +17,6 @@ from experiments.studies.bench import powersgd, throughput
 from experiments.studies.bench.copies import EAGER, Worked
 from experiments.studies.bench.gate import BETTER, GONE, NEW, SAME, WORSE, changes
 from experiments.studies.bench.page import pages
-from experiments.studies.bench.real_step import CLOCKS, HOSTS, PEERS, rows_of
 from experiments.studies.bench.results import Measured, Results, read, write
 from experiments.studies.bench.rows import MET, MISSED, WITHIN, Row, compared
 from experiments.studies.bench.sections import SECTIONS
@@ -68,18 +67,6 @@ def test_an_exact_count_that_the_file_rounded_has_not_changed(tmp_path: Path) ->
 def test_rows_that_are_missing_on_either_side_are_named_and_other_sections_are_left_alone() -> None:
     stored = {"ddp": measured(row("old", 1.0)), "hooks": measured(row("not measured", 1.0))}
     assert kinds(stored, {"ddp": measured(row("fresh", 1.0))}) == {"old": GONE, "fresh": NEW}
-
-
-def test_what_a_hook_adds_to_noop_is_compared_with_what_the_all_reduce_adds() -> None:
-    launches = []
-    for added in (0.5, 0.7, 0.6):
-        seconds = {name: [2.0, 2.0, 9.0] for name in PEERS} | {"noop": [1.0, 0.1, 1.0], "fifo": [1 + added] * 3}
-        launches.append(dict.fromkeys(CLOCKS, seconds))
-    found = rows_of(launches, "fifo", "1 bucket", HOSTS)
-    assert [one.quantity.partition(" added")[0] for one in found] == ["CPU time", "wall time"]
-    for one in found:
-        assert (one.spread.median, one.spread.low, one.spread.high) == pytest.approx((0.6, 0.55, 0.65))
-        assert one.noise is not None and one.noise.median == 1.0
 
 
 def test_a_file_that_was_written_reads_the_same_and_a_damaged_one_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -63,32 +62,19 @@ def kept_in(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (out / "results").iterdir()}
 
 
-@dataclass
-class Continued:
-    """A comparison that had the result of one hook, and that another command went on with."""
-
-    out: Path
-    kept: dict[str, bytes]  # the results that were there
-    printed: str  # by the second command
-
-
 @pytest.fixture(scope="module")
-def continued(tmp_path_factory: pytest.TempPathFactory) -> Continued:
+def continued(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes], str]:
+    """Return a comparison's folder, the result that it had at first, and what the command that went on printed."""
     out = tmp_path_factory.mktemp("compare")
     compare(out, "--hook", HOOKS[0])
     kept = kept_in(out)
     (out / "results" / "digits.json.part").write_text(HALF_WRITTEN)
-    return Continued(out, kept, compare(out, *ALL_HOOKS))
+    return out, kept, compare(out, *ALL_HOOKS)
 
 
 @pytest.fixture(scope="module")
-def folder(continued: Continued) -> Path:
-    return continued.out
-
-
-@pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, RunResult]:
-    found = [RunResult.read(path) for path in (folder / "results").glob("*.json")]
+def results(continued: tuple[Path, dict[str, bytes], str]) -> dict[str, RunResult]:
+    found = [RunResult.read(path) for path in (continued[0] / "results").glob("*.json")]
     return {result.settings.hook.label: result for result in found}
 
 
@@ -105,14 +91,14 @@ def odd(made: list[RunResult]) -> dict[str, RunResult]:
     return dict(zip(ODD_HOOKS, made[3:], strict=True))
 
 
-def test_a_comparison_goes_on_with_what_it_has(continued: Continued) -> None:
-    assert f"{len(continued.kept)} of {len(HOOKS)} runs are finished already" in continued.printed
-    now = kept_in(continued.out)
+def test_a_comparison_goes_on_with_what_it_has(continued: tuple[Path, dict[str, bytes], str]) -> None:
+    out, kept, printed = continued
+    assert f"{len(kept)} of {len(HOOKS)} runs are finished already" in printed
+    now, page = kept_in(out), (out / "report.html").read_text()
     assert len(now) == len(HOOKS)  # and nothing half written
-    assert {name: now[name] for name in continued.kept} == continued.kept
-    assert not list(continued.out.glob("*.lock")), "the lock is of the process"
-    page = (continued.out / "report.html").read_text()
-    assert all(hook in page and hook.partition(":")[0] in continued.printed for hook in HOOKS)
+    assert {name: now[name] for name in kept} == kept
+    assert not list(out.glob("*.lock")), "the lock is of the process"
+    assert all(hook in page and hook.partition(":")[0] in printed for hook in HOOKS)
 
 
 def losses(result: RunResult) -> list[float]:

@@ -140,6 +140,11 @@ with claimed(pathlib.Path({str(tmp_path)!r})):
     assert not (tmp_path / LOCK).exists()
 
 
+def _make_a_pipe_among_results(path: Path) -> None:
+    (path / "results").mkdir(parents=True)
+    os.mkfifo(path / "results" / "digits.fp16.json")
+
+
 @pytest.mark.parametrize(
     ("make", "below"),
     [
@@ -147,7 +152,7 @@ with claimed(pathlib.Path({str(tmp_path)!r})):
         (Path.touch, "below"),
         (lambda path: path.symlink_to(path.with_name("nowhere")), ""),
         (lambda path: (path / "report.html").mkdir(parents=True), ""),
-        (lambda path: [(path / "results").mkdir(parents=True), os.mkfifo(path / "results" / "digits.fp16.json")], ""),
+        (_make_a_pipe_among_results, ""),
     ],
     ids=["a file", "inside a file", "a link to nothing", "a folder for a file", "a pipe for a result"],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ class Training:
         kept = [*self.model.parameters(), *(p.grad for p in self.model.parameters()), *states]
         return [one.detach().clone() for one in kept if one is not None]
 
+    def profile(self, **changes: Any) -> Profile:
+        return planning.profile(self.ddp, **{"step_fn": self.step, "hooks": (), "steps": 3, **changes})
+
     def installed(self) -> list[int]:
         """Count the hooks of the kinds that a profile installs, those of the DDP too."""
         return [
@@ -91,7 +95,7 @@ def profiled(rank: int, ddp: str) -> Measured:
     """Profile after a first step; return the profile, and what real steps send."""
     training = Training(ddp)
     training.step()
-    found = training.stays_as_it_is(lambda: planning.profile(training.ddp, training.step, hooks=CANDIDATES, steps=3))
+    found: Profile = training.stays_as_it_is(lambda: training.profile(hooks=CANDIDATES))
     return found, {one.label: training.sent(one) for one in CANDIDATES}
 
 
@@ -151,8 +155,7 @@ def test_state_is_that_of_each_hook_alone(measured: Measured) -> None:
 def a_step_that_fails_on_one_rank_ends_the_profile_on_all(rank: int) -> None:
     for step in (1, 9):  # the first one, and one under a hook
         training = Training("core", fails_in=step if rank == 1 else -1)
-        profile = lambda training=training: planning.profile(training.ddp, training.step, hooks=(), steps=3)
-        told = training.stays_as_it_is(lambda profile=profile: told_by(profile))
+        told = training.stays_as_it_is(partial(told_by, training.profile))
         assert told.error == "ProfileError" and told.text.startswith("could not take a ")
         assert "rank 1: LookupError: the data is gone" in told.text
 
@@ -172,11 +175,10 @@ def what_cannot_be_profiled_is_refused_in_words(rank: int) -> None:
         ({"steps": 3 + rank}, "profile: ranks disagree about steps or hooks; by rank: steps=3, "),
     ]
     for changes, words in refusals:
-        asked: dict[str, Any] = {"step_fn": training.step, "hooks": (), "steps": 3} | changes
-        told = told_by(lambda asked=asked: planning.profile(training.ddp, **asked))
+        told = told_by(partial(training.profile, **changes))
         assert words in told.text, told
     attachment = commhooks.attach(training.ddp, "fp16")
-    assert told_by(lambda: planning.profile(training.ddp, training.step, hooks=())).error == "AttachError"
+    assert told_by(training.profile).error == "AttachError"
     attachment.close()
 
 

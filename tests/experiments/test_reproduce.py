@@ -155,6 +155,7 @@ def test_what_cannot_work_is_rejected_before_anything_is_measured(
     stranger.mkdir()
     (stranger / "letter.txt").write_text("Dear ...")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
+    asked: dict[str, Any] = {"out": tmp_path / "new"}
     for changes, said in (
         ({"size": "huge"}, "default, tiny"),
         ({"link": "real"}, "hosts, emulated"),
@@ -165,7 +166,7 @@ def test_what_cannot_work_is_rejected_before_anything_is_measured(
         ({"out": stranger, "overwrite": True}, "another kind"),
     ):
         with pytest.raises(ValueError, match=said):
-            run(**{"out": tmp_path / "new", **changes})
+            run(**asked | changes)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="without torchrun"):

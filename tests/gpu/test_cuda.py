@@ -15,13 +15,12 @@ import commhooks
 from commhooks.experiments.commands.cli import app
 from commhooks.experiments.runs import RunResult
 from commhooks.wrappers.hierarchical import is_hierarchical
-from ddp_core.features.unused import Usage
 from tests import bounds
 from tests.cases import CASES, Case
 from tests.commhooks.mirrored import largest_error
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import Workers, largest, normal, zeros
-from tests.gpu.late import LATE, late, very_late
+from tests.gpu.late import late, very_late
 from tests.virtual_device.device import is_installed
 from tests.world import run_world
 
@@ -77,10 +76,6 @@ def test_a_collective_that_takes_too_long_on_nccl_is_an_error_that_names_hook_ti
 
 def test_with_a_hook_timeout_that_is_kept_nothing_else_changes() -> None:
     run_world(_takes_not_too_long, 1, backend="nccl", timeout=120.0)
-
-
-def test_counts_of_used_parameters_make_nobody_wait() -> None:
-    run_world(_counts_usage, 1, backend="nccl", timeout=120.0)
 
 
 @pytest.mark.skipif(is_installed(), reason="tests/virtual_device/test_commands.py has whole commands on that device")
@@ -191,14 +186,3 @@ def _takes_not_too_long(rank: int) -> None:
             model(*gradients).backward()
         for ours, theirs in zip(gradients_of(watched), gradients_of(plain), strict=True):
             assert torch.equal(ours, theirs)
-
-
-def _counts_usage(rank: int) -> None:
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    assert Usage([0, 1, 1], group, torch.device("cuda", 0)).unused() == {0}  # and NCCL is there
-    torch.cuda._sleep(LATE)
-    torch.cuda.set_sync_debug_mode("error")
-    usage = Usage([1, 0, 1], group, torch.device("cuda", 0))
-    torch.cuda.set_sync_debug_mode("default")
-    assert usage.unused() == {1}
