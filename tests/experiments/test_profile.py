@@ -60,7 +60,8 @@ class Training:
         return [one.detach().clone() for one in kept if one is not None]
 
     def profile(self, **changes: Any) -> Profile:
-        return planning.profile(self.ddp, **{"step_fn": self.step, "hooks": (), "steps": 3, **changes})
+        asked: dict[str, Any] = {"step_fn": self.step, "hooks": (), "steps": 3}
+        return planning.profile(self.ddp, **asked | changes)
 
     def installed(self) -> list[int]:
         """Count the hooks of the kinds that a profile installs, those of the DDP too."""
@@ -101,6 +102,7 @@ def profiled(rank: int, ddp: str) -> Measured:
 
 @pytest.fixture(scope="module", params=["core", "torch"])
 def measured(request: pytest.FixtureRequest) -> Measured:
+    first: Measured
     first, second = run_world(profiled, 2, request.param)
     assert first[0] == second[0], "on all ranks"
     return first
