@@ -196,7 +196,19 @@ def _loopback_store() -> TCPStore:
     """Return a store's server that other machines cannot reach; by itself one listens on all interfaces."""
     listening = _bound("127.0.0.1")
     address, port = listening.getsockname()
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    return _store(address, port, listening)
+
+
+def _store(address: str, port: int, listening: socket.socket | None, **settings: Any) -> TCPStore:
+    """Return a client of a store, which also serves it if it is given a socket to listen on."""
+    settings |= {"is_master": listening is not None, "wait_for_workers": False}
+    if listening is None:
+        return TCPStore(address, port, **settings)
+    settings["master_listen_fd"] = listening.detach()
+    try:
+        return TCPStore(address, port, **settings)
+    except NotImplementedError:  # PyTorch 2.6: of its two servers, the default one takes no socket
+        return TCPStore(address, port, use_libuv=False, **settings)
 
 
 def _bound(address: str = "") -> socket.socket:
@@ -320,15 +332,8 @@ def _rank_main(
             cluster, host = place
             cluster.enter(host)  # before Gloo starts threads, which inherit it
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        limit, descriptor = timedelta(seconds=timeout), None if listening is None else listening.detach()
-        store = TCPStore(
-            address,
-            port,
-            is_master=listening is not None,
-            wait_for_workers=False,
-            timeout=limit,
-            master_listen_fd=descriptor,
-        )
+        limit = timedelta(seconds=timeout)
+        store = _store(address, port, listening, timeout=limit)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
         function(rank, ranks, argument, pipe.send)
         dist.barrier()

@@ -8,7 +8,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -397,7 +397,7 @@ class ReplicasFeed(TensorFeed):
     """
 
     caller = way = "attach_replicas"
-    ended = Feed.ended
+    ended: ClassVar[str] = Feed.ended
     label = "replicas"
 
     def __init__(self, model: Module, units: Sequence[Unit], group: dist.ProcessGroup, policy: PolicyName) -> None:

@@ -11,8 +11,8 @@ must compute identical bits, as ranks with identical hardware do.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -87,7 +87,9 @@ class Hierarchical(Wrapper):
         carrier = _Carrier(self.size, place, among_machines.world_size)
         yield from map_requests(carrier.carry, self.inner.compress(bucket, among_machines))
 
-    scatter = Compressor.scatter  # refuses: a shard belongs to one rank, not to a machine
+    scatter: ClassVar[Callable[..., Exchange]] = (
+        Compressor.scatter
+    )  # refuses: a shard belongs to one rank, not to a machine
 
 
 def is_hierarchical(compressor: Compressor) -> bool:

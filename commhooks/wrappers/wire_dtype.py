@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -54,7 +54,9 @@ class WireDtype(Wrapper):
         narrowed = dataclasses.replace(context, wire=context.wire or self.dtype)  # if nested, the outer one decides
         return map_requests(self._carry, self.inner.compress(bucket, narrowed))
 
-    scatter = Compressor.scatter  # refuses: `Cast` averages shards in a narrower dtype
+    scatter: ClassVar[Callable[..., Exchange]] = (
+        Compressor.scatter
+    )  # refuses: `Cast` averages shards in a narrower dtype
 
     def _carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
         if isinstance(asked, Judge):

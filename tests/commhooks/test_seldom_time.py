@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +91,12 @@ def test_a_mean_cannot_be_due_before_there_is_anything_to_send() -> None:
     with pytest.raises(ValueError, match="no bucket's mean can be due before its gradients are ready"):
         Step(compute=1.0, buckets=(Bucket(0.5, (), due=0.4),))
     assert Bucket(0.5, ()).due == math.inf
+
+
+def test_the_guide_tells_the_share_of_time_that_is_spent_computing() -> None:
+    dense = [Bucket(0.0, (Stage(0.0, (("all-reduce", 4 * 124_000_000),)),))]
+    links = [Link(rate=rate, latency=0.015) for rate in (20e6, 100e6, 1e9)]
+    shares = [round_time(Rounds(every=30), dense, 1.0, link, 2).utilisation for link in links]
+    page = Path(__file__).parents[2] / "docs" / "guide" / "diloco.md"
+    row = "| DiLoCo, `every=30` | {:.0%} | {:.0%} | {:.0%} |".format(*shares).replace("%", " %")
+    assert row in page.read_text(encoding="utf-8")

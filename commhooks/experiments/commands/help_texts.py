@@ -175,7 +175,7 @@ the latency.
 Every collective that compressors use is timed, from 256 bytes to as much as the time allows, in turns. \
 A line (latency, and seconds for each byte) is fitted to the medians; if it does not fit, times are interpolated \
 between the measured sizes. Nothing is predicted beyond four times the largest size. If two halves of the \
-measurement disagree by more than 10 %, it is repeated once; predictions are as much less certain as they still do.
+measurement disagree by more than 10 %, it is repeated once; what they still disagree by widens the predictions' error.
 
 [bold]Your own cluster[/bold]: torchrun starts the ranks.
 

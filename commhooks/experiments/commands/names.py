@@ -21,7 +21,7 @@ def hooks(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A hook, to see its settings and its card.", show_default=False, autocompletion=complete_hook
+            help="A hook, to see its settings and description.", show_default=False, autocompletion=complete_hook
         ),
     ] = None,
 ) -> None:

@@ -17,12 +17,12 @@ GROUPS = {
         "report": "Write tables and the report again from the results in folders, without training.",
     },
     "Look inside": {
-        "profile": "Measure where the time of a training step goes, and what every hook adds to it without a link.",
+        "profile": "Measure where the time of a training step goes, and what every hook adds besides its transfers.",
         "probe": "Measure the time of every collective between the ranks, in half a minute.",
         "check": "Try the laws of compressors on one of your own, and name what breaks them.",
     },
     "Look up": {
-        "hooks": "List the hooks, or show one's settings and card: source, idea, bytes and weakness.",
+        "hooks": "List the hooks, or show one's settings and description: source, idea, bytes and weakness.",
         "tasks": "List the tasks, or show one's settings.",
         "env": "Print what an issue report needs: versions, backends, processors, compiled passes.",
     },

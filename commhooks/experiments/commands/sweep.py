@@ -11,7 +11,6 @@ import typer
 from commhooks.experiments.commands.compare import make_runs
 from commhooks.experiments.commands.options import (
     Baseline,
-    Device,
     Matters,
     Overwrite,
     Quiet,
@@ -35,7 +34,9 @@ def sweep(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the results; default: the file's, or runs/<name>.")
     ] = None,
-    device: Device | None = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda (a GPU for each rank) or auto, in place of the file's.")
+    ] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
@@ -45,7 +46,7 @@ def sweep(
         from commhooks.experiments.sweeps.yaml_file import EXAMPLE, read_sweep
 
         if example:
-            check_unused(context, ["dry_run", "out", "overwrite", "quiet"], "with --example")
+            check_unused(context, ["dry_run", "out", "device", "overwrite", "quiet"], "with --example")
             typer.echo(EXAMPLE, nl=False)
             return
         if file is None:
@@ -62,7 +63,7 @@ def sweep(
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="Folders written by compare, sweep or run.")],
+    folders: Annotated[list[Path], typer.Argument(help="Folders written by compare or sweep.")],
     out: Annotated[Path | None, typer.Option(help="Folder for the report; default: the first of the folders.")] = None,
     baseline: Baseline = None,
     target_loss: Target = None,

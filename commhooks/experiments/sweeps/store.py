@@ -109,7 +109,7 @@ def read_results(folders: Sequence[Path]) -> list[RunResult]:
         place = folder / RESULTS if (folder / RESULTS).is_dir() else folder
         paths = sorted(place.glob("*.json")) if place.is_dir() else []
         if not paths:
-            raise ValueError(f"{folder} holds no results: expected a folder written by compare, sweep or run")
+            raise ValueError(f"{folder} holds no results: expected a folder written by compare or sweep")
         for path in paths:
             result = RunResult.read(path)
             found.setdefault(result.settings, result)
