@@ -6,7 +6,6 @@ import copy
 import gc
 import os
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
-from ddp_core import DistributedDataParallel
 from tests.commhooks.models import gloo_sums_complex_numbers
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import MEAN, Branches, grads, ones, scale, wrap
@@ -122,22 +120,6 @@ def buffers_are_rank_zeros_before_every_forward_pass(rank: int) -> None:
 
 
 @facts
-def frozen_and_ignored_parameters_are_left_alone(rank: int) -> None:
-    model: Any = nn.Module()
-    model.trained, model.frozen, model.ignored = scale(), scale().requires_grad_(False), scale()
-    model.register_buffer("private", torch.tensor([float(rank)]))
-    model.forward = lambda x: model.trained(x) + model.frozen(x) + model.ignored(x)
-    model.ignored.weight.data.fill_(rank)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["ignored.weight", "private"])
-    ddp = wrap(model)
-    ddp(ones(rank)).sum().backward()
-    assert model.trained.weight.grad.item() == MEAN
-    assert model.frozen.weight.grad is None
-    assert model.ignored.weight.grad.item() == rank + 1
-    assert (model.ignored.weight.item(), model.private.item()) == (rank, rank)
-
-
-@facts
 def frozen_codes_are_left_as_each_rank_has_them(rank: int) -> None:
     """PyTorch's class copies them with operations that such a tensor may not answer."""
     for mode in MODES:
@@ -149,20 +131,6 @@ def frozen_codes_are_left_as_each_rank_has_them(rank: int) -> None:
         of_ranks = [torch.zeros(4) for _ in range(2)]
         dist.all_gather(of_ranks, ddp.module.head.bias.grad)
         assert torch.equal(*of_ranks) and model.marks() == [rank, 0], mode
-
-
-@facts
-def gradients_are_views_of_the_bucket_where_asked(rank: int) -> None:
-    ddp = wrap(Branches(), gradient_as_bucket_view=True)
-    for _ in range(3):
-        ddp(ones(rank)).backward()
-        (bucket,) = ddp.reducer.layout.buckets
-        assert [p.grad.data_ptr() for p in bucket.members] == [view.data_ptr() for view in bucket.views]
-        assert ddp.module.a.weight.grad.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
-        bucket.flat.fill_(7.0)
-        assert grads(ddp) == [[7.0], [7.0]]
-        ddp.zero_grad(set_to_none=False)
-        assert bucket.flat.tolist() == [0, 0]
 
 
 @facts

@@ -93,15 +93,12 @@ def test_hooks_and_tasks_are_listed_and_described() -> None:
         assert not [one for one in expected if one not in said], said
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("commhooks compare --hook power", {"powersgd", "powersgd-unbiased"}),
-        ("commhooks tasks d", {"digits"}),
-        ("commhooks pro", {"probe", "profile"}),
-    ],
-)
-def test_the_shell_completes_names(words: str, expected: set[str]) -> None:
-    variables = {"_COMMHOOKS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    ended = CliRunner().invoke(app, [], env=variables, prog_name="commhooks")
-    assert set(ended.output.split()) == expected
+def test_the_shell_completes_names() -> None:
+    for words, expected in {
+        "commhooks compare --hook power": {"powersgd", "powersgd-unbiased"},
+        "commhooks tasks d": {"digits"},
+        "commhooks pro": {"probe", "profile"},
+    }.items():
+        variables = {"_COMMHOOKS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        ended = CliRunner().invoke(app, [], env=variables, prog_name="commhooks")
+        assert set(ended.output.split()) == expected

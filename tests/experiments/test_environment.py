@@ -21,8 +21,6 @@ from commhooks.experiments.commit import commit_of_code
 from commhooks.experiments.devices import NCCL, backend_for, chosen
 from commhooks.experiments.environment import BACKENDS, environment, in_words
 from commhooks.experiments.links.link import LinkSettings
-from commhooks.experiments.machine import trained_on
-from commhooks.experiments.runs import RunSettings
 from commhooks.experiments.sweeps.yaml_file import read_sweep
 from commhooks.native import compiled, library
 
@@ -134,12 +132,3 @@ def test_nccl_is_for_ranks_with_a_gpu_of_their_own_and_links_that_nobody_slows(
 ) -> None:
     with mock.patch.multiple(torch.cuda, **GPUS):
         assert backend_for(device, LinkSettings.parse(link), ranks) == backend
-
-
-def test_runs_on_different_devices_have_other_scenes_keys_and_words() -> None:
-    one, other = (RunSettings.from_dict({"task": "digits", "device": device}) for device in ("cpu", "cuda"))
-    assert one.scene != other.scene and one.key != other.key
-    assert "device" not in one.to_dict()  # so that results of earlier versions keep their names
-    assert trained_on({"backend": "gloo"}, is_limited=True) == "It trains on the CPU, over Gloo."
-    on_gpu = trained_on({"device": "H200", "backend": "gloo"}, is_limited=True)
-    assert on_gpu == "It trains on H200, over Gloo: the emulation of a link waits on the host, for which NCCL does not."
