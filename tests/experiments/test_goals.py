@@ -146,22 +146,17 @@ def test_a_hook_that_is_added_later_has_the_goal_of_the_baseline_that_is_there(
 
 @pytest.mark.usefixtures("pictures_are_not_rendered")
 def test_a_busy_machine_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def on(cores: int, others: float | None, ranks: int = 2) -> RunResult:
-        one = result(ranks=ranks)
-        more = {} if others is None else {"used_by_others": others}
-        return dataclasses.replace(one, machine={**one.machine, "cores": cores, **more})
+    def on(cores: int, **more: float) -> RunResult:
+        return dataclasses.replace(one := result(), machine={**one.machine, "cores": cores, **more})
 
-    for run in (on(2, None), on(2, 0.1), on(16, 8.0), on(4, 1.9)):
+    for run in (on(2), on(2, used_by_others=0.1), on(16, used_by_others=8.0), on(2, load=3.1)):
         assert notes_about([run]) == []
-    uncounted = on(2, None)
-    loads = (3.1, 3.9, 9.0)  # of which the ranks and the process that started them are three
-    loaded = [dataclasses.replace(uncounted, machine={**uncounted.machine, "load": load}) for load in loads]
-    assert [len(notes_about([run])) for run in loaded] == [0, 1, 1]
-    assert "other programs used up to 2.0 of 2 cores)" in notes_about(loaded)[0]
-    (note,) = notes_about([on(2, 0.3), on(2, 1.4), on(16, 14.5)])
+    # Of a load that nobody counted, the ranks and the process that started them are three.
+    assert "other programs used up to 2.0 of 2 cores)" in notes_about([on(2, load=3.9), on(2, load=9.0)])[0]
+    (note,) = notes_about([on(2, used_by_others=1.4), on(16, used_by_others=14.5)])
     assert note.startswith("The machine was busy (other programs used up to 1.4 of 2 cores and 14.5 of 16 cores): ")
     (tmp_path / "results").mkdir()
-    on(2, 1.4).write(tmp_path / "results")
+    on(2, used_by_others=1.4).write(tmp_path / "results")
     report_again([tmp_path], tmp_path / "report", Console(width=200))
     assert capsys.readouterr().out.startswith("warning: The machine was busy")
     page = (tmp_path / "report" / "report.html").read_text()
