@@ -1,8 +1,4 @@
-"""What a step's collectives carry, from the requests of one rank.
-
-All ranks ask for the same shapes, so one stands for all, and nothing is computed: on PyTorch's "meta" device tensors
-have shapes and no memory.
-"""
+"""What a step's collectives carry, from one rank's requests: all ask for the same shapes, of tensors without memory."""
 
 from __future__ import annotations
 

@@ -95,32 +95,23 @@ def test_the_arguments_are_those_of_pytorchs_class() -> None:
 def test_every_argument_of_pytorchs_class_is_accepted_but_mixed_precision() -> None:
     """Each with another value than its default, where one makes sense on the CPU."""
     model = nn.Sequential(scale(), scale())
+    on = ("find_unused_parameters", "check_reduction", "gradient_as_bucket_view", "static_graph", "batched_grad_copy")
+    off = ("broadcast_buffers", "init_sync", "forward_sync_buffers")
     values: dict[str, Any] = {
+        **dict.fromkeys((*on, "skip_all_reduce_unused_params", "lazy_bucket_allocation"), True),
+        **dict.fromkeys(off, False),
         "device_ids": [],
-        "dim": 1,
-        "broadcast_buffers": False,
-        "init_sync": False,
-        "process_group": dist.group.WORLD,
-        "bucket_cap_mb": 1,
-        "find_unused_parameters": True,
-        "check_reduction": True,
-        "gradient_as_bucket_view": True,
-        "static_graph": True,
-        "skip_all_reduce_unused_params": True,
-        "bucket_cap_mb_list": [1, 2],
-        "batched_grad_copy": True,
-        "forward_sync_buffers": False,
-        "lazy_bucket_allocation": True,
         "output_device": None,
+        "dim": 1,
+        "process_group": dist.group.WORLD,
         "device_mesh": dist.device_mesh.init_device_mesh("cpu", (1,)),
+        "bucket_cap_mb": 1,
+        "bucket_cap_mb_list": [1, 2],
     }
-    delaying = {
-        "delay_all_reduce_named_params": [("0.weight", model[0].weight)],
-        "param_to_hook_all_reduce": model[1].weight,
-    }
+    delayed = delaying(model[1].weight, ("0.weight", model[0].weight))
     every = inspect.signature(DistributedDataParallel).parameters.keys()
-    assert values.keys() | delaying.keys() | {"module", "mixed_precision"} == every
-    for options in (delaying, *({name: value} for name, value in values.items())):
+    assert values.keys() | delayed.keys() | {"module", "mixed_precision"} == every
+    for options in (delayed, *({name: value} for name, value in values.items())):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers and check_reduction are deprecated
             ddp = wrap(model, **options)

@@ -201,15 +201,6 @@ def test_a_text_of_nested_brackets_is_refused_in_words(text: str) -> None:
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e[link=http://x]here[/link][/b]"
 
 
-def shown(*words: str) -> str:
-    """Return what a command prints, which is text and line breaks alone."""
-    printed = CliRunner().invoke(app, words)
-    assert not isinstance(printed.exception, Exception), printed.output
-    assert [one for one in printed.output if one != "\n" and (ord(one) < 32 or 127 <= ord(one) < 160)] == []
-    assert "\u202e" not in printed.output
-    return printed.output
-
-
 @pytest.mark.usefixtures("pictures_are_not_rendered")
 def test_results_are_reported_as_text_and_without_an_import(planted: Path) -> None:
     own = f"{planted / MODULE}.py:task"
@@ -219,7 +210,9 @@ def test_results_are_reported_as_text_and_without_an_import(planted: Path) -> No
         first = dataclasses.replace(run.probes[0], layers=(dataclasses.replace(layer, name=ESCAPES), *layers))
         machine = {**run.machine, "processor": ESCAPES, "load": 9.0}
         dataclasses.replace(run, probes=(first, *probes), description=ESCAPES, machine=machine).write(planted)
-    printed = shown("report", str(planted), "--out", str(planted / "out"))
+    printed = CliRunner().invoke(app, ["report", str(planted), "--out", str(planted / "out")]).output
+    assert [one for one in printed if one != "\n" and (ord(one) < 32 or 127 <= ord(one) < 160)] == []
+    assert "\u202e" not in printed
     assert "[link=http://x]here[/link]" in "".join(printed.split())
     assert (planted / "out" / "report.html").exists() and not (planted / "imported").exists()
 

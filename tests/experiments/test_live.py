@@ -16,14 +16,6 @@ from tests.experiments.synthetic import DENSE_BYTES, result
 HOOKS = ("all-reduce", "fp16", "powersgd:policy=fused,rank=1,start_after=5", "top-k:ratio=0.01")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def console(width: int = 80, *, terminal: bool = False) -> tuple[Console, StringIO]:
     out = StringIO()
     return Console(file=out, width=width, force_terminal=terminal, _environ={}), out
@@ -35,10 +27,8 @@ def drawn(live: Live, width: int) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def take(live: Live, run: RunResult, steps: slice, clock: Clock | None = None, seconds: float = 0.0) -> None:
+def take(live: Live, run: RunResult, steps: slice) -> None:
     for step in run.steps[steps]:
-        if clock is not None:
-            clock.now += seconds
         live(run.settings, StepDone(0, step))
 
 
@@ -46,7 +36,7 @@ def take(live: Live, run: RunResult, steps: slice, clock: Clock | None = None, s
 def test_every_hook_of_the_scene_has_a_row_that_fits(width: int) -> None:
     """All but the last have taken ten steps, and were evaluated."""
     runs = [result(hook) for hook in HOOKS]
-    live = Live([one.settings for one in runs], {}, console(width)[0], clock=Clock())
+    live = Live([one.settings for one in runs], {}, console(width)[0], clock=lambda: 0.0)
     for one in runs[:-1]:
         take(live, one, slice(10))
         live(one.settings, Evaluated(0, one.evaluations[0], None))
@@ -64,14 +54,14 @@ def test_every_hook_of_the_scene_has_a_row_that_fits(width: int) -> None:
     assert rows[0].split() == facts
     assert rows[-1].split() == [HOOKS[-1], "0/40"]
     assert (HOOKS[2] in rows[2]) == (width == 160)
-    unlimited = Live([(run := result(link="unlimited")).settings], {}, console()[0], clock=Clock())
+    unlimited = Live([(run := result(link="unlimited")).settings], {}, console()[0], clock=lambda: 0.0)
     take(unlimited, run, slice(1))
     assert "%" not in drawn(unlimited, 160)[1]
 
 
 def test_a_run_made_again_begins_anew_and_what_ended_is_counted() -> None:
     old, bad, good = result("fp16"), result("bad"), result()
-    live = Live([old.settings, bad.settings, good.settings], {old.settings: old}, console()[0], clock=Clock())
+    live = Live([old.settings, bad.settings, good.settings], {old.settings: old}, console()[0], clock=lambda: 0.0)
     take(live, good, slice(30))
     take(live, good, slice(1))
     live(bad.settings, RunFailed("Traceback:\nValueError: no"))

@@ -50,18 +50,6 @@ def open_verdict(lacks: str, longer: float) -> Judged:
     return Judged(Verdict.OPEN, "nobody knows", some, some, some, 0.01, lacks=lacks, longer=longer)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the report of two links, three seeds, a hook that diverges, one without a seed, and runs that failed."""
-    out = tmp_path_factory.mktemp("report") / "new"
-    found = results(tasks=("gpt",), seeds=SEEDS, links=("100Mbit/s", "1Gbit/s"))
-    found += [diverged(result(OF_A_PERSON, ratio=50, seed=seed)) for seed in (0, 1)]
-    failures = {dataclasses.replace(FAILED, seed=n): "Traceback\n  File\nRuntimeError: <gloo> closed" for n in SEEDS}
-    more: dict[str, Any] = {"command": "commhooks compare <x>", "notes": ["4 ranks share 2 cores"]}
-    write(found, out, baseline=None, target_loss=None, failures=failures, **more)
-    return out
-
-
 class Links(HTMLParser):
     """Collects what a page would fetch, and its text in order, with what is folded apart."""
 
@@ -83,8 +71,13 @@ class Links(HTMLParser):
 
 
 @pytest.mark.a_row  # a page with all its pictures takes seconds
-def test_the_page_shows_a_picture_a_table_and_a_sentence_for_each_setting_and_folds_the_rest(folder: Path) -> None:
-    text = (folder / "report.html").read_text()
+def test_the_page_shows_a_picture_a_table_and_a_sentence_for_each_setting_and_folds_the_rest(tmp_path: Path) -> None:
+    """Of two links, three seeds, a hook that diverges, one without a seed, and runs that failed."""
+    found = results(tasks=("gpt",), seeds=SEEDS, links=("100Mbit/s", "1Gbit/s"))
+    found += [diverged(result(OF_A_PERSON, ratio=50, seed=seed)) for seed in (0, 1)]
+    failures = {dataclasses.replace(FAILED, seed=n): "Traceback\n  File\nRuntimeError: <gloo> closed" for n in SEEDS}
+    more: dict[str, Any] = {"command": "commhooks compare <x>", "notes": ["4 ranks share 2 cores"]}
+    text = write(found, tmp_path, baseline=None, target_loss=None, failures=failures, **more).read_text()
     shown = Links()
     shown.feed(text)
     assert len(shown.fetched) == 2 * 7 + 1  # the pictures of each setting, and one across them

@@ -1,7 +1,4 @@
-"""Memory that streams work on later than the host: in one process, on a device that comes late.
-
-tests/commhooks/test_streams.py has what can be made up of this without a device.
-"""
+"""Memory that streams work on later than the host; tests/commhooks/test_streams.py has what needs no device."""
 
 from __future__ import annotations
 
