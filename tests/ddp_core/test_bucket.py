@@ -24,6 +24,7 @@ def parameters() -> dict[str, nn.Parameter]:
         "transposed": nn.Parameter(torch.randn(5, 3).t()),
         "expanded": nn.Parameter(torch.randn(3, 1).expand(3, 4)),
         "gapped": nn.Parameter(torch.randn(3, 8)[:, ::2]),
+        "ones": nn.Parameter(torch.randn(4).as_strided((1, 4, 1), (9, 1, 7))),
         "scalar": nn.Parameter(torch.randn(())),
         "empty": nn.Parameter(torch.randn(0, 3)),
         "large": nn.Parameter(torch.randn(EAGER_ELEMENTS + 1)),
