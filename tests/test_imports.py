@@ -9,16 +9,7 @@ import sys
 
 import pytest
 
-from tests.structure import (
-    EXPERIMENTS,
-    PACKAGES,
-    STUDIES,
-    Source,
-    between_folders,
-    imports_of,
-    sources_of,
-    words_of,
-)
+from tests.structure import EXPERIMENTS, PACKAGES, STUDIES, Source, between_folders, imports_of, sources_of, words_of
 
 TOP = ("commhooks", "ddp_core", EXPERIMENTS)
 GUARD = "ddp_core.guard"  # it knows wrappers and process groups, no compression: the one part that both use

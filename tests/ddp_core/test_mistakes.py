@@ -23,7 +23,7 @@ from tests.ddp_core.models import grads, ones, scale, wrap
 facts = Facts()
 
 
-def delaying(by: Any, *named: tuple[str, nn.Parameter]) -> dict[str, Any]:
+def delaying(by: Any, *named: tuple[str, Any]) -> dict[str, Any]:
     return {"delay_all_reduce_named_params": list(named), "param_to_hook_all_reduce": by}
 
 

@@ -17,14 +17,7 @@ from commhooks.experiments.links.link import LinkSettings
 from commhooks.experiments.runs import RunResult, RunSettings
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.sweeps import execute
-from commhooks.experiments.training.worker import (
-    Preparing,
-    RunDone,
-    SceneBegun,
-    StepsBegin,
-    Work,
-    calibrate,
-)
+from commhooks.experiments.training.worker import Preparing, RunDone, SceneBegun, StepsBegin, Work, calibrate
 from tests.experiments.synthetic import result
 
 HOOKS = ("all-reduce", "breaks", "fp16")
