@@ -126,4 +126,4 @@ def test_each_way_to_train_an_adapter_sends_what_the_page_says() -> None:
 def test_a_page_shows_the_example(path: Path) -> None:
     line = f'--8<-- "docs/examples/{path.name}"'  # ruff formats it to pieces in a fence that begins with ```py
     pages = (page.read_text(encoding="utf-8") for page in EXAMPLES.parent.rglob("*.md"))
-    assert any(line in page.splitlines() for page in pages)
+    assert any(line in map(str.strip, page.splitlines()) for page in pages)

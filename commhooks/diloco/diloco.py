@@ -71,9 +71,9 @@ class DiLoCo:
       without bytes of their own (weights quantised to codes, in a subclass with a `__torch_dispatch__`; sparse and
       expanded tensors), buffers that are not saved and whose shapes differ between ranks, and frozen parameters and
       buffers named in the model's `_ddp_params_and_buffers_to_ignore`, or in `fully_shard`'s `ignored_params`.
-    - `optimizer` trains all parameters of the model that require a gradient, and no others. It is none with `train()`
-      and `eval()`, as schedule-free ones have: their point of evaluation would differ between ranks. Learning-rate
-      schedules, including that of `outer_optimizer`, are left to the caller.
+    - `optimizer` trains all parameters of the model that require a gradient, and no others. Optimizers with
+      `train()` and `eval()`, such as schedule-free ones, are rejected: their point of evaluation would differ
+      between ranks. Learning-rate schedules, including that of `outer_optimizer`, are left to the caller.
     - `outer` is the outer optimizer. "average": outer copies become the mean of the ranks' parameters; "published":
       SGD with a rate of 0.7 and a Nesterov momentum of 0.9, as in DiLoCo's paper; "sgd:rate=0.5,momentum=0.6": other
       figures; or a function that makes an optimizer of the outer copies. "auto" is "average" in rounds of up to 100

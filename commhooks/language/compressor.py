@@ -153,7 +153,7 @@ class Compressor(ABC):
         """Return whether a step may average several buckets as one, whose `memory` is then only the first one's.
 
         It may if a parameter's mean does not depend on the others in its bucket, and `compress` uses slots alone. A
-        subclass that overrides `compress` must say so again.
+        subclass that overrides `compress` must override this, too.
         """
         return False
 

@@ -70,8 +70,8 @@ class ProcessGroupConnection:
 
     Connections of one label are paired in the order in which ranks open their first lanes, so a connection that one
     rank alone makes has no effect on others; those of several labels may be opened in any order. A wrong pair raises
-    `AttachError` if what ranks compare differs. If nothing does, that happens once a connection is opened after an
-    equal one that was made later, on some of the ranks.
+    `AttachError` if what ranks compare differs. Connections that compare equal must be opened in one order on all
+    ranks: the first that is opened in another raises it, too.
     """
 
     def __init__(

@@ -24,7 +24,8 @@ class Dithering(Codec):
     def encode(self, blocks: Tensor, noise: Tensor) -> Sequence[Tensor]:
         """Return scales [B, 1], and bytes [B, 3·block/8]."""
         scales = (blocks.abs().amax(1, keepdim=True) / 3).clamp_(min=torch.finfo(torch.float32).tiny)
-        numbers = (blocks / scales).nan_to_num_(0.0).add_(noise).floor_().clamp_(-3, 3).add_(3).to(torch.int32)
+        numbers = (blocks / scales).nan_to_num_(0.0).add_(noise).floor_().clamp_(-3, 3)
+        numbers = numbers.add_(3).to(torch.int32)
         eights = (numbers.unflatten(1, (-1, 8)) << 3 * torch.arange(8, device=blocks.device)).sum(2)
         return scales, (eights.unsqueeze(2) >> 8 * torch.arange(3, device=blocks.device) & 255).flatten(1).to(
             torch.uint8
@@ -38,7 +39,7 @@ class Dithering(Codec):
         return (numbers.flatten(1) - 3).to(scales.dtype) * scales
 
     def relative_error(self) -> float:
-        """Return block/36: in the worst block each element is half a step from both its neighbours, but the largest."""
+        """Return block/36: at worst, all elements but the largest are half a step from a number."""
         return self.block / 36
 
     def contraction(self) -> float:

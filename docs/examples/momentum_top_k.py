@@ -1,6 +1,6 @@
 """A compressor of your own that keeps state: the largest elements of each rank's momentum.
 
-commhooks.attach(model, ErrorFeedback(inner=MomentumTopK(ratio=0.01)))  # with an optimizer without momentum
+commhooks.attach(model, ErrorFeedback(inner=MomentumTopK(ratio=0.01)))  # and plain SGD
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ from commhooks.language.compressor import FEEDBACK_LAWS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MomentumTopK(Compressor):
-    """Send the largest elements of momentum·m + gradient + residual; m is the momentum of this rank's gradients."""
+    """Send the largest elements of momentum·m + gradient + residual; m is this rank's momentum."""
 
     ratio: float = setting(0.01, above=0, most=1)
     """Lower: smaller messages, but more left in the residual."""
     momentum: float = setting(0.9, least=0, below=1)
     """Higher: a longer memory."""
     sends = Sends.ANYTHING
-    exempt = dict.fromkeys((*FEEDBACK_LAWS, "wire", "loss"), "the momentum is sent, not the gradient")  # laws of others
+    exempt = dict.fromkeys((*FEEDBACK_LAWS, "wire", "loss"), "the momentum is sent, not the gradient")
 
     def loss(self, name: str, parameter: Tensor) -> Loss | None:
         """Return 1 - k/n: what is sent has at least the average size."""
@@ -38,7 +38,7 @@ class MomentumTopK(Compressor):
         momenta, chosen, parts = [], [], []
         for slot in bucket.filled:
             faded = self.momentum * slot.state("momentum").to(slot.room)
-            momenta.append((faded, faded + slot.gradient))  # before `form`, which may add the residual there
+            momenta.append((faded, faded + slot.gradient))  # `form` may add the residual there
             M = slot.form() + faded
             chosen.append(M.abs().topk(math.ceil(self.ratio * len(M))).indices)
             parts += [slot.part(M[chosen[-1]] / context.world_size), slot.part(chosen[-1])]

@@ -16,12 +16,12 @@ from commhooks.language.randomness import seeded_places, stable_seed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomRows(Compressor):
-    """Average one in `every` rows of each parameter, chosen at random; a vector's rows are its elements."""
+    """Average one in `every` rows of each parameter, at random; a vector's rows are its elements."""
 
     every: int = 4
 
     def loss(self, name: str, parameter: torch.Tensor) -> Loss:
-        """Return the expected share of a gradient's squared norm that is not sent: `ErrorFeedback` keeps it."""
+        """Return the expected share of the squared norm that is not sent: `ErrorFeedback` keeps it."""
         return Loss(1 - 1 / self.every)
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
@@ -29,8 +29,10 @@ class RandomRows(Compressor):
         parts, chosen = [], []
         for slot in bucket.filled:
             M = slot.form().view(slot.parameter.shape[:1].numel(), -1)  # gradient + residual
-            chosen.append(seeded_places(len(M), -(-len(M) // self.every), stable_seed(slot.name, context.step), M))
-            parts += [slot.part(M[chosen[-1]]), slot.part(M.abs().amax().view(1))]  # the latter shows an inf in any row
+            seed = stable_seed(slot.name, context.step)
+            chosen.append(seeded_places(len(M), -(-len(M) // self.every), seed, M))
+            # The second part shows an inf in any row.
+            parts += [slot.part(M[chosen[-1]]), slot.part(M.abs().amax().view(1))]
         if not parts:  # no parameter has an element
             return
         answers = yield AllReduce(*parts, average=True, last=True)
@@ -38,8 +40,9 @@ class RandomRows(Compressor):
         finite = yield Judge(*answers, *overflowing)
         for slot, rows, mean in zip(bucket.filled, chosen, answers[::2], strict=True):
             M = slot.form().view(slot.parameter.shape[:1].numel(), -1)
-            slot.keep(M.index_fill_(0, rows, 0.0).flatten(), finite)  # what was not sent is the new residual
-            slot.write(torch.zeros_like(M).index_copy_(0, rows, mean).flatten() + torch.where(finite, 0.0, torch.nan))
+            slot.keep(M.index_fill_(0, rows, 0.0).flatten(), finite)  # the new residual: what was not sent
+            averaged = torch.zeros_like(M).index_copy_(0, rows, mean).flatten()
+            slot.write(averaged + torch.where(finite, 0.0, torch.nan))
 
 
 if __name__ == "__main__":
@@ -53,6 +56,7 @@ if __name__ == "__main__":
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    print(f"rank {dist.get_rank()}: loss {loss.item():.6f} with messages {hooks.last_step().ratio:.1f} times smaller")
+    ratio = hooks.last_step().ratio
+    print(f"rank {dist.get_rank()}: loss {loss.item():.6f} with messages {ratio:.1f} times smaller")
     hooks.close()
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""A task of your own, in its own file: a network that tells which of two rings a point lies on.
+"""A task of your own: telling on which of two rings a point lies.
 
-commhooks compare --task docs/examples/own_task.py:task --hook all-reduce --hook powersgd:rank=4
+commhooks compare --task docs/examples/own_task.py:task --hook all-reduce --hook int8
 """
 
 import torch
@@ -10,10 +10,11 @@ from torch.utils.data import TensorDataset
 
 
 def task(width: int = 64):
-    """Return model, data and loss; the argument is a setting: `own_task.py:task:width=128`."""
+    """Return model, data and loss; a setting: `own_task.py:task:width=128`."""
     angles, rings = 6.3 * torch.rand(2000), torch.randint(2, (2000,))
-    points = (1 + rings)[:, None] * torch.stack([angles.cos(), angles.sin()], dim=1) + 0.2 * torch.randn(2000, 2)
-    model = nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
+    circle = torch.stack([angles.cos(), angles.sin()], dim=1)
+    points = (1 + rings)[:, None] * circle + 0.2 * torch.randn(2000, 2)
+    model = nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 2))
 
     def loss(model, batch):
         inputs, labels = batch

@@ -1,4 +1,4 @@
-"""Train with compressed gradients on PyTorch's DistributedDataParallel, and resume where an earlier run stopped.
+"""Train with compressed gradients on PyTorch's DDP, and resume an earlier run.
 
 torchrun --nproc-per-node 2 plain_ddp.py checkpoints
 """
@@ -17,21 +17,23 @@ SAVE_EVERY = 20
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's share of the step's data, the same whenever the step is repeated."""
+    """Return this rank's share of the step's data, the same if the step is repeated."""
     generator = torch.Generator().manual_seed(1_000 * step + rank)
     inputs = torch.randn(128, 64, generator=generator)
     return inputs, inputs[:, :10].argmax(1)
 
 
 def main(folder: str) -> None:
-    """Train from the newest checkpoint in the folder, if there is one, up to the last step."""
+    """Train from the newest checkpoint in the folder, if any, up to the last step."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
+    layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    model = DistributedDataParallel(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    hooks = commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2, start_after=10))
+    hooks = commhooks.attach(model, "powersgd:rank=2,start_after=10")
 
-    loaded = commhooks.load_checkpoint(folder, model=model, optimizer=optimizer, hooks=hooks)
+    whole = {"model": model, "optimizer": optimizer, "hooks": hooks}
+    loaded = commhooks.load_checkpoint(folder, **whole)
     first = 0 if loaded is None else loaded.step
     for step in range(first, STEPS):
         inputs, labels = batch(step, dist.get_rank())
@@ -40,14 +42,12 @@ def main(folder: str) -> None:
         loss.backward()
         optimizer.step()
         if (step + 1) % SAVE_EVERY == 0:
-            commhooks.save_checkpoint(folder, step=step + 1, model=model, optimizer=optimizer, hooks=hooks)
+            commhooks.save_checkpoint(folder, step=step + 1, **whole)
 
     if dist.get_rank() == 0 and first < STEPS:
         last = hooks.last_step()
-        print(
-            f"steps {first + 1} to {STEPS}: loss {loss.item():.3f}, {last.payload_bytes:,} bytes a step instead of "
-            f"{last.gradient_bytes:,}"
-        )
+        print(f"steps {first + 1} to {STEPS}: loss {loss.item():.3f}")
+        print(f"{last.payload_bytes:,} bytes a step instead of {last.gradient_bytes:,}")
     hooks.close()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Train one model in two houses with DiLoCo: `two_houses.py FOLDER STEPS`; the guide's page on DiLoCo says how."""
+"""Train one model in two houses with DiLoCo: `two_houses.py FOLDER STEPS`; see the guide."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ STEPS, EVERY, SAVE_EVERY = int(sys.argv[2]), 30, 60  # a checkpoint after every 
 
 
 def save(folder: Path, step: int, parts: dict) -> None:
-    """Write a checkpoint, complete or not at all, and keep the newest two: the other house may lack the last one."""
+    """Write a checkpoint, complete or not at all; keep two, as the other house may lack the last."""
     with (folder / "writing").open("wb") as file:
         torch.save({name: part.state_dict() for name, part in parts.items()}, file)
         file.flush()
@@ -37,10 +37,12 @@ def load(folder: Path, parts: dict) -> None:
 dist.init_process_group("gloo")
 house, folder = dist.get_rank(), Path(sys.argv[1])
 folder.mkdir(exist_ok=True)
-model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 16))
+layers = nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 16)
+model = nn.Sequential(*layers)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 streaming = {"every": EVERY, "compressor": "int4", "fragments": 3, "delay": 5}
-diloco = commhooks.DiLoCo(model, optimizer, **streaming, hook_timeout=60)  # longer than a round takes in either house
+# 60 seconds are longer than a round takes in either house.
+diloco = commhooks.DiLoCo(model, optimizer, **streaming, hook_timeout=60)
 load(folder, parts := {"diloco": diloco, "model": model, "optimizer": optimizer})
 first = diloco.steps
 for step in range(first, STEPS):
@@ -54,4 +56,5 @@ for step in range(first, STEPS):
     if diloco.steps % SAVE_EVERY == 0:
         save(folder, diloco.steps, parts)
 counts = diloco.statistics()
-print(f"house {house}: steps {first + 1} to {STEPS}, {counts.bytes_per_step:,.0f} bytes a step, loss {loss:.3f}")
+sent = f"{counts.bytes_per_step:,.0f} bytes a step"
+print(f"house {house}: steps {first + 1} to {STEPS}, {sent}, loss {loss:.3f}")

@@ -134,14 +134,6 @@ def begin(rank: int, folder: Path, name: str = "run", **settings: Any) -> Run:
     return run
 
 
-def text_of(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
 def listing_of(run: Run) -> list[str]:
     dist.barrier()
     names = sorted(path.name for path in run.directory.iterdir())

@@ -11,11 +11,7 @@ from torch import Tensor, nn
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 
 SHAPES: list[Shape] = [(30, 50), (50,), (40, 30), (), (60, 60), (7,)]
-
-
 SEVERAL_BUCKETS = {"bucket_cap_mb": 0.004}
-
-
 Hook = Callable[[Any, Any], Any]
 
 

@@ -17,8 +17,6 @@ from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import Workers, largest, zeros
 
 SHAPES: list[Shape] = [(30, 50), (50,), (40, 30), (), (4, 3, 5, 5), (60, 60), (7,), (60, 60)]
-
-
 TINY_BUCKETS = {"bucket_cap_mb": 0.004}
 
 

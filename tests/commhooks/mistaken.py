@@ -1,17 +1,16 @@
-"""Thirty compressors as a user would write them, each with one mistake, and the five without one that they come from.
-
-test_mistaken.py: `commhooks check` finds each mistake, and nothing in the five.
-"""
+"""Thirty compressors with one mistake each, which `commhooks check` must find, and the five that they come from."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from commhooks.language import (
     AllGather,
@@ -29,6 +28,19 @@ from commhooks.language import (
     Slot,
 )
 from commhooks.language.randomness import seeded_places, stable_seed
+
+MISTAKES: dict[str, tuple[type[Compressor], str, str]] = {}
+"""By name: the compressor, the law that its mistake breaks, and what is said of it."""
+
+
+def breaks(law: str, said: str) -> Callable[[type[Compressor]], type[Compressor]]:
+    """Enter a class with a mistake."""
+
+    def enter(kind: type[Compressor]) -> type[Compressor]:
+        MISTAKES[kind.__name__] = kind, law, said
+        return kind
+
+    return enter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,97 +74,7 @@ class Averages(Compressor):
             self.finish(slot, mean, finite)
 
 
-class SumForMean(Averages):
-    """It returns the sum over ranks in place of the mean."""
-
-    def mean(self, answer: Tensor, slot: Slot, context: Context) -> Tensor:
-        return answer
-
-
-class ScaledTwice(Averages):
-    """It divides by the world size before the sum and after it."""
-
-    def sent(self, M: Tensor, slot: Slot, context: Context) -> Tensor:
-        return M / context.world_size
-
-
-class HalfDropped(Averages):
-    """It sends the first half of each gradient, and declares no loss."""
-
-    def sent(self, M: Tensor, slot: Slot, context: Context) -> Tensor:
-        return M.index_fill(0, torch.arange(len(M) // 2, len(M)), 0.0)
-
-
-class Clips(Averages):
-    """It clips large elements, and declares no loss."""
-
-    def sent(self, M: Tensor, slot: Slot, context: Context) -> Tensor:
-        return M.clamp(-100, 100)
-
-
-class SwallowsNaN(Averages):
-    """It replaces inf and NaN by zeros before anybody sees them."""
-
-    def sent(self, M: Tensor, slot: Slot, context: Context) -> Tensor:
-        return M.nan_to_num(0.0, 0.0, 0.0)
-
-
-class OddElement(Averages):
-    """It works on pairs of elements, and forgets the last one of an odd number."""
-
-    def sent(self, M: Tensor, slot: Slot, context: Context) -> Tensor:
-        return M[: len(M) // 2 * 2].view(-1, 2).clone()
-
-    def mean(self, answer: Tensor, slot: Slot, context: Context) -> Tensor:
-        mean = super().mean(answer, slot, context).flatten()
-        return torch.cat([mean, mean.new_zeros(slot.gradient.numel() - len(mean))])
-
-
-class FirstBucketOnly(Averages):
-    """It leaves every bucket after the first as it is."""
-
-    def slots(self, bucket: BucketView) -> Sequence[Slot]:
-        return bucket.filled if bucket.index == 0 else []
-
-
-class EmptyParameter(Averages):
-    """It views each gradient as rows, which fails for a parameter without elements."""
-
-    def slots(self, bucket: BucketView) -> Sequence[Slot]:
-        return bucket.slots
-
-    def sent(self, M: Tensor, slot: Slot, context: Context) -> Tensor:
-        return M.view(slot.parameter.shape[:1].numel(), -1).flatten().clone()
-
-
-class ZeroDimParameter(Averages):
-    """It asks for the number of a parameter's rows, which a 0-dim one has not."""
-
-    def sent(self, M: Tensor, slot: Slot, context: Context) -> Tensor:
-        return M.view(len(slot.parameter), -1).flatten().clone()
-
-
-class NoBFloat16(Averages):
-    """It passes gradients through NumPy, which has no bf16."""
-
-    def sent(self, M: Tensor, slot: Slot, context: Context) -> Tensor:
-        return torch.from_numpy(slot.gradient.numpy().astype("float64")).to(M.dtype)
-
-
-class Item(Averages):
-    """It reads a tensor's value, for which the host waits on a GPU."""
-
-    def sent(self, M: Tensor, slot: Slot, context: Context) -> Tensor:
-        return M.clone() if M.abs().amax().item() != 0 else torch.zeros_like(M)
-
-
-class WrongBytes(Averages):
-    """It says that everything it sends belongs to the bucket's first parameter."""
-
-    def part(self, bucket: BucketView, slot: Slot, sent: Tensor) -> Part:
-        return Part(sent, bucket.filled[0].layout(sent.numel()))
-
-
+@breaks("steps", "rank 0 asked for all-reduce (1,) torch.float32, rank 1 for all-reduce (960,)")
 class UnequalCollectives(Averages):
     """Rank 0 asks for one more collective, for its log."""
 
@@ -162,6 +84,7 @@ class UnequalCollectives(Averages):
         yield from super().compress(bucket, context)
 
 
+@breaks("equal", "the mean of up to 20,000 is not finite")
 class SumInHalf(Averages):
     """It adds up in fp16 and divides afterwards, so that the sum overflows where the mean does not."""
 
@@ -212,40 +135,7 @@ class Gathers(Compressor):
             slot.write(mean)
 
 
-class WrongDim(Gathers):
-    """It averages over the wrong dimension of what it has gathered."""
-
-    def mean(self, of_ranks: Tensor, context: Context) -> Tensor:
-        return of_ranks.reshape(-1, context.world_size).mean(1)
-
-
-class MeanOfMeans(Gathers):
-    """It averages what it has with the next rank's, so that the last rank counts most."""
-
-    def mean(self, of_ranks: Tensor, context: Context) -> Tensor:
-        mean = of_ranks[0].clone()
-        for other in of_ranks[1:]:
-            mean = (mean + other) / 2
-        return mean
-
-
-class OwnFirst(Gathers):
-    """Every rank begins the sum with its own gradient, so that ranks round differently."""
-
-    def mean(self, of_ranks: Tensor, context: Context) -> Tensor:
-        return super().mean(of_ranks.roll(-context.rank, 0), context)
-
-
-class SumInAnswer(Gathers):
-    """It adds up in the first rank's answer, from which rank 0 then computes what it has not sent."""
-
-    def mean(self, of_ranks: Tensor, context: Context) -> Tensor:
-        total = of_ranks[0]
-        for other in of_ranks[1:]:
-            total += other
-        return total / context.world_size
-
-
+@breaks("steps", "not enough values to unpack (expected at least 2, got 1) in step 0 on 1 worker")
 class NotAlone(Gathers):
     """It needs a second rank."""
 
@@ -296,54 +186,13 @@ class Halves(Compressor):
             slot.write(whole + torch.where(finite, 0.0, torch.nan))
 
 
-class NoResidual(Halves):
-    """It declares a loss, and does not keep what it has not sent."""
-
-    def keep(self, slot: Slot, unsent: Tensor, finite: Tensor, context: Context) -> None:
-        pass
-
-
-class WrongSign(Halves):
-    """Its residual has the wrong sign: what was sent less what there was."""
-
-    def keep(self, slot: Slot, unsent: Tensor, finite: Tensor, context: Context) -> None:
-        slot.keep(-unsent, finite)
-
-
-class ResidualOfShare(Halves):
-    """Its residual is a share of the mean, one world-size-th of what this rank has not sent."""
-
-    def keep(self, slot: Slot, unsent: Tensor, finite: Tensor, context: Context) -> None:
-        slot.keep(unsent / context.world_size, finite)
-
-
-class RandomByRank(Halves):
-    """Each rank draws other places, whose values are then added up."""
-
-    def seed(self, bucket: BucketView, slot: Slot, context: Context) -> int:
-        return stable_seed(slot.name, context.step, context.rank)
-
-
-class ByIndex(Halves):
-    """It draws by the parameter's place in its bucket in place of its name."""
-
-    def seed(self, bucket: BucketView, slot: Slot, context: Context) -> int:
-        return stable_seed(bucket.index, [one.name for one in bucket.slots].index(slot.name), context.step)
-
-
+@breaks("repeats", "the global random generator of PyTorch was used or seeded")
 class GlobalSeed(Halves):
     """It seeds the generator of all of PyTorch, and so of the training: of dropout, and of the data's order."""
 
     def places(self, M: Tensor, bucket: BucketView, slot: Slot, context: Context) -> Tensor:
         torch.manual_seed(self.seed(bucket, slot, context))
         return torch.randperm(len(M))[: math.ceil(len(M) / 2)]
-
-
-class ShapeByRank(Halves):
-    """It sends the elements above a threshold, of which each rank has another number."""
-
-    def places(self, M: Tensor, bucket: BucketView, slot: Slot, context: Context) -> Tensor:
-        return (M.abs() > 0.5).nonzero().flatten()
 
 
 class Oldest(Halves):
@@ -366,6 +215,7 @@ class Oldest(Halves):
         slot.commit("age", (slot.state("age") + 1).index_fill_(0, places, 0.0), finite)
 
 
+@breaks("flaws", "the step after one with inf on rank 1 is another than without it")
 class BeforeTheVerdict(Oldest):
     """It changes its state before it knows whether the step counts."""
 
@@ -378,6 +228,7 @@ class BeforeTheVerdict(Oldest):
         pass
 
 
+@breaks("repeats", "two runs have different means")
 class InItsClass(Oldest):
     """It keeps its state in a dictionary of its class, which no checkpoint saves."""
 
@@ -397,6 +248,7 @@ class InItsClass(Oldest):
         self.ages[slot.name, context.rank] = new
 
 
+@breaks("resume", "after a resume")
 class ColdAfterLoading(Oldest):
     """It keeps its warm start in the bucket's plan, and begins anew after a checkpoint is loaded."""
 
@@ -429,6 +281,7 @@ class Differences(Averages):
         slot.write(mean)
 
 
+@breaks("place", "what is remembered is another")
 class SharesMemory(Differences):
     """What it remembers of its gradient is the gradient's own memory, which the next backward pass overwrites."""
 
@@ -438,10 +291,55 @@ class SharesMemory(Differences):
         slot.mean.copy_(mean)
 
 
+IN_ONE_METHOD: list[tuple[str, type[Compressor], str, str, dict[str, Callable[..., Any]]]] = [
+    ("SumForMean", Averages, "mean", "the mean is 2 times that of what ranks sent",
+     {"mean": lambda self, answer, slot, context: answer}),
+    ("ScaledTwice", Averages, "mean", "the mean is 0.5 times that of what ranks sent",
+     {"sent": lambda self, M, slot, context: M / context.world_size}),
+    ("HalfDropped", Averages, "mean", "480 of the mean's 960 elements are 0, and should not be",
+     {"sent": lambda self, M, *_: M.index_fill(0, torch.arange(len(M) // 2, len(M)), 0.0)}),
+    ("Clips", Averages, "mean", "of gradients of 1e+30, the mean is off",
+     {"sent": lambda self, M, *_: M.clamp(-100, 100)}),
+    ("SwallowsNaN", Averages, "flaws", "all means are finite on rank 0, with inf on rank 1",
+     {"sent": lambda self, M, *_: M.nan_to_num(0.0, 0.0, 0.0)}),
+    ("OddElement", Averages, "mean", "1 of the mean's 135 elements are 0, and should not be",
+     {"sent": lambda self, M, *_: M[: len(M) // 2 * 2].view(-1, 2).clone(),
+      "mean": lambda self, answer, slot, of: pad(answer.flatten(), (0, slot.gradient.numel() % 2)) / of.world_size}),
+    ("FirstBucketOnly", Averages, "mean", "the mean is 1, 0 times what ranks 0, 1 sent",
+     {"slots": lambda self, bucket: bucket.filled if bucket.index == 0 else []}),
+    ("EmptyParameter", Averages, "steps", "RuntimeError: cannot reshape tensor of 0 elements",
+     {"slots": lambda self, bucket: bucket.slots,
+      "sent": lambda self, M, slot, _: M.view(slot.parameter.shape[:1].numel(), -1).flatten().clone()}),
+    ("ZeroDimParameter", Averages, "steps", "TypeError: len() of a 0-d tensor in step 0 on 2 workers, with float32",
+     {"sent": lambda self, M, slot, _: M.view(len(slot.parameter), -1).flatten().clone()}),
+    ("NoBFloat16", Averages, "shapes", "TypeError: Got unsupported ScalarType BFloat16",
+     {"sent": lambda self, M, slot, _: torch.from_numpy(slot.gradient.numpy().astype("float64")).to(M.dtype)}),
+    ("Item", Averages, "waits", "M.abs().amax().item() != 0",
+     {"sent": lambda self, M, *_: M.clone() if M.abs().amax().item() != 0 else torch.zeros_like(M)}),
+    ("WrongBytes", Averages, "bytes", "no byte is counted as sent",
+     {"part": lambda self, bucket, slot, sent: Part(sent, bucket.filled[0].layout(sent.numel()))}),
+    ("WrongDim", Gathers, "conservation", "the mean is off by 2 of its largest element",
+     {"mean": lambda self, of_ranks, context: of_ranks.reshape(-1, context.world_size).mean(1)}),
+    ("MeanOfMeans", Gathers, "conservation", "the mean is 0.25, 0.25, 0.5 times what ranks 0, 1, 2 sent",
+     {"mean": lambda self, of_ranks, context: functools.reduce(lambda mean, other: (mean + other) / 2, of_ranks)}),
+    ("SumInAnswer", Gathers, "conservation", "the mean is 0.33, 0, 0 times what ranks 0, 1, 2 sent",
+     {"mean": lambda self, of_ranks, context: functools.reduce(Tensor.add_, of_ranks) / context.world_size}),
+    ("OwnFirst", Gathers, "replicas", "ranks 0 and 1 have different means",
+     {"mean": lambda self, of_ranks, context: Gathers.mean(self, of_ranks.roll(-context.rank, 0), context)}),
+    ("NoResidual", Halves, "conservation", "no residual is kept",
+     {"keep": lambda *_: None}),
+    ("WrongSign", Halves, "conservation", "the residual is -1 times what was not sent",
+     {"keep": lambda self, slot, unsent, finite, _: slot.keep(-unsent, finite)}),
+    ("ResidualOfShare", Halves, "conservation", "the residual is 0.33 times what was not sent",
+     {"keep": lambda self, slot, unsent, finite, context: slot.keep(unsent / context.world_size, finite)}),
+    ("RandomByRank", Halves, "replicas", "ranks 0 and 1 have different means",
+     {"seed": lambda self, bucket, slot, context: stable_seed(slot.name, context.step, context.rank)}),
+    ("ByIndex", Halves, "buckets", "the means differ",
+     {"seed": lambda self, bucket, slot, context: stable_seed(bucket.index, bucket.slots.index(slot), context.step)}),
+    ("ShapeByRank", Halves, "steps", "rank 0 asked for all-reduce (596,) torch.float32, rank 1 for all-reduce (585,)",
+     {"places": lambda self, M, *_: (M.abs() > 0.5).nonzero().flatten()}),
+]  # fmt: skip
+for _name, _base, _law, _said, _methods in IN_ONE_METHOD:
+    breaks(_law, _said)(type(_name, (_base,), _methods))
+
 RIGHT = (Averages, Gathers, Halves, Oldest, Differences)
-MISTAKES = (
-    SumForMean, ScaledTwice, HalfDropped, Clips, SwallowsNaN, OddElement, FirstBucketOnly, EmptyParameter,
-    ZeroDimParameter, NoBFloat16, Item, WrongBytes, UnequalCollectives, SumInHalf, WrongDim, MeanOfMeans, OwnFirst,
-    SumInAnswer, NotAlone, NoResidual, WrongSign, ResidualOfShare, RandomByRank, ByIndex, GlobalSeed, ShapeByRank,
-    BeforeTheVerdict, InItsClass, ColdAfterLoading, SharesMemory,
-)  # fmt: skip

@@ -52,17 +52,14 @@ class Run:
         link: Callable[[int], Link],
         *,
         candidate: int = 0,
-        rule: AdaptiveRule | None = None,
         noise: float = 0.0,
         late: Callable[[int], float] = lambda step: 0.0,
         late_rank: Callable[[int], float] = lambda step: 0.0,
-        ladder_at: Callable[[int], Sequence[Step]] | None = None,
         seed: int = 0,
     ) -> None:
         self.ladder, self.link, self.noise = steps, link, noise
         self.late, self.late_rank = late, late_rank
-        self.decider = Decider(rule or AdaptiveRule(), candidate, [None] * len(steps))
-        self.ladder_at = ladder_at or (lambda step: steps)
+        self.decider = Decider(AdaptiveRule(), candidate, [None] * len(steps))
         self.random = random.Random(seed)
         self.now = 0
         self.seconds: list[float] = []
@@ -74,7 +71,7 @@ class Run:
         """Take so many steps."""
         for _ in range(steps):
             link = self.link(self.now)
-            step = self.ladder_at(self.now)[self.decider.candidate]
+            step = self.ladder[self.decider.candidate]
             self.candidates.append(self.decider.candidate)
             seen = self.seen(step, link)
             self.seconds.append(seen.seconds)

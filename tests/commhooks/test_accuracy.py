@@ -17,21 +17,14 @@ def task(
     name: str = "gpt", *, higher_is_better: bool = False, **differences: tuple[float, float, float] | None
 ) -> TaskAccuracy:
     """Return a task on which seeds of dense all-reduce differ by 0.05."""
-    return TaskAccuracy(
-        task=name,
-        description="a task",
-        score="loss",
-        unit="nats",
-        higher_is_better=higher_is_better,
-        steps=10,
-        seeds=3,
-        seed_range=0.05,
-        fall=2.0,
-        differences=tuple(
-            Difference(str(commhooks.make_compressor(name)), *(values or (None, None, None)))
-            for name, values in differences.items()
-        ),
+    found = tuple(
+        Difference(str(commhooks.make_compressor(name)), *(values or (None, None, None)))
+        for name, values in differences.items()
     )
+    return TaskAccuracy(
+        task=name, description="a task", score="loss", unit="nats", higher_is_better=higher_is_better, steps=10,
+        seeds=3, seed_range=0.05, fall=2.0, differences=found,
+    )  # fmt: skip
 
 
 def accuracy(*tasks: TaskAccuracy) -> Accuracy:

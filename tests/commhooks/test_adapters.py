@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -169,23 +169,6 @@ def adapters_trained_in_turn_become_what_each_becomes_alone(rank: int) -> None:
 
 
 @facts
-def a_powersgd_state_knows_the_names_of_adapters_that_rest(rank: int) -> None:
-    for way in BOTH_DDPS:
-        model = Network("one", "two")
-        ddp, state = wrap(way, model, find_unused_parameters=True), commhooks.PowerSGDState(None)
-        model.use("one")
-        state.bind(ddp)
-        ddp.register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]  # a DDP's
-        optimizer = adamw(model)
-        for number, name in enumerate(NAMES):
-            model.use(name)
-            step(ddp, optimizer, rank, number)
-        assert all(same(kept_by(model), other) for other in of_every_rank(kept_by(model)))
-        assert {name for name in state.by_parameter() if ".up." in name} == {f"{i}.up.{n}" for i in "02" for n in NAMES}
-        state.close()
-
-
-@facts
 def a_pass_without_adapters_changes_nothing(rank: int) -> None:
     """Neither before a step nor between its forward and its backward pass; with DoRA, and a last layer that trains."""
     for way in (*BOTH_DDPS, "attach_sharded", "attach_replicas"):
@@ -209,76 +192,6 @@ def a_pass_without_adapters_changes_nothing(rank: int) -> None:
         assert way == "attach_sharded" or all(same(found[0], one) for one in of_every_rank(found[0])), way
 
 
-@facts
-def a_sharded_model_that_trains_something_else_is_stopped(rank: int) -> None:
-    """Also what is in a module that was frozen as a whole, or that FSDP2 does not shard: nobody would average it."""
-
-    def unfreeze(model: Network) -> None:
-        model.adapted[1].up["one"].requires_grad_(True)
-
-    def add(model: Network) -> None:
-        for layer in model.adapted:
-            layer.up["new"] = nn.Parameter(torch.zeros(WIDTH, RANK))
-            layer.down["new"] = nn.Parameter(layer.down["one"].full_tensor().detach())
-        model.use("new")
-
-    changes: list[tuple[Callable[[Network], None], str]] = [
-        (unfreeze, "'2.up.one' now requires a gradient: parameters were frozen or unfrozen since {}"),
-        (add, "'0.down.new' now requires a gradient, which FSDP2 does not shard, so that each rank would train it"),
-    ]
-    for way, (change, text) in itertools.product(("attach_sharded", "attach_replicas"), changes):
-        model = Network()
-        model[2].requires_grad_(False)
-        model[4].requires_grad_(False)
-        called, handle = attached(way, "int8", model)
-        optimizer = adamw(model)
-        step(called, optimizer, rank, 0)
-        change(model)
-        told = told_by(lambda: step(called, optimizer, rank, 1))  # noqa: B023  # called at once
-        assert told.error == "AttachError" and text.format(way) in told.text, told
-        handle.close()
-
-
-@facts
-def seldom_averages_are_of_what_is_trained(rank: int) -> None:
-    """Of one adapter, whatever passes without it; a switch is named. An `Exchanger` has a channel for each."""
-    for way in (commhooks.DiLoCo, commhooks.ModelAverager):
-        model = Network("one", "two", magnitudes=True)
-        model.use("one")
-        optimizer = adamw(model)
-        seldom = way(model, optimizer, every=2)
-
-        def count(optimizer: torch.optim.Optimizer = optimizer, seldom: Any = seldom) -> None:
-            is_diloco = isinstance(seldom, commhooks.DiLoCo)
-            seldom.step() if is_diloco else seldom.average_parameters(optimizer.param_groups)
-
-        for number in range(3):
-            refer(model, model, rank, number)
-            step(model, optimizer, rank, number)
-            count()
-            refer(model, model, rank, number)
-        sent = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-        assert sent <= seldom.statistics().traffic.moved_bytes <= sent + 64, "one round"
-        model.use("two")
-        step(model, optimizer, rank, 3)
-        told = told_by(count)
-        assert told.error == "CompressorError" and "'0.down.one' no longer requires a gradient" in told.text, told
-        seldom.close()
-    model = Network("one", "two")
-    channels = {name: {key: p for key, p in model.named_parameters() if key.endswith(name)} for name in ("one", "two")}
-    exchanger, optimizer = commhooks.Exchanger(channels, "int8"), adamw(model)
-    model[4].requires_grad_(False)
-    for number, name in enumerate(NAMES):
-        model.use(name)
-        loss_of(model, rank, number).backward()
-        exchanger[name].average({key: p.grad for key, p in channels[name].items() if p.grad is not None})
-        optimizer.step()
-        optimizer.zero_grad()
-    assert [exchanger[name].steps for name in channels] == [2, 2]
-    assert all(same(kept_by(model), other) for other in of_every_rank(kept_by(model)))
-    exchanger.close()
-
-
 class Packed(nn.Linear):
     """A layer whose weight holds codes of 8 bits, four of them in the memory of an fp32 number."""
 
@@ -295,36 +208,22 @@ class Packed(nn.Linear):
 
 
 @facts
-def a_frozen_base_is_gathered_as_codes_but_not_if_it_is_coded_or_ignored(rank: int) -> None:
-    for gather, of_block in (("fp32", 4 * 64), ("int8:block=64", 68)):
-        model = Network()
-        called, handle = attached("attach_sharded", "all-reduce", model, gather=gather)
-        step(called, adamw(model), rank, 0)
-        widths = [INPUTS * WIDTH // 2 // 64 * of_block, WIDTH * WIDTH // 2 // 64 * of_block]
-        for name, width in zip("02", widths, strict=True):
-            share = handle.gathers.by_parameter()[f"{name}.base.weight"]
-            assert share.moved_bytes == 2 * width, "in the forward and in the backward pass"
-        handle.close()
-
-    for held, gather in itertools.product((False, True), ("fp32", "int8")):
-        model = Network()
-        for layer in model.adapted:
-            layer.base = Packed(layer.base)
-        codes = [layer.base.weight for layer in model.adapted]
-        before = [one.view(torch.int32).clone() for one in codes]  # some are NaN as fp32
-        sharded(model, everyone(), ignored_params=set(codes) if held else None)
-        if gather == "int8" and not held:
-            told = told_by(lambda: attach_sharded(model, "int8", gather=gather))  # noqa: B023  # called at once
-            assert "'0.base.weight', of shape (320, 1), holds codes of its layer's weights" in told.text, told.text
-            continue
-        handle = attach_sharded(model, "int8", gather=gather)
-        optimizer, first = adamw(model), loss_of(model, rank, 0).item()
-        for _ in range(6):
-            step(model, optimizer, rank, 0)
-        assert loss_of(model, rank, 0).item() < 0.7 * first
-        handle.close()
-        for layer, own, value in zip(model.adapted, codes, before, strict=True):
-            assert not held or (layer.base.weight is own and torch.equal(own.view(torch.int32), value))
+def a_frozen_base_that_is_coded_already_is_not_gathered_as_codes(rank: int) -> None:
+    model = Network()
+    for layer in model.adapted:
+        layer.base = Packed(layer.base)
+    codes = [layer.base.weight for layer in model.adapted]
+    before = [one.view(torch.int32).clone() for one in codes]  # some are NaN as fp32
+    told = told_by(lambda: attach_sharded(sharded(copy.deepcopy(model), everyone()), "int8", gather="int8"))
+    assert "'0.base.weight', of shape (320, 1), holds codes of its layer's weights" in told.text, told.text
+    handle = attach_sharded(sharded(model, everyone(), ignored_params=set(codes)), "int8", gather="int8")
+    optimizer, first = adamw(model), loss_of(model, rank, 0).item()
+    for _ in range(6):
+        step(model, optimizer, rank, 0)
+    assert loss_of(model, rank, 0).item() < 0.7 * first
+    handle.close()
+    for layer, own, value in zip(model.adapted, codes, before, strict=True):
+        assert layer.base.weight is own and torch.equal(own.view(torch.int32), value)
 
 
 test_on_two_ranks = facts.tests()

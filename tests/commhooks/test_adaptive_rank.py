@@ -17,7 +17,6 @@ from commhooks.compressors import AdaptiveRank, PowerSGD
 from commhooks.compressors.powersgd.adaptive_rank import _norms_of_rows
 from commhooks.compressors.powersgd.allocation import Layer, fewest_bytes, least_error
 from tests.commhooks.workers import Workers, mean_of, normal, zeros
-from tests.tiers import A_ROW, in_turn, thorough
 
 SHAPES = ((24, 40), (40,), (30, 36), (48, 20))
 
@@ -47,20 +46,6 @@ def test_the_choice_is_the_best_of_all_that_there_are(seed: int) -> None:
     chosen, wanted = fewest_bytes(layers), gain_of(layers, uniform) * (1 - 1e-12)
     assert gain_of(layers, chosen) >= wanted
     assert cost_of(layers, chosen) == min(cost_of(layers, one) for one in every if gain_of(layers, one) >= wanted)
-
-
-def test_large_budgets_are_spent_in_few_steps_and_never_exceeded() -> None:
-    random = np.random.default_rng(0)
-    layers = [
-        Layer(np.sort(random.random(8))[::-1].tolist(), int(random.integers(100_000, 1_000_000)), 1, 4)
-        for _ in range(30)
-    ]
-    uniform = [layer.uniform for layer in layers]
-    budget = cost_of(layers, uniform)
-    chosen = least_error(layers, budget)
-    assert 0.99 * budget <= cost_of(layers, chosen) <= budget
-    assert gain_of(layers, chosen) > gain_of(layers, uniform)
-    assert cost_of(layers, fewest_bytes(layers)) < budget
 
 
 def test_a_budget_that_is_too_small_buys_the_least() -> None:
@@ -119,34 +104,31 @@ def flat_and_steep(seed: int, world_size: int = 2) -> list[list[Tensor]]:
     return [mean] * world_size
 
 
-def run(compressor: Compressor, gradients: list[list[Tensor]], steps: int, last: int) -> tuple[float, float, Workers]:
-    """Return bytes and the squared error of a step, on average over the last ones."""
+def run(compressor: Compressor, gradients: list[list[Tensor]]) -> tuple[int, float, Workers]:
+    """Return the bytes and the squared error of the last 20 of 40 steps."""
     workers = Workers(compressor, 2, [torch.zeros_like(own) for own in gradients[0]], policy="fused")
-    error, before = 0.0, 0
-    for step in range(steps):
-        if step == steps - last:
-            before = workers.traffic.payload_bytes
+    for _ in range(20):
+        workers.step(gradients)
+    error, before = 0.0, workers.traffic.payload_bytes
+    for _ in range(20):
         means = workers.step(gradients)[0]
-        if step >= steps - last:
-            error += sum(float((mean - mean_of(gradients, i)).square().sum()) for i, mean in enumerate(means))
-    return (workers.traffic.payload_bytes - before) / last, error / last, workers
+        error += sum(float((mean - mean_of(gradients, i)).square().sum()) for i, mean in enumerate(means))
+    return workers.traffic.payload_bytes - before, error, workers
 
 
-@pytest.mark.parametrize("seed", [0, *thorough(range(1, 5))])
-def test_a_flat_spectrum_gets_the_columns_that_steep_ones_do_not_need(seed: int) -> None:
+def test_a_flat_spectrum_gets_the_columns_that_steep_ones_do_not_need() -> None:
     """For a whole window it spends no more than the uniform rank, and leaves less; or leaves no more, and spends less.
 
     Measured after one window, over the next; without error feedback, so that a step's error is what it leaves.
     """
-    gradients = flat_and_steep(seed)
-    uniform_bytes, uniform_error, _ = run(PowerSGD(rank=3), gradients, 40, 20)
+    gradients = flat_and_steep(seed=0)
+    uniform_bytes, uniform_error, _ = run(PowerSGD(rank=3), gradients)
     settings: dict[str, Any] = {"rank": 3, "min_rank": 1, "max_rank": 6, "every": 20}
 
-    spent, error, workers = run(AdaptiveRank(**settings), gradients, 40, 20)
+    spent, error, workers = run(AdaptiveRank(**settings), gradients)
     assert choices(workers) == choices(workers, rank=1) and choices(workers)[3] == 6
     assert spent <= uniform_bytes and error < 0.9 * uniform_error
-    spent, error, workers = run(AdaptiveRank(rule="fewest-bytes", **settings), gradients, 40, 20)
-    print(f"seed {seed}: {uniform_bytes / spent:.2f} times fewer bytes at {error / uniform_error:.4f} of the error")
+    spent, error, workers = run(AdaptiveRank(rule="fewest-bytes", **settings), gradients)
     assert choices(workers) == [1, 1, 1, 3]
     assert uniform_bytes >= 1.5 * spent and error <= 1.001 * uniform_error
 
@@ -165,24 +147,6 @@ def test_accordion_gives_the_high_rank_to_layers_whose_norm_changes() -> None:
 
 
 # --- the choice is state ----------------------------------------------------------------------------------------------
-
-
-@A_ROW
-@pytest.mark.parametrize(("policy", "rule"), in_turn(["fifo", "fused"], ["least-error", "accordion"]))
-def test_a_run_is_resumed_bit_for_bit_wherever_in_a_window_it_was_saved(policy: str, rule: Any) -> None:
-    compressor = ErrorFeedback(inner=AdaptiveRank(rank=3, max_rank=5, every=5, rule=rule))
-    ran = Workers(compressor, 2, zeros(*SHAPES), buckets=2, policy=policy, atomic=True)
-    saved, means = [], []
-    for step in range(12):
-        saved.append(ran.saved())
-        means.append(ran.step(normal(ran.parameters, 2, seed=step)))
-    assert len(set(choices(ran))) > 1
-    for first in range(1, 12):
-        resumed = Workers(compressor, 2, zeros(*SHAPES), buckets=2, policy=policy, atomic=True)
-        resumed.resume(saved[first])
-        for step in range(first, min(first + 3, 12)):
-            ours = resumed.step(normal(ran.parameters, 2, seed=step))
-            assert all(torch.equal(a, b) for a, b in zip(ours[0], means[step][0], strict=True)), (first, step)
 
 
 def test_a_step_that_measured_and_did_not_count_changes_no_choice() -> None:
@@ -207,6 +171,3 @@ def test_it_chooses_inside_of_other_compressors(wrap: str) -> None:
         workers.step(normal(workers.parameters, 2, seed=step))
     chosen = [bool(choice) for choice in choices(workers)]
     assert chosen == ([True, False, True, False] if wrap == "rules" else [True, False, True, True])
-
-
-# --- on models' gradients ---------------------------------------------------------------------------------------------

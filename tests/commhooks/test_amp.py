@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import math
 import random
 from typing import Any
@@ -18,15 +18,14 @@ from torch.amp import GradScaler
 import commhooks
 from commhooks import PowerSGDState, make_compressor
 from commhooks.communicators import failure_store
-from commhooks.compressors import PowerSGD
 from tests.commhooks.mirrored import TINY_BUCKETS
 from tests.commhooks.models import Given, gradients_of, wrap
+from tests.commhooks.told import Told, told_by
 from tests.commhooks.workers import normal, zeros
 from tests.ddp_core.facts import BOTH_DDPS, Facts
 from tests.tiers import thorough
 from tests.world import on_ranks
 
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 facts = Facts(kinds=BOTH_DDPS)
 soon = mock.patch.object(failure_store, "ANSWER_SECONDS", 0.4)
 """Scales that differ are looked up once more after a while, for the case that only the note of one comes late."""
@@ -59,32 +58,22 @@ def scaled(kind: str, *, growth_interval: int = 4, init_scale: float = 1024.0) -
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("kind", "policy", "atomic", "seeds"),
-    [
-        ("core", "fifo", True, 4),
-        ("torch", "fused", False, 4),
-        *thorough([("torch", "fifo", True, 4), ("core", "fused", False, 4)]),
-        *(
-            pytest.param(kind, policy, atomic, 20, marks=pytest.mark.soak)
-            for kind in BOTH_DDPS
-            for policy in ("fifo", "fused")
-            for atomic in (False, True)
-        ),
-    ],
+    ("kind", "policy", "atomic"),
+    [("core", "fifo", True), ("torch", "fused", False), *thorough([("torch", "fifo", True), ("core", "fused", False)])],
 )
 def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(
-    rank: int, kind: str, policy: Any, atomic: bool, seeds: int
+    rank: int, kind: str, policy: Any, atomic: bool
 ) -> list[list[float]]:
     """Put an inf or a NaN into one rank's gradient at random steps; return the scales by step, for each seed.
 
-    A step whose mean is not finite changes no state where steps are atomic, and makes no more collectives than another.
+    A bad mean is not hidden where all buckets are judged together, or steps are atomic.
     """
     found = []
     plain, compressed = scaled(kind), scaled(kind)
     attachment = commhooks.attach(
         compressed.model, make_compressor("powersgd", rank=2), policy=policy, scaler=compressed.scaler, atomic=atomic
     )
-    for seed in range(seeds):
+    for seed in range(4):
         dice = random.Random(seed)
         bad_steps = set(dice.sample(range(STEPS), 3))
         scales: tuple[list[float], list[float]] = ([], [])
@@ -93,14 +82,10 @@ def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(
             if step in bad_steps:
                 victim, where = dice.randrange(2), dice.randrange(len(SHAPES))
                 gradients[victim][where].view(-1)[0] = dice.choice([math.inf, -math.inf, math.nan])
-            before = _state(attachment)
             for one, kept in zip((plain, compressed), scales, strict=True):
                 kept.append(one.step(gradients[rank]))
             if step in bad_steps and (policy == "fused" or atomic):
                 assert not all(torch.isfinite(g).all() for g in gradients_of(compressed.model))
-                assert _state(attachment) == before, (seed, step)
-            counted = attachment.last_step()
-            assert counted.collectives == (2 if policy == "fused" else sum(_collectives(attachment)))
         assert all(torch.isfinite(p).all() for p in compressed.model.parameters())
         assert all(torch.isfinite(kept).all() for *_, kept in attachment.state.residuals())
         without_hook, with_powersgd = scales
@@ -111,32 +96,9 @@ def test_a_run_recovers_from_infs_as_fast_as_without_a_hook(
     return found
 
 
-def _collectives(attachment: commhooks.Handle[Any]) -> list[int]:
-    """Return what each unit of the last step costs: two collectives where it holds a matrix to compress."""
-    first, *others = attachment.state_dict()["bucket_plan"]["handed_in"]
-    # From the third step on the buckets are those of the last one, and all but the first are averaged as one.
-    plan = [first, *([list(itertools.chain(*others))] if others and attachment.steps > 2 else others)]
-    big = {f"weights.{i}" for i, shape in enumerate(SHAPES) if PowerSGD(rank=2).compresses(torch.empty(shape))}
-    return [2 if big & set(names) else 1 for names in plan]
-
-
-def _state(attachment: commhooks.Handle[Any]) -> dict[str, Any]:
-    """Return the state as comparable numbers, in units of the unscaled gradients."""
-    state = attachment.state_dict()
-    scale = state["grad_scale"]
-    local = {
-        name: {entry: (tensor / scale).tolist() for entry, tensor in kept.items()}
-        for name, kept in state["local"][f"rank{dist.get_rank()}"].items()
-    }
-    replicated = {
-        name: {entry: tensor.tolist() for entry, tensor in kept.items()} for name, kept in state["replicated"].items()
-    }
-    return {"local": local, "replicated": replicated}
-
-
 @on_ranks(2)
 @pytest.mark.kernels
-@both_ddps
+@pytest.mark.parametrize("kind", BOTH_DDPS)
 def test_residuals_follow_the_scale_of_the_loss_bit_for_bit(rank: int, kind: str) -> None:
     for how in ("scaler", "announced", "hook"):
         change_the_scale(rank, kind, how)
@@ -204,41 +166,19 @@ def ranks_whose_loss_scales_differ_are_named_with_both_scales(rank: int) -> None
     for starts, grown, failing in (((8.0, 4.0), 0, 1), ((8.0, 8.0), 3, 4), ((8.0, 8.0), 0, 99)):
         one = scaled("core", init_scale=starts[rank], growth_interval=1000)
         attachment = commhooks.attach(one.model, "int8", scaler=one.scaler)
-        for step in range(6):
-            gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
+        told = Told("nothing", "", 0.0)
+        for step in range(min(6, failing + 1)):
             if grown and step == grown:
                 one.scaler.update(8.0 * 2**rank)
-            if step >= failing:
-                here, there = (8.0, 4.0) if failing == 1 else (8.0, 16.0)
-                with pytest.raises(commhooks.CommHooksError) as told:
-                    one.step(gradients)
-                if failing == 1 or rank == 1:  # the other one's has not changed
-                    own, other = (here, there) if rank == 0 else (there, here)
-                    assert (
-                        f"rank {rank}, step {failing - 1}: the loss scale is {own} here, and {other} on rank {1 - rank}"
-                        in str(told.value)
-                    )
-                else:
-                    assert "the loss scale is 16.0 here, and 8.0 on rank 0" in str(told.value)
-                break
-            one.step(gradients)
+            told = told_by(functools.partial(one.step, normal(zeros(*SHAPES), 2, seed=step)[rank]))
+            assert (told.error == "nothing") == (step < failing), told
+        scales = starts if failing == 1 else (8.0, 16.0)
+        if failing < 6 and (failing == 1 or rank == 1):
+            words = f"loss scale is {scales[rank]} here, and {scales[1 - rank]} on rank {1 - rank}"
+            assert f"rank {rank}, step {failing - 1}: the {words}" in told.text
+        elif failing < 6:  # this one's has not changed
+            assert "the loss scale is 16.0 here, and 8.0 on rank 0" in told.text
         attachment.close()
-
-
-@facts.once
-@soon
-def scales_that_change_one_step_apart_are_told_even_once_they_are_equal(rank: int) -> None:
-    one = scaled("core", init_scale=8.0, growth_interval=1000)
-    commhooks.attach(one.model, "int8", scaler=one.scaler)
-
-    def train() -> None:
-        for step in range(5):
-            if step == 2 + rank:
-                one.scaler.update(16.0)
-            one.step(normal(zeros(*SHAPES), 2, seed=step)[rank])
-
-    with pytest.raises(commhooks.CommHooksError, match=r"step 2: the loss scale is 16\.0 here, and 8\.0 on rank 1"):
-        train()
 
 
 @facts
@@ -258,22 +198,6 @@ def scales_that_are_the_same_are_no_error(rank: int, kind: str) -> None:
         for step in range(2 if rank else 7):
             one.step(normal(zeros(*SHAPES), 2, seed=step)[rank])
     assert one.scaler.get_scale() == 2.0 ** (17 if rank else 19)
-
-
-@facts.once
-@soon
-def who_trains_again_after_the_others_scale_has_grown_is_told(rank: int) -> None:
-    one = scaled("core", init_scale=8.0, growth_interval=2)
-    commhooks.attach(one.model, "int8", scaler=one.scaler)
-
-    def train(steps: int) -> None:
-        for step in range(steps):
-            one.step(normal(zeros(*SHAPES), 2, seed=step)[rank])
-
-    with one.model.join():  # type: ignore[operator]
-        train(2 if rank else 5)
-    with pytest.raises(commhooks.CommHooksError, match=r"the loss scale is 16\.0 here, and 32\.0 on rank 0"):
-        train(3)
 
 
 @facts.once

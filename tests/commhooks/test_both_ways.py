@@ -8,13 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import commhooks
 from commhooks.communicators import Collective, Communicator, Pending
 from commhooks.communicators.both_ways import goes_both_ways
 from commhooks.communicators.private_group import Address, PrivateGroup
-from commhooks.experiments.links.gloo import course_of
 from commhooks.language.requests import Group
-from tests.commhooks.ranks import exit_code_of_a_fork
 from tests.world import on_ranks
 
 KB = 1024
@@ -89,15 +86,6 @@ def test_groups_of_some_ranks_have_a_second_group_too(rank: int) -> None:
     assert private_group.close(5.0)
 
 
-@on_ranks(2, check_exit=True)
-def test_a_process_forked_in_the_midst_of_an_exchange_ends_by_itself(rank: int) -> None:
-    exchanger = commhooks.Exchanger({"w": torch.zeros(2**21)}, "int8")
-    exchanger.average({"w": torch.ones(2**21)})
-    averaging = exchanger.begin({"w": torch.ones(2**21)})
-    assert exit_code_of_a_fork() == 7
-    averaging.wait()
-
-
 @pytest.mark.parametrize(
     ("kind", "payload", "ranks", "both_ways"),
     [
@@ -114,12 +102,3 @@ def test_a_process_forked_in_the_midst_of_an_exchange_ends_by_itself(rank: int) 
 )
 def test_the_size_alone_says_what_goes_over_two_groups(kind: str, payload: int, ranks: int, both_ways: bool) -> None:
     assert goes_both_ways(kind, payload, ranks) is both_ways
-
-
-@pytest.mark.parametrize("kind", ["all-to-all", "all-gather"])
-def test_between_two_ranks_the_model_has_a_link_busy_with_the_bytes_alone(kind: str) -> None:
-    payload = 2**20
-    course, alone = (course_of(kind, payload, 2, is_private=private) for private in (True, False))
-    moved = payload if kind == "all-gather" else payload / 2
-    assert course.up_bytes == course.down_bytes == moved
-    assert alone.up_bytes == (1.5 if kind == "all-gather" else 2) * moved

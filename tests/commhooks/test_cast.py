@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commhooks import Compressor, ErrorFeedback, WireDtype
+from commhooks import Compressor, WireDtype
 from commhooks.compressors import AllReduceMean, Cast
 from commhooks.scheduling import packing
 from tests.commhooks.workers import Workers
-from tests.tiers import A_ROW
 
 RANKS = 64
 SMALLEST = 2.0**-24  # fp16's; half of it rounds to 0, which is even
@@ -44,15 +43,6 @@ def test_a_share_of_at_most_half_of_fp16s_smallest_number_vanishes(
 def test_bf16_keeps_it() -> None:
     # bf16 rounds the share, and the sum after every rank: 64 times 2**-8, half a unit in the last place of 8 bits.
     assert mean_of(Cast(dtype=torch.bfloat16), *[1.5e-6] * RANKS) == pytest.approx(1.5e-6, rel=RANKS * 2**-8)
-
-
-@A_ROW
-def test_error_feedback_sends_it_later() -> None:
-    steps = 32
-    # The residual is what rounding left of a share, half of the smallest number at most, on every rank.
-    bound = RANKS * SMALLEST / 2 / steps
-    found = mean_of(ErrorFeedback(inner=FORMS[0]), *[1.5e-6] * RANKS, steps=steps)
-    assert abs(found - 1.5e-6) <= bound * 1.001  # fp32 adds 32 numbers: far below a thousandth
 
 
 @pytest.mark.parametrize("compressor", FORMS, ids=lambda one: type(one).__name__)

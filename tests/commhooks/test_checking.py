@@ -57,16 +57,6 @@ def test_the_compressors_that_the_guide_defines_obey_every_law(
     assert [str(one) for one in found if one.is_bad] == []
 
 
-EXEMPT = ["affine", "dgc", "noop", "signum:block=32", *thorough(["distro:chunk=16", "natural:block=32"])]
-
-
-@pytest.mark.parametrize("name", EXEMPT)
-def test_compressors_that_are_exempt_from_laws_say_so_and_obey_the_others(name: str) -> None:
-    assert (
-        bad(make_compressor(name), "replicas", "zeros", "conservation", "buckets", "moved", "wire", "convergence") == []
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmallLoss(mistaken.Halves):
     """A random half, of which a tenth is declared to be left out."""
@@ -82,7 +72,7 @@ def test_a_broken_law_is_told_with_its_rule_and_its_usual_causes() -> None:
 
 
 def test_a_broken_law_names_parameter_step_and_how_far_it_is_off() -> None:
-    (found,) = bad(mistaken.WrongSign(), "conservation")
+    (found,) = bad(mistaken.MISTAKES["WrongSign"][0](), "conservation")
     said = r"off by 2 of the largest element; the residual is -1 times what was not sent: a float32 parameter of"
     assert re.match(f"{said} shape 24×40 in step 0, with 3 workers", found.why)
 
@@ -123,23 +113,9 @@ def test_the_codec_without_a_mistake_obeys_both_laws_about_rounding() -> None:
     assert bad(Wrong(mistake="", block=32), "unbiased", "loss") == []
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Coarse(QSGD):
-    """QSGD whose declared error is a fraction of the true one."""
-
-    share: float
-
-    def relative_error(self) -> float:
-        return super().relative_error() * self.share
-
-
 @A_ROW
 def test_an_error_that_is_too_small_is_found_for_unbiased_codes() -> None:
     assert bad(Wrong(mistake="a quarter of the error", block=32), "loss")
-    # QSGD's bound is reached only by blocks whose small elements add up; this is a third of what is measured.
-    (found,) = bad(Coarse(block=32, levels=1, share=0.2), "loss")
-    assert "is left out, in squared norms" in found.why
-    assert bad(QSGD(block=32, levels=1), "loss") == []
 
 
 def test_what_is_checked_is_what_would_be_used() -> None:

@@ -19,47 +19,23 @@ import torch
 import torch.distributed as dist
 
 from commhooks import CheckpointError, PowerSGDState, load_checkpoint, make_compressor, save_checkpoint
-from commhooks.compressors import AllReduceMean
 from tests.commhooks.checkpointed import Network, Renamed, Told, begin
 from tests.ddp_core.facts import Facts
 from tests.world import on_ranks
 
 facts = Facts()
+Forgery = Callable[[Path, dict[str, Path]], Any]
 
-FORGED = {
-    "no JSON": ("manifest.json", "cannot be read"),
-    "no object": ("manifest.json", "cannot be read"),
-    "no text": ("manifest.json", "cannot be read"),
-    "version of the manifest": ("was saved in layout 2", "reads layout 4"),
-    "version of a file": ("rank1.pt", "layout 4"),
-    "version of the hook": ("version of the hook", "the hook's state was saved in layout 5", "reads layout 4"),
-    "kind of the hook's entries": ("replicated: expected dict, got list",),
-    "hooks no dictionary": ("hooks no dictionary",),
-    "model no dictionary": ("shared.pt", "model: expected dict, got "),
-    "generator no state": ("rank 1", "RNG state"),
-    "no generators": ("rank0.pt", "generators: expected dict, got nothing"),
-    "buffer of another shape": ("'norm.running_mean' was saved with shape (1,), now (8,)",),
-    "of another checkpoint": ("rank1.pt belongs to another save than", "step 17"),
-    "of another save of the same step": ("rank1.pt belongs to another save than", "manifest.json"),
-    "shared.pt of another save of the same step": ("shared.pt belongs to another save than", "manifest.json"),
-    "manifest.json of another save of the same step": (
-        "shared.pt belongs to another save than manifest.json (step 3;",
+MISFITS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "names": ({"module": Renamed()}, ("has no 'head.weight'", "has 'last.weight', which the model does not have")),
+    "shapes": ({"module": Network(width=10)}, ("'first.weight' was saved with shape (8, 6), now (10, 6)",)),
+    "settings": (
+        {"compressor": make_compressor("powersgd", rank=2, iterations=2)},
+        ("setting inner.rank: saved with 1, now 2", "setting inner.iterations: saved with 1, now 2"),
     ),
-    "payload in shared.pt": ("shared.pt", "torch.load rejects it"),
-    "payload in rank1.pt": ("rank1.pt", "torch.load rejects it"),
-    "payload alone": ("rank0.pt", "torch.load rejects it"),
-    "payload in the old format": ("shared.pt", "cannot be read"),
+    "optimizer": ({"optimizer": torch.optim.Adagrad}, ("optimizer: saved from SGD, now Adagrad",)),
 }
-MISFITS = {
-    "names": ("checkpoint has no 'head.weight'", "checkpoint has 'last.weight', which the model does not have"),
-    "shapes": ("'first.weight' was saved with shape (8, 6), now (10, 6)",),
-    "settings": ("setting inner.rank: saved with 1, now 2", "setting inner.iterations: saved with 1, now 2"),
-    "compressor": ("setting compressor: saved with ErrorFeedback, now AllReduceMean",),
-    "optimizer": ("optimizer: saved from SGD, now Adagrad",),
-    "hooks": ("it was saved without hooks=",),
-    "similar optimizer": ("optimizer: saved from Adam, now Adamax",),
-    "scaler": ("scaler: checkpoint has no 'scale'",),
-}
+"""A run with these settings cannot load another's checkpoint, and says why."""
 FILES = ["manifest.json", "shared.pt", "rank0.pt", "rank1.pt"]
 CUTS, FLIPS = 5, 15  # which bits does not matter: the whole file has one checksum
 
@@ -106,7 +82,6 @@ def test_a_cut_or_flipped_file_is_refused_by_name_on_every_rank_or_its_content_i
         else:
             assert told.restored, told
     refused = Counter(told.damage.split()[1] for told in every_one if told.damage.startswith("flip") and told.text)
-    print(f"of {FLIPS} flips in each file, so many were refused: {dict(refused)}")
     assert all(refused[name] == FLIPS for name in FILES if name != "manifest.json"), refused
     return [bool(told.text) for told in every_one]
 
@@ -141,26 +116,80 @@ class Payload:
         return os.system, (f"touch '{self.mark}'",)
 
 
+def _other_version(path: Path, runs: dict[str, Path]) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layout": 2}))
+
+
+def _rewrite_hooks(path: Path, **changes: Any) -> None:
+    content = torch.load(path)
+    torch.save(content | {"hooks": content["hooks"] | changes}, path)
+
+
+def _rewritten(**changes: Any) -> Forgery:
+    return lambda path, runs: torch.save(torch.load(path) | changes, path)
+
+
+def _with_hooks(**changes: Any) -> Forgery:
+    return lambda path, runs: _rewrite_hooks(path, **changes)
+
+
+def _written(content: bytes) -> Forgery:
+    return lambda path, runs: path.write_bytes(content)
+
+
+def _of(other: str) -> Forgery:
+    return lambda path, runs: shutil.copy(runs[other] / path.name, path)
+
+
+def _saved(zipped: bool) -> Forgery:
+    return lambda path, runs: torch.save(Payload(runs["mark"]), path, _use_new_zipfile_serialization=zipped)
+
+
+OTHER_SAVE = "belongs to another save than"
+FORGED: dict[str, tuple[str, Forgery, tuple[str, ...]]] = {
+    "no JSON": ("manifest.json", _written(b"step: 3"), ("manifest.json", "cannot be read")),
+    "no text": ("manifest.json", _written(b"\xff\xfe\x00"), ("manifest.json", "cannot be read")),
+    "version of the manifest": ("manifest.json", _other_version, ("was saved in layout 2", "reads layout 4")),
+    "version of a file": ("rank1.pt", _rewritten(layout=2), ("rank1.pt", "layout 4")),
+    "version of the hook": ("shared.pt", _with_hooks(layout=5), ("the hook's state was saved in layout 5",)),
+    "kind of entries": ("shared.pt", _with_hooks(replicated=[1]), ("replicated: expected dict, got list",)),
+    "hooks": ("shared.pt", _rewritten(hooks=[1]), ("hooks",)),
+    "model": ("shared.pt", _rewritten(model=1), ("shared.pt", "model: expected dict, got ")),
+    "generator": ("rank1.pt", _rewritten(generators={"cpu": torch.zeros(3)}), ("rank 1", "RNG state")),
+    "no generators": ("rank0.pt", _rewritten(generators=None), ("rank0.pt", "generators: expected dict, got nothing")),
+    "buffer": (
+        "rank1.pt",
+        _rewritten(buffers={"norm.running_mean": torch.ones(1)}),
+        ("'norm.running_mean' was saved with shape (1,), now (8,)",),
+    ),
+    "another step": ("rank1.pt", _of("step 17"), (f"rank1.pt {OTHER_SAVE}", "step 17")),
+    "another save": ("rank1.pt", _of("twin"), (f"rank1.pt {OTHER_SAVE}", "manifest.json")),
+    "another shared.pt": ("shared.pt", _of("twin"), (f"shared.pt {OTHER_SAVE}", "manifest.json")),
+    "another manifest": ("manifest.json", _of("twin"), (f"shared.pt {OTHER_SAVE} manifest.json (step 3;",)),
+    "payload alone": ("rank0.pt", _saved(True), ("rank0.pt", "torch.load rejects it")),
+    "payload in the old format": ("shared.pt", _saved(False), ("shared.pt", "cannot be read")),
+}
+"""By name: the file, how it is forged, and what is said of it."""
+
+
 @facts
 def a_forged_file_is_refused_and_nothing_in_it_is_executed(rank: int, folder: Path) -> None:
     """Rewrite a file so that sizes and checksums are right."""
     run = begin(rank, folder)
     path = run.save()
-    other = run.save(step=17)
+    runs = {"mark": folder / "executed", "step 17": run.save(step=17)}
     run.train(1)
-    twin = run.save(step=3, keep=None)
+    runs["twin"] = run.save(step=3, keep=None)
     run.train(1)
-    forgeries = list(_forgeries(folder / "executed", other, twin))
-    assert [damage for damage, _, _ in forgeries] == list(FORGED)
-    for damage, name, forge in forgeries:
+    for damage, (name, forge, words) in FORGED.items():
         run.directory = folder / damage
         if rank == 0:
             shutil.copytree(path, run.directory)
-            forge(run.directory / name)
+            forge(run.directory / name, runs)
             if name != "manifest.json":
                 _write_true_sums(run.directory)
-        check_refused(run.told(damage), *FORGED[damage])
-    assert not (folder / "executed").exists()
+        check_refused(run.told(damage), *words)
+    assert not runs["mark"].exists()
 
 
 def _write_true_sums(path: Path) -> None:
@@ -171,79 +200,18 @@ def _write_true_sums(path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def _forgeries(mark: Path, other: Path, twin: Path) -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
-    yield "no JSON", "manifest.json", lambda path: path.write_text("step: 3")
-    yield "no object", "manifest.json", lambda path: path.write_text("[1, 2]")
-    yield "no text", "manifest.json", lambda path: path.write_bytes(b"\xff\xfe\x00")
-    yield "version of the manifest", "manifest.json", _other_version
-    yield "version of a file", "rank1.pt", lambda path: _rewrite(path, layout=2)
-    yield "version of the hook", "shared.pt", lambda path: _rewrite_hooks(path, layout=5)
-    yield "kind of the hook's entries", "shared.pt", lambda path: _rewrite_hooks(path, replicated=[1])
-    yield "hooks no dictionary", "shared.pt", lambda path: _rewrite(path, hooks=[1])
-    yield "model no dictionary", "shared.pt", lambda path: _rewrite(path, model=1)
-    yield "generator no state", "rank1.pt", lambda path: _rewrite(path, generators={"cpu": torch.zeros(3)})
-    yield "no generators", "rank0.pt", lambda path: _rewrite(path, generators=None)
-    yield (
-        "buffer of another shape",
-        "rank1.pt",
-        lambda path: _rewrite(path, buffers={"norm.running_mean": torch.ones(1)}),
-    )
-    yield "of another checkpoint", "rank1.pt", lambda path: shutil.copy(other / path.name, path)
-    yield "of another save of the same step", "rank1.pt", lambda path: shutil.copy(twin / path.name, path)
-    yield "shared.pt of another save of the same step", "shared.pt", lambda path: shutil.copy(twin / path.name, path)
-    name = "manifest.json"
-    yield f"{name} of another save of the same step", name, lambda path: shutil.copy(twin / path.name, path)
-    yield "payload in shared.pt", "shared.pt", lambda path: _rewrite(path, extra={"payload": Payload(mark)})
-    yield "payload in rank1.pt", "rank1.pt", lambda path: _rewrite(path, buffers={"payload": Payload(mark)})
-    yield "payload alone", "rank0.pt", lambda path: torch.save(Payload(mark), path)
-    yield (
-        "payload in the old format",
-        "shared.pt",
-        lambda path: torch.save(Payload(mark), path, _use_new_zipfile_serialization=False),
-    )
-
-
-def _other_version(path: Path) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"layout": 2}))
-
-
-def _rewrite(path: Path, **changes: Any) -> None:
-    torch.save(torch.load(path) | changes, path)
-
-
-def _rewrite_hooks(path: Path, **changes: Any) -> None:
-    content = torch.load(path)
-    torch.save(content | {"hooks": content["hooks"] | changes}, path)
-
-
 @facts
 def a_checkpoint_of_another_run_is_refused_and_says_what_differs(rank: int, folder: Path) -> None:
     """Load a good checkpoint that does not fit, and one that lacks something that the run wants."""
     saved = begin(rank, folder)
     path = saved.save()
-    runs: dict[str, dict[str, Any]] = {
-        "names": {"module": Renamed()},
-        "shapes": {"module": Network(width=10)},
-        "settings": {"compressor": make_compressor("powersgd", rank=2, iterations=2)},
-        "compressor": {"compressor": AllReduceMean()},
-        "optimizer": {"optimizer": torch.optim.Adagrad},
-    }
-    told = [begin(rank, folder, **settings).told(name, directory=path) for name, settings in runs.items()]
+    for name, (settings, words) in MISFITS.items():
+        check_refused(begin(rank, folder, **settings).told(name, directory=path), *words)
     without = begin(rank, folder, "without", optimizer=torch.optim.Adam, scales=False)
     without.save(hooks=None)
-    told.append(without.told("hooks", directory=without.directory))
-    similar = begin(rank, folder, optimizer=torch.optim.Adamax)  # has no setting that Adam has not
-    told.append(similar.told("similar optimizer", directory=without.directory, hooks=None))
-    scaled = begin(rank, folder, optimizer=torch.optim.Adam)
-    told.append(scaled.told("scaler", directory=without.directory, hooks=None))
-    assert [one.damage for one in told] == list(MISFITS)
-    for one in told:
-        check_refused(one, *MISFITS[one.damage])
-    if rank == 0:
-        manifest = without.directory / "checkpoint-00001-step-3" / "manifest.json"
-        manifest.write_text(manifest.read_text().replace('"world_size": 2', '"world_size": 3'))
-    # The manifest's world size is for its readers; what counts is under a checksum.
-    assert without.told("world size", without.digest(), directory=without.directory, hooks=None).restored
+    check_refused(without.told("hooks", directory=without.directory), "it was saved without hooks=")
+    scaled = begin(rank, folder, optimizer=torch.optim.Adam).told("scaler", directory=without.directory, hooks=None)
+    check_refused(scaled, "scaler: checkpoint has no 'scale'")
 
 
 def test_a_checkpoint_that_is_named_and_not_there_is_refused(tmp_path: Path) -> None:
@@ -258,30 +226,13 @@ def test_a_checkpoint_that_is_named_and_not_there_is_refused(tmp_path: Path) -> 
         load_checkpoint(renamed, model=model)
 
 
-def two_saves(folder: Path) -> tuple[Path, Path]:
-    """Save two runs at the same step."""
-    torch.manual_seed(0)
-    first = save_checkpoint(folder / "0", step=3, model=torch.nn.Linear(2, 2))
-    return first, save_checkpoint(folder / "1", step=3, model=torch.nn.Linear(2, 2))
-
-
 def test_a_file_that_was_edited_and_written_again_is_refused(tmp_path: Path) -> None:
-    path, _ = two_saves(tmp_path)
+    path = save_checkpoint(tmp_path, step=3, model=torch.nn.Linear(2, 2))
     content = torch.load(path / "rank0.pt")
     content["generators"]["cpu"] = torch.get_rng_state()
     with (path / "rank0.pt").open("wb") as file:  # opened here: torch writes a path's own name into the file
         torch.save(content, file)
     with pytest.raises(CheckpointError, match=r"rank0.pt was changed after it was saved: its CRC-32 is"):
-        load_checkpoint(path, model=torch.nn.Linear(2, 2))
-
-
-def test_a_checkpoint_of_another_layout_is_refused_by_name(tmp_path: Path) -> None:
-    """As commhooks wrote it before layouts had this name."""
-    path, _ = two_saves(tmp_path)
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["layout"], manifest["commhooks"]
-    (path / "manifest.json").write_text(json.dumps({"format_version": 1} | manifest))
-    with pytest.raises(CheckpointError, match=r"was saved in layout 1 by an earlier commhooks; this one \(.*\) reads"):
         load_checkpoint(path, model=torch.nn.Linear(2, 2))
 
 

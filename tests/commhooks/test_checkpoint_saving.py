@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import enum
 import errno
 import functools
 import shutil
@@ -21,8 +20,9 @@ from torch import Tensor, nn
 from commhooks import CheckpointError, load_checkpoint, save_checkpoint
 from commhooks.saving import checkpoints as checkpoint
 from commhooks.saving.contents import read_contents
-from commhooks.saving.folder import newest, prepare
-from tests.commhooks.checkpointed import Network, begin, listing_of, text_of, words_of
+from commhooks.saving.folder import newest
+from tests.commhooks.checkpointed import Network, begin, listing_of, words_of
+from tests.commhooks.told import told_by
 from tests.ddp_core.facts import Facts
 
 facts = Facts()
@@ -39,11 +39,11 @@ def when_one_rank_cannot_write_every_rank_raises_and_older_checkpoints_stay(rank
     told = {}
     for name, obstacle in _obstacles(rank).items():
         with obstacle:
-            told[name] = text_of(run.save)
+            told[name] = told_by(run.save).text
         assert listing_of(run) == [old], name
-    told["under a file"] = text_of(lambda: run.save(directory=__file__))
+    told["under a file"] = told_by(lambda: run.save(directory=__file__)).text
     assert listing_of(run) == [old]
-    told["steps that differ"] = text_of(lambda: run.save(step=5 + rank))
+    told["steps that differ"] = told_by(lambda: run.save(step=5 + rank)).text
     assert listing_of(run) == [old] and told.keys() == CANNOT_BE_WRITTEN.keys()
     for name, text in told.items():
         assert CANNOT_BE_WRITTEN[name] in text, (name, text)
@@ -57,7 +57,6 @@ def when_one_rank_cannot_write_every_rank_raises_and_older_checkpoints_stay(rank
 
 CANNOT_BE_WRITTEN = {
     "disk full on rank 1": "could not write the checkpoint. rank 1: OSError: [Errno 28] No space left on device (",
-    "a folder in the way on rank 1": "could not write the checkpoint. rank 1: ",
     "disk full at the manifest": "could not put the checkpoint in place. rank 0: OSError: [Errno 28] No space left",
     "under a file": "could not prepare the checkpoint. rank 0: ",
     "steps that differ": "ranks disagree about the step: by rank 5, 6.",
@@ -69,15 +68,8 @@ def _obstacles(rank: int) -> dict[str, Any]:
     nowhere = contextlib.nullcontext()
     return {
         "disk full on rank 1": mock.patch.object(torch, "save", side_effect=full) if rank == 1 else nowhere,
-        "a folder in the way on rank 1": mock.patch.object(checkpoint, "prepare", _prepare_with_a_folder),
         "disk full at the manifest": mock.patch.object(Path, "write_text", side_effect=full) if rank == 0 else nowhere,
     }
-
-
-def _prepare_with_a_folder(root: Path, step: int) -> tuple[str, str]:
-    writing, save = prepare(root, step)
-    (root / writing / "rank1.pt").mkdir()
-    return writing, save
 
 
 @facts
@@ -90,18 +82,12 @@ def the_newest_checkpoints_are_kept(rank: int, folder: Path) -> None:
         assert listing_of(run) == left, keep
 
 
-class Fruit(enum.IntEnum):
-    APPLE = 1
-
-
 class Marked(Tensor):
     """A tensor subclass."""
 
 
-Point = collections.namedtuple("Point", ["x", "y"])
-
 REFUSED: dict[str, Any] = {
-    "loss": np.float64(0.5), "name": np.str_("a"), "fruit": Fruit.APPLE, "point": Point(1, 2), "path": Path("/tmp"),
+    "loss": np.float64(0.5), "name": np.str_("a"), "path": Path("/tmp"),
     "counts": collections.defaultdict(int), "function": print, "nested": [{"deep": {np.int64(1): 2}}],
     "tensor": torch.ones(1).as_subclass(Marked), "frozen": frozenset([1]),
 }  # fmt: skip
@@ -125,7 +111,7 @@ def extras_that_could_not_be_loaded_are_refused_when_saving(rank: int, folder: P
     """And all others come back."""
     run = begin(rank, folder)
     for name, value in REFUSED.items():
-        text = text_of(functools.partial(run.save, extra={name: value}))
+        text = told_by(functools.partial(run.save, extra={name: value})).text
         assert f"['extra']['{name}']" in text and "must be plain data" in text, (name, text)
     assert listing_of(run) == []
     run.save(extra=TAKEN)
@@ -149,7 +135,7 @@ def where_no_whole_checkpoint_is_nothing_is_loaded(rank: int, folder: Path) -> N
     twin = run.save(keep=None)
     seen = path if rank == 0 else twin  # as on hosts that each have a disk of their own under this path
     with mock.patch.object(checkpoint, "read_contents", lambda _, *given: read_contents(seen, *given)):
-        text = text_of(functools.partial(run.load, directory=path))
+        text = told_by(functools.partial(run.load, directory=path)).text
     assert "ranks see different checkpoints under" in text and "nothing was loaded" in text
     assert run.digest() == before
 

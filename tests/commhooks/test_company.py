@@ -12,23 +12,13 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks.default_hooks import quantization_perchannel_hook, quantization_pertensor_hook
-from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, Mirrored, backward, given, largest_error
+from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, Mirrored, backward, given
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.workers import normal, zeros
 from tests.ddp_core.facts import BOTH_DDPS, Facts
-from tests.world import on_ranks, run_world
-from tests.world.launcher import HANG_SECONDS
+from tests.world import run_world
 
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
 facts = Facts(kinds=BOTH_DDPS)
-both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
-
-WORLDS: dict[str, tuple[int, list[list[int]]]] = {
-    "all of 2 ranks": (2, []),
-    "two pairs of 4 ranks": (4, [[0, 2], [1, 3]]),
-    "2 of 3 ranks": (3, [[0, 2]]),
-}
-worlds = pytest.mark.parametrize("world", WORLDS)
 
 
 class AllReducesInBackward(torch.autograd.Function):
@@ -125,82 +115,15 @@ def models_under_one_stateless_hook_get_the_means_they_get_alone(rank: int, kind
             assert all(torch.equal(*pair) for pair in pairs), hook
 
 
-class Numbered:
-    """A bucket as PyTorch's DDP passes it, but under index 0 as in the first backward pass of a static graph."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-
-    def index(self) -> int:
-        return 0
-
-    def buffer(self) -> Tensor:
-        return self._memory
-
-    def parameters(self) -> list[Tensor]:
-        return [self._memory]
-
-    def gradients(self) -> list[Tensor]:
-        return [self._memory]
-
-    def set_buffer(self, memory: Tensor) -> None:
-        self._memory = memory
-
-    def is_last(self) -> bool:
-        return False
-
-
-@facts.once
-def buckets_of_one_index_and_size_get_the_means_they_get_alone(rank: int) -> None:
-    gradients = [normal(zeros((4096,)), 2, seed=seed)[rank][0] for seed in range(6)]
-    for hook in STATELESS_HOOKS:
-        alone = [hook(None, Numbered(own.clone())).wait() for own in gradients]  # type: ignore[arg-type]
-        futures = [hook(None, Numbered(own.clone())) for own in gradients]  # type: ignore[arg-type]
-        assert all(torch.equal(future.wait(), mean) for future, mean in zip(futures, alone, strict=True)), hook
-
-
-@on_ranks(4, check_exit=False)
-def test_stateless_hooks_average_over_their_subgroup(rank: int) -> None:
-    """Two pairs of ranks train their own models side by side, with a hook whose state is the process group."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    group = pairs[rank // 2]
-    gradients = normal(zeros(*SHAPES), 4, seed=0)
-    expected = [(gradients[rank // 2 * 2][i] + gradients[rank // 2 * 2 + 1][i]) / 2 for i in range(len(SHAPES))]
-    for kind in BOTH_DDPS:
-        model = given(kind, process_group=group)
-        model.register_comm_hook(group, commhooks.allreduce_hook)  # type: ignore[operator]
-        for _ in range(3):
-            assert largest_error(backward(model, gradients[rank]), expected) == 0  # halves lose no bit, at any time
-
-
-def check(kind: str, policy: str, world: str, steps: int) -> None:
-    world_size, groups = WORLDS[world]
-    timeout = HANG_SECONDS + steps
-    run_world(company, world_size, kind, policy, steps, groups, timeout=timeout)
-
-
 @pytest.mark.parametrize(
-    ("kind", "policy", "world"),
-    [
-        ("core", "fifo", "all of 2 ranks"),
-        ("torch", "fused", "two pairs of 4 ranks"),
-        ("torch", "fifo", "2 of 3 ranks"),
-    ],
+    ("kind", "policy", "world_size", "groups"),
+    [("core", "fifo", 2, []), ("torch", "fused", 4, [[0, 2], [1, 3]]), ("torch", "fifo", 3, [[0, 2]])],
+    ids=["all of 2 ranks", "two pairs of 4 ranks", "2 of 3 ranks"],
 )
 def test_two_models_and_the_users_collectives_in_one_backward_pass_are_right(
-    kind: str, policy: str, world: str
+    kind: str, policy: str, world_size: int, groups: list[list[int]]
 ) -> None:
-    """Each DDP, policy and world is here; below they all meet."""
-    check(kind, policy, world, steps=8)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-@both_ddps
-@both_policies
-@worlds
-def test_two_models_and_the_users_collectives_are_right_for_100_steps(kind: str, policy: str, world: str) -> None:
-    check(kind, policy, world, steps=100)
+    run_world(company, world_size, kind, policy, 8, groups)
 
 
 test = facts.tests()

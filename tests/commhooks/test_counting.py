@@ -63,9 +63,6 @@ def test_a_state_of_powersgd_counts_what_a_pencil_counts(rank: int, kind: str, w
             assert of.moved_bytes == pytest.approx(2 * (world_size - 1) / world_size * of.payload_bytes, abs=6)
 
 
-"""Settings of PowerSGD, and the rounds that it makes."""
-
-
 def test_no_traffic_is_added_while_shares_are_divided() -> None:
     def note(layout: Layout) -> None:
         shares.note([(((layout,), (1,)), (1, 0, 8, 0, 0))])

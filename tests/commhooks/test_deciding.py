@@ -15,20 +15,19 @@ import pytest
 import torch
 
 from commhooks import CheckpointError, SettingsError
-from commhooks.communicators.collective import KINDS, ring_bytes
+from commhooks.communicators.collective import ring_bytes
 from commhooks.control import AdaptiveRule
 from commhooks.control.decider import Decider
 from commhooks.control.link import Link as Found
 from commhooks.control.link import hops_of, link_of
 from commhooks.control.state import read
 from commhooks.experiments.timing.link import Link
-from commhooks.experiments.timing.step_time import Step, step_time
-from tests.commhooks.simulated_ladder import COMPUTE, FAST, RANKS, SLOW, Run, candidate, ladder
+from commhooks.experiments.timing.step_time import step_time
+from tests.commhooks.simulated_ladder import FAST, RANKS, SLOW, Run, candidate, ladder
 from tests.tiers import rows
 
 PHASE = 100
 noises = pytest.mark.parametrize("noise", [0.0, 0.05, 0.15])
-policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
 
 
 def back_and_forth(step: int) -> Link:
@@ -36,12 +35,11 @@ def back_and_forth(step: int) -> Link:
 
 
 @noises
-@policies
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("policy", ["fifo", "fused"])
 def test_a_link_a_hundred_times_slower_and_back_is_followed_within_ten_steps_at_90_percent_of_the_best(
-    noise: float, policy: str, seed: int
+    noise: float, policy: str
 ) -> None:
-    run = Run(ladder(policy), back_and_forth, noise=noise, seed=seed)
+    run = Run(ladder(policy), back_and_forth, noise=noise)
     run.go_on(3 * PHASE)
     for phase, link in enumerate((FAST, SLOW, FAST)):
         taken = sum(run.seconds[phase * PHASE : (phase + 1) * PHASE])
@@ -49,13 +47,6 @@ def test_a_link_a_hundred_times_slower_and_back_is_followed_within_ten_steps_at_
         on_link = [step_time(step, link, RANKS).seconds for step in run.ladder]
         settled = run.candidates[phase * PHASE + (20 if phase == 0 else 10) : (phase + 1) * PHASE]
         assert max(on_link[number] for number in settled) <= (1.05 + 2 * noise) * min(on_link)
-
-
-def test_the_step_in_which_the_link_slows_down_is_the_only_slow_one() -> None:
-    run = Run(ladder(), back_and_forth)
-    run.go_on(2 * PHASE)
-    dense = step_time(run.ladder[0], SLOW, RANKS).seconds
-    assert [step for step, seconds in enumerate(run.seconds) if seconds > dense / 2] == [PHASE]
 
 
 @pytest.mark.parametrize("halfway", [5e8, 2e8, 1.2e8])
@@ -72,15 +63,6 @@ def test_a_link_that_slows_down_in_the_middle_of_a_step_costs_no_more_than_that_
     assert max(run.seconds[PHASE + 2 :]) < dense / 2
 
 
-def test_every_change_of_a_link_is_answered_within_ten_steps_also_the_fifth() -> None:
-    run = Run(ladder(), lambda step: SLOW if step // PHASE % 2 else FAST)
-    run.go_on(10 * PHASE)
-    for phase in range(1, 10):
-        assert {number > 0 for number in run.candidates[phase * PHASE + 10 : (phase + 1) * PHASE]} == {
-            phase % 2 == 1
-        }, phase
-
-
 @pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize("start", range(5))
 def test_every_candidate_is_tried_once_wherever_the_run_begins_and_then_the_best_one_stays(
@@ -92,15 +74,6 @@ def test_every_candidate_is_tried_once_wherever_the_run_begins_and_then_the_best
     assert order[:5] == [start, *(number for number in range(5) if number != start)]
     assert len(order) <= 7  # the best one, after one that differs from it by less than the model knows
     assert step_time(run.ladder[order[-1]], link, RANKS).seconds <= run.best(link) / (1 - AdaptiveRule().margin)
-
-
-@pytest.mark.parametrize("pattern", list(itertools.permutations(range(5)))[::7])
-def test_the_best_candidate_is_found_in_every_order_of_the_ladder(pattern: tuple[int, ...]) -> None:
-    run = Run([ladder()[number] for number in pattern], back_and_forth)
-    run.go_on(2 * PHASE)
-    for step, link in ((PHASE - 1, FAST), (-1, SLOW)):
-        found = step_time(run.ladder[run.candidates[step]], link, RANKS).seconds
-        assert found <= run.best(link) / (1 - AdaptiveRule().margin)
 
 
 @noises
@@ -133,31 +106,12 @@ def test_a_link_that_slows_down_a_little_in_every_step_is_followed(noise: float)
     assert best / sum(run.seconds[50:]) >= 0.9
 
 
-def test_work_that_grows_on_every_candidate_alike_moves_nothing() -> None:
-    def candidates(compute: float) -> list[Step]:
-        return [ladder(compute=compute)[number] for number in (0, 2, 4)]  # no two of them are about equally fast
-
-    run = Run(
-        candidates(COMPUTE),
-        lambda step: SLOW,
-        ladder_at=lambda step: candidates(2 * COMPUTE if step >= 60 else COMPUTE),
-    )
-    run.go_on(200)
-    assert run.moves_after(20) == [] and run.candidates[-1] == 2
-
-
 @noises
 def test_between_candidates_that_are_about_equally_fast_a_noisy_link_moves_hardly_anything(noise: float) -> None:
     for rate in (2e8, 7e8, 1e9, 2e9, 5e9):
         run = Run(ladder(), lambda step, rate=rate: Link(rate=rate, latency=1e-4), noise=noise)  # type: ignore[misc]  # 'Cannot infer type of lambda'
         run.go_on(500)
         assert len(run.moves_after(20)) <= 1, rate
-
-
-def test_of_candidates_that_are_equally_fast_the_first_is_used() -> None:
-    run = Run([candidate("all-reduce", 100, 0.0), candidate("all-reduce", 50, 0.0)], lambda step: FAST, candidate=1)
-    run.go_on(40)
-    assert run.candidates[-1] == 0 and len(run.moves) == 1
 
 
 def test_a_candidate_that_saves_more_than_a_tie_and_less_than_the_margin_is_not_moved_to() -> None:
@@ -167,12 +121,6 @@ def test_a_candidate_that_saves_more_than_a_tie_and_less_than_the_margin_is_not_
     run.go_on(200)
     dense, half = (step_time(step, slower, RANKS).seconds for step in steps)
     assert 0.95 * dense < half < 0.98 * dense and set(run.candidates[40:]) == {0}
-
-
-def test_a_candidate_that_never_pays_costs_its_visit_and_no_more() -> None:
-    run = Run([candidate("all-reduce", 4000, 0.0), candidate("all-reduce", 4000, 1.0)], lambda step: FAST)
-    run.go_on(400)
-    assert run.candidates.count(1) == 3
 
 
 def test_while_nothing_changes_the_link_is_probed_as_often_as_the_rule_says() -> None:
@@ -233,12 +181,10 @@ def test_every_entry_of_a_state_that_could_not_have_been_measured_or_decided_is_
     ("change", "named"),
     [
         ({"candidate": 5}, "state: candidate 5 and favourite None must be below 5"),
-        ({"favourite": 7}, "state: candidate 0 and favourite 7 must be below 5"),
         ({"link": {"rate": 0.0, "latency": 0.0}}, r"state.link: Link\(rate=0.0\): rate must be above 0"),
-        ({"rule": {"margin": 7.0, "look": 8}}, r"state.rule: AdaptiveRule\(margin=7.0\)"),
         ({"unheard_of": 1}, "state: expected the entries rule, .*, got .*'unheard_of'"),
     ],
-    ids=["candidate", "favourite", "link", "rule", "another layout"],
+    ids=["candidate", "link", "another layout"],
 )
 def test_entries_that_do_not_go_together_are_refused_by_name(change: dict[str, Any], named: str) -> None:
     state = dataclasses.asdict(Run(ladder(), back_and_forth).decider)
@@ -253,14 +199,6 @@ def test_a_probe_finds_the_rate_and_latency_of_a_link(ranks: int) -> None:
     small, large = (link.seconds(ring_bytes("all-reduce", size, ranks), hops) for size in (4, 1_000_000))
     found = link_of(small, large, 1_000_000, ranks)
     assert (found.rate, found.latency) == pytest.approx((3e8, 2e-4))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_collective_takes_the_seconds_of_a_ring(kind: str) -> None:
-    """The link model of `experiments` has the same formulas, written down once more."""
-    expected = Link(rate=3e8, latency=2e-4, algorithm="ring").transfer(kind, 120_000, 4).seconds
-    found = Found(rate=3e8, latency=2e-4).seconds(ring_bytes(kind, 120_000, 4), hops_of(kind, 4))
-    assert found == pytest.approx(expected)
 
 
 def test_a_probe_whose_large_message_was_the_faster_is_a_fast_link_and_no_error() -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import Handle, PowerSGDState, StartAfter, make_compressor
+from commhooks import Handle, PowerSGDState
 from commhooks.language.loss import error_of
 from commhooks.saving.saved import Saved
 from tests import bounds
-from tests.cases import BY_NAME, LowRankBytes, dense_bytes
+from tests.cases import BY_NAME
 from tests.commhooks.models import wrap
 from tests.commhooks.workers import largest, normal, zeros
 from tests.ddp_core.facts import BOTH_DDPS, Facts
@@ -43,21 +42,6 @@ class Branches(nn.Module):
 
     def forward(self, gradients: dict[int, Tensor]) -> Tensor:
         return torch.stack([(self.weights[i] * gradient).sum() for i, gradient in gradients.items()]).sum()
-
-
-@facts
-def memory_does_not_grow_while_parts_of_a_bound_model_take_turns(rank: int, kind: str) -> None:
-    model = nn.ModuleList(nn.Linear(40, 30) for _ in range(2))
-    state = PowerSGDState(None, 2, start_powerSGD_iter=0)
-    state.bind(model)
-    parts = [wrap(kind, part, **BRANCHES) for part in model]
-    for part in parts:
-        part.register_comm_hook(state, commhooks.powerSGD_hook)  # type: ignore[operator]
-    working = []
-    for step in range(60):
-        parts[step % 2](torch.ones(4, 40)).sum().backward()
-        working.append(state.memory().working)
-    assert max(working) <= max(working[:6])
 
 
 def _own(hooks: Handle[Any] | PowerSGDState, rank: int, number: int) -> dict[str, Tensor]:
@@ -207,60 +191,6 @@ def _of_rank_0(state: dict[str, Any]) -> dict[str, Any]:
     torch.distributed.broadcast_object_list(told, src=0)
     received: dict[str, Any] = told[0]
     return received
-
-
-@facts
-def state_goes_with_names_when_layers_are_unfrozen(rank: int, kind: str) -> None:
-    """Freeze two matrices, train, unfreeze them, and wrap again: state goes with the names."""
-    module = Branches()
-    for number in (1, 2):
-        module.weights[number].requires_grad_(False)
-    ddp = wrap(kind, module, **BRANCHES)
-    first = commhooks.attach(ddp, "powersgd")
-    for step in range(3):
-        gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
-        ddp({0: gradients[0], 3: gradients[3]}).backward()
-    saved = first.state_dict()
-    first.close()
-    for number in (1, 2):
-        module.weights[number].requires_grad_(True)
-    again = wrap(kind, module, **BRANCHES)
-    second = commhooks.attach(again, "powersgd")
-    with pytest.raises(commhooks.CheckpointError, match="has no parameter 'weights.1'.*pass missing='reset'"):
-        second.load_state_dict(saved)
-    second.load_state_dict(saved, missing="reset")
-    own = _own(second, rank, 0)
-    assert torch.equal(own["residual"], saved["local"][f"rank{rank}"]["weights.0"]["residual"])
-    assert second.steps == 3
-    for step in range(3, 6):
-        again(dict(enumerate(normal(zeros(*SHAPES), 2, seed=step)[rank]))).backward()
-    assert _own(second, rank, 1)["residual"].abs().max() > 0
-
-
-@facts.once
-def unused_parameters_are_counted_only_in_steps_that_have_state_to_protect(rank: int) -> None:
-    for kind in ("core", "torch"):
-        for policy in ("fifo", "fused"):
-            model = wrap(kind, Branches(), find_unused_parameters=True, **BRANCHES)
-            hooks = commhooks.attach(
-                model, StartAfter(steps=2, inner=make_compressor("powersgd", rank=2)), policy=policy
-            )
-            parameters = list(model.parameters())
-            kept: dict[str, torch.Tensor] = {}
-            for step in range(6):
-                used = {0, 1, 3} if step in (1, 5) else {0, 1, 2, 3}  # first without state, then with it
-                gradients = normal(zeros(*SHAPES), 2, seed=step)[rank]
-                before = {name: one.clone() for name, one in hooks.state.of(parameters[2]).tensors.items()}
-                model.zero_grad()
-                model({number: gradients[number] for number in sorted(used)}).backward()
-                kept = hooks.state.of(parameters[2]).tensors
-                counts = 4 * len(SHAPES) if step >= 2 else 0
-                expected = (LowRankBytes(rank=2) if step >= 2 else dense_bytes)(parameters, step, 2)
-                assert hooks.last_step().payload_bytes == expected + counts, (kind, policy, step)
-                unchanged = "residual" in before and torch.equal(before["residual"], kept["residual"])
-                assert unchanged is (step == 5), (kind, policy, step)
-            assert kept["residual"].abs().max() > 0.1
-            hooks.close()
 
 
 test = facts.tests()

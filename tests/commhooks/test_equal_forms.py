@@ -1,4 +1,4 @@
-"""Functions of `commhooks.compressors.kernels` have equal bits in their eager form and, at any level, compiled."""
+"""Sums of tiles and bins have equal bits eagerly and, at any level, compiled; others are in test_native_largest.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from commhooks.compressors.kernels import selection, sums
-from commhooks.compressors.sparse.indices import InBlocks
 from commhooks.compressors.tiles import TiledParameter, TiledPiece, Tiling
 from commhooks.native import library
 from commhooks.packing import pack_integers
@@ -18,10 +17,6 @@ from tests import bounds
 
 BUILT = library.opened(library.PATH)
 LEVELS = () if isinstance(BUILT, str) else library.levels_of(BUILT)
-DTYPES = [
-    torch.float32,
-    torch.float64,
-]  # those that compressors compute in; there are no compiled passes for the second
 SIZES = (1, 7, 100, 4096, 5000, 25_000)
 RANKS = 3
 
@@ -34,45 +29,8 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return (numbers * signs * 1.25).view(shape)
 
 
-def largest(n: int, dtype: torch.dtype) -> list[Tensor]:
-    return [selection.largest(drawn(5, n, dtype=dtype), k).sort(dim=1).values.long() for k in {1, -(-n // 9), n}]
-
-
-def largest_of_tiles(n: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return the values found: all padding is alike."""
-    found = []
-    for tiling in (Tiling.of(torch.empty(shape), 16) for shape in ((n,), (n, 3), (3, n), (2, n, 2))):
-        memory = drawn(tiling.elements, dtype=dtype)
-        for k in {1, tiling.a * tiling.b // 2 or 1}:
-            places = selection.largest_of_tiles(tiling, memory, k).long()
-            found.append(tiling.cut(memory).flatten(1).gather(1, places).abs().sort(dim=1).values)
-    return found
-
-
 def bins(n: int, dtype: torch.dtype) -> list[Tensor]:
     return [selection.four_bins(drawn(n, dtype=dtype) * scale)[0] for scale in (1e-30, 1.0, 1e30)]
-
-
-def mean_of_blocks(n: int, dtype: torch.dtype) -> list[Tensor]:
-    found, generator = [], torch.Generator().manual_seed(n)
-    for bits in (12, 16):
-        coding = InBlocks((n, 3 * n), 0.1, bits=bits)
-        blocks = [of for number in range(2) for of in coding.blocks(number)]
-        sizes = [of.block for of in blocks for _ in range((of.memory.stop - of.memory.start) // of.block)]
-        own = [
-            [torch.randperm(size, generator=generator)[: coding.share(size)] for size in sizes] for _ in range(RANKS)
-        ]
-        codes = torch.stack([coding.encode(torch.cat(numbers)) for numbers in own])
-        values = drawn(RANKS, coding.k, dtype=dtype) * 1e30
-        ends = (0, coding.sent(n), coding.k)
-        for number, size in enumerate(coding.sizes):
-            entries = slice(ends[number], ends[number + 1])
-            starts = torch.from_numpy(coding.starts([0, 0]))[entries].int()
-            runs = sums.runs_of(coding.shares(number))
-            places = sums.SparseEntries(entries, starts, runs, coding.blocks(number, 0, entries.start))
-            sent = places, values[:, entries], coding.received(codes)
-            found.append(sums.write_mean(torch.full((size,), torch.nan, dtype=dtype), [sent]))
-    return found
 
 
 def sum_of_tiles(n: int, dtype: torch.dtype) -> list[Tensor]:
@@ -97,13 +55,8 @@ def sum_of_tiles(n: int, dtype: torch.dtype) -> list[Tensor]:
     return [sums.write_sum_of_tiles(memory, piece, drawn(RANKS, 1, 4, dtype=dtype), packed, bins)]
 
 
-FUNCTIONS: list[Callable[[int, torch.dtype], list[Tensor]]] = [
-    largest, largest_of_tiles, bins, mean_of_blocks, sum_of_tiles
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("function", [bins, sum_of_tiles], ids=lambda function: function.__name__)
 def test_both_forms_of_a_function_have_equal_bits(
     function: Callable[[int, torch.dtype], list[Tensor]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

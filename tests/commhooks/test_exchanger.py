@@ -22,8 +22,8 @@ from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from commhooks.scheduling.connection import ProcessGroupConnection
 from commhooks.scheduling.lockstep import run_in_turns
 from tests import bounds
-from tests.commhooks.resuming import distance
 from tests.commhooks.told import told_by
+from tests.commhooks.workers import exchangers
 from tests.ddp_core.facts import Facts
 
 facts = Facts()
@@ -50,58 +50,25 @@ def means(world_size: int, step: int = 0) -> dict[str, Tensor]:
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_workers_of_one_process_get_the_mean(policy: Any, world_size: int) -> None:
-    exchangers = [
-        Exchanger(TENSORS, "all-reduce", connection=connection)
-        for connection in lockstep_connections(world_size, policy)
-    ]
+    workers = exchangers(TENSORS, "all-reduce", world_size, policy)
     for step in range(3):
         values = [drawn(rank, step) for rank in range(world_size)]
-        average_in_lockstep(exchangers, values)
+        average_in_lockstep(workers, values)
         for own in values:
             for name, mean in means(world_size, step).items():
                 allowed = bounds.of_mean(world_size, TENSORS[name].dtype) * 5  # no element is above 5
                 assert (own[name].double() - mean).abs().amax() <= allowed
-    assert exchangers[0].steps == 3
-    assert exchangers[0].statistics().gradient_elements == 3 * sum(t.numel() for t in TENSORS.values())
-    assert set(exchangers[0].by_parameter()) == set(TENSORS)
-
-
-@facts
-def ranks_of_a_process_group_get_what_workers_of_one_process_get(rank: int) -> None:
-    """Average over two ranks, where a sum's bits do not depend on its order."""
-    for name in ("powersgd", "top-k", "sign", "int4", "fp16"):
-        exchangers = [
-            Exchanger(TENSORS, name, connection=connection) for connection in lockstep_connections(2, "fused")
-        ]
-        for step in range(3):
-            wanted = [drawn(worker, step) for worker in range(2)]
-            average_in_lockstep(exchangers, wanted)
-        got = average_over_gloo(rank, name)
-        assert all(torch.equal(got[tensor], wanted[rank][tensor]) for tensor in TENSORS), name
-
-
-def average_over_gloo(rank: int, name: str) -> dict[str, Tensor]:
-    """Average three times over a process group; save and load in between."""
-    exchanger = Exchanger(TENSORS, name)
-    for step in range(3):
-        values = drawn(rank, step)
-        exchanger.average(values)
-        saved = exchanger.state_dict()
-        exchanger.close()
-        exchanger = Exchanger(TENSORS, name)
-        exchanger.load_state_dict(saved)
-    exchanger.close()
-    return values
+    assert workers[0].steps == 3
+    assert workers[0].statistics().gradient_elements == 3 * sum(t.numel() for t in TENSORS.values())
+    assert set(workers[0].by_parameter()) == set(TENSORS)
 
 
 def test_zeros_are_values_like_others() -> None:
     """A DDP hands in zeros for a rank that has run out of inputs; an Exchanger does not."""
-    exchangers = [
-        Exchanger({"w": torch.zeros(64)}, "top-k", connection=connection) for connection in lockstep_connections(2)
-    ]
-    average_in_lockstep(exchangers, [{"w": torch.arange(64.0)} for _ in range(2)])
+    workers = exchangers({"w": torch.zeros(64)}, "top-k")
+    average_in_lockstep(workers, [{"w": torch.arange(64.0)} for _ in range(2)])
     silence = [{"w": torch.zeros(64)} for _ in range(2)]
-    average_in_lockstep(exchangers, silence)
+    average_in_lockstep(workers, silence)
     assert silence[0]["w"].any(), "what was not sent in the first step is sent in the second"
 
 
@@ -109,19 +76,16 @@ def test_zeros_are_values_like_others() -> None:
     ("settings", "complaint"),
     [
         ({"tensors": {}}, "must name at least one"),
-        ({"tensors": [torch.zeros(2)]}, r"Exchanger\(tensors=\[.*\]\): tensors must name at least one tensor"),
         ({"tensors": {"w": torch.zeros(3, dtype=torch.int64)}}, "'w' must be dense and of floating point"),
         ({"compressor": 7}, "expected a Compressor or a name"),
         ({"compressor": PowerSGD(skip=("head",))}, "'head' must match"),
         ({"weighted": 2.5}, r"Exchanger\(weighted=2.5\): weighted must be True or False"),
-        ({"atomic": "no"}, r"Exchanger\(atomic='no'\): atomic must be True or False"),
         ({"policy": []}, r"Exchanger\(policy=\[\]\): policy must be one of fifo, fused"),
-        ({"hook_timeout": True}, r"Exchanger\(hook_timeout=True\): hook_timeout must be above 0 s"),
     ],
     ids=str,
 )
 def test_what_cannot_work_is_refused_with_the_value_when_it_is_built(settings: dict[str, Any], complaint: str) -> None:
-    connection = {} if {*settings} & {"policy", "hook_timeout"} else {"connection": lockstep_connections(1)[0]}
+    connection = {} if "policy" in settings else {"connection": lockstep_connections(1)[0]}
     with pytest.raises(SettingsError, match=complaint):
         Exchanger(**{"tensors": TENSORS, "compressor": "all-reduce"} | connection | settings)
 
@@ -142,19 +106,19 @@ def test_other_tensors_are_refused_by_name_and_nothing_is_lost() -> None:
 
 def test_a_round_of_workers_that_take_turns_is_not_waited_for_and_none_begins_after_the_end() -> None:
     """One worker waiting would keep the others from their turns."""
-    exchangers = [Exchanger(TENSORS, "all-reduce", connection=connection) for connection in lockstep_connections(2)]
-    begun = exchangers[0].begin(drawn(0))
+    workers = exchangers(TENSORS, "all-reduce", policy="fifo")
+    begun = workers[0].begin(drawn(0))
     with pytest.raises(CompressorError, match=r"Averaging.wait: the last round is under way; let the workers"):
         begun.write(drawn(0))
-    exchangers[1].begin(drawn(1))
-    run_in_turns([exchanger.engine.connection for exchanger in exchangers])  # type: ignore[misc]  # LockstepConnections
+    workers[1].begin(drawn(1))
+    run_in_turns([worker.engine.connection for worker in workers])  # type: ignore[misc]  # LockstepConnections
     begun.write(values := drawn(0))
     assert torch.allclose(values["a"].double(), means(2)["a"])
-    exchangers[0].close()
+    workers[0].close()
     with pytest.raises(commhooks.AttachError, match="average_in_lockstep: this Exchanger was closed"):
-        average_in_lockstep(exchangers, [drawn(0), drawn(1)])
+        average_in_lockstep(workers, [drawn(0), drawn(1)])
     with pytest.raises(commhooks.AttachError, match="begin: this Exchanger was closed"):
-        exchangers[0].begin(drawn(0))
+        workers[0].begin(drawn(0))
 
 
 @facts
@@ -162,59 +126,6 @@ def ranks_that_name_other_tensors_disagree(rank: int) -> None:
     exchanger = Exchanger({f"w{rank}": torch.zeros(3)}, "all-reduce")
     told = told_by(lambda: exchanger.average({f"w{rank}": torch.zeros(3)}))
     assert "ranks disagree" in told.text and "tensor w1: missing (rank 0), shape (3,)" in told.text
-
-
-@facts
-def rounds_begun_before_the_first_is_written_have_their_own_means(rank: int) -> None:
-    """And leave the state of three that are awaited."""
-    awaited, overlapping = (Exchanger(TENSORS, "top-k") for _ in range(2))
-    expected = []
-    for step in range(3):
-        expected.append(drawn(rank, step))
-        awaited.average(expected[-1])
-    rounds = [overlapping.begin(drawn(rank, step)) for step in range(3)]
-    got = [drawn(rank, step) for step in range(3)]
-    for averaging, into in zip(reversed(rounds), reversed(got), strict=True):
-        averaging.write(into)
-    assert all(averaging.done() for averaging in rounds)
-    assert distance(got, expected) == 0
-    assert distance(awaited.state_dict()["local"], overlapping.state_dict()["local"]) == 0
-    with pytest.raises(CompressorError, match="were written before"):
-        rounds[0].write(got[0])
-    awaited.close()
-    overlapping.close()
-
-
-@facts
-def memory_does_not_grow_while_rounds_overlap(rank: int) -> None:
-    for name in ("top-k", "powersgd", "int4"):
-        exchanger = Exchanger(TENSORS, name)
-        working = []
-        for step in range(12):
-            rounds = [exchanger.begin(drawn(rank, 2 * step + one)) for one in range(2)]
-            for averaging in rounds:
-                averaging.wait()
-            working.append(exchanger.memory().working)
-        assert max(working) <= max(working[:4]), name
-        exchanger.close()
-
-
-def test_rounds_that_no_longer_overlap_use_one_memory() -> None:
-    (connection,) = lockstep_connections(1)
-    exchanger = Exchanger(TENSORS, "top-k", connection=connection)
-    overlapping = []
-    for step in range(2):
-        overlapping.append(exchanger.begin(drawn(0, step)))
-        run_in_turns([connection])
-    for averaging in overlapping:
-        averaging.write(drawn(0))
-    places = set()
-    for _ in range(4):
-        places.add(exchanger.buffers["a"].data_ptr())
-        averaging = exchanger.begin()
-        run_in_turns([connection])
-        averaging.write(drawn(0))
-    assert len(places) == 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,10 +138,10 @@ class OfAnotherSize(Compressor):
 
 def test_memory_does_not_grow_while_every_round_sends_another_size() -> None:
     tensors = {"a": torch.zeros(1000)}
-    exchangers = [Exchanger(tensors, OfAnotherSize(), connection=connection) for connection in lockstep_connections(2)]
+    workers = exchangers(tensors, OfAnotherSize())
     for _ in range(60):
-        average_in_lockstep(exchangers, [{"a": torch.ones(1000)} for _ in exchangers])
-    assert exchangers[0].memory().working <= 4 * 60 * tensors["a"].element_size()
+        average_in_lockstep(workers, [{"a": torch.ones(1000)} for _ in workers])
+    assert workers[0].memory().working <= 4 * 60 * tensors["a"].element_size()
 
 
 @facts
@@ -277,25 +188,6 @@ def tensors_in_another_order_of_memory_are_refused(rank: int) -> None:
         exchanger = Exchanger({"w": tensor}, "top-k")
         told = told_by(functools.partial(exchanger.average, {"w": tensor}))
         assert "ranks disagree" in told.text and "tensor w: " in told.text and "strides" in told.text
-
-
-def test_an_exchanger_has_what_an_attachment_has() -> None:
-    exchanger = Exchanger(TENSORS, "top-k", connection=lockstep_connections(1)[0])
-    exchanger.average(drawn(0))
-    assert str(exchanger.compressor) == str(commhooks.make_compressor("top-k"))
-    exchanger.expect(commhooks.make_compressor("powersgd"))
-    assert exchanger.checked("fp16") == commhooks.make_compressor("fp16")
-    with pytest.raises(SettingsError, match="Did you mean 'powersgd'"):
-        exchanger.replace("powersdg")
-    exchanger.replace("powersgd")
-    exchanger.average(drawn(0, 1))
-    assert exchanger.statistics().steps == 2 and exchanger.metrics()["commhooks/bytes_sent_total"] >= 0
-    summary = str(exchanger)
-    assert summary.startswith("Exchanger: ") and "powersgd" in summary and "2 steps" in summary
-    exchanger.close()
-    with pytest.raises(commhooks.AttachError, match="replace: this Exchanger was closed"):
-        exchanger.replace("fp16")
-    assert "closed" in str(exchanger)
 
 
 test = facts.tests()

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 import os
-import random
 import re
 import signal
 import threading
-import time
 import weakref
 from typing import Any
 
-import numpy
 import pytest
-import torch
 
 import commhooks
 import ddp_core
 from commhooks.hooks.sockets import COLLECTIVES_A_BUCKET
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange
+from tests.commhooks.mirrored import backward
 from tests.commhooks.models import Given, Shape, wrap
-from tests.commhooks.ranks import ask_briefly, survived
+from tests.commhooks.ranks import survived
+from tests.commhooks.told import Told, told_by
 from tests.commhooks.workers import normal, zeros
 from tests.ddp_core.facts import BOTH_DDPS
-from tests.tiers import THOROUGH, in_turn
+from tests.tiers import in_turn
 from tests.waiting import until
-from tests.world import Outcome, on_ranks, run_world, run_world_outcomes, stay_away, tell
+from tests.world import on_ranks, run_world_outcomes, tell
 from tests.world.launcher import HANG_SECONDS
 
-both_ddps = pytest.mark.parametrize("kind", ["core", "torch"])
-both_policies = pytest.mark.parametrize("policy", ["fifo", "fused"])
 CAUSES = {
     "raise": "ValueError: a compressor went wrong",
     "raise late": "ValueError: a compressor went wrong",
@@ -71,60 +68,33 @@ class Failing(Compressor):
             raise SystemExit(3)
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.how == "stall":
-            stay_away()
 
 
-@dataclasses.dataclass(frozen=True)
-class Told:
-    """What became of one training on one rank."""
-
-    error: str = "nothing"
-    text: str = ""
-    next_text: str = ""
-    """What the step after the one that failed was told."""
-    seconds: float = 0.0
-
-
-def fail(rank: int, kind: str, policy: Any, compressor: Failing, hook_timeout: float | None = None) -> Told:
-    """Train until it fails."""
-    if hook_timeout is not None:
-        ask_briefly()
+def fail(rank: int, kind: str, policy: Any, compressor: Failing) -> tuple[Told, Told]:
+    """Train until it fails; return what that step and the one after it told."""
     model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
-    commhooks.attach(model, compressor, policy=policy, hook_timeout=hook_timeout)
+    commhooks.attach(model, compressor, policy=policy)
     if isinstance(model, ddp_core.DistributedDataParallel):
         registered = model.reducer.hook
-        assert registered is not None
-        assert registered.timeout == (HANG_SECONDS if hook_timeout is None else hook_timeout) * COLLECTIVES_A_BUCKET
+        assert registered is not None and registered.timeout == HANG_SECONDS * COLLECTIVES_A_BUCKET
     for step in range(4):
-        begun = time.monotonic()
-        try:
-            model(*normal(zeros(*SHAPES), 4, seed=step)[rank]).backward()
-        except Exception as error:
-            seconds = time.monotonic() - begun
-            told = Told(type(error).__name__, str(error), _text_of_another_step(model, rank), seconds)
+        run = functools.partial(backward, model, normal(zeros(*SHAPES), 4, seed=step)[rank])
+        if (told := told_by(run)).error != "nothing":
+            again = told_by(run)
             tell(rank)
-            return told
-    return Told()
-
-
-def _text_of_another_step(model: torch.nn.Module, rank: int) -> str:
-    try:
-        model(*normal(zeros(*SHAPES), 4, seed=9)[rank]).backward()
-    except Exception as error:
-        return str(error)
-    return "nothing"
+            return told, again
+    raise AssertionError("nothing failed")
 
 
 def fail_in_each_way(rank: int, kind: str, policy: str) -> None:
     """Fail with compressors of one round or of two, on one model after another."""
     for how, rounds in itertools.product(CAUSES, (1, 2)):
-        told, cause = fail(rank, kind, policy, Failing(how=how, rounds=rounds)), CAUSES[how]
+        (told, again), cause = fail(rank, kind, policy, Failing(how=how, rounds=rounds)), CAUSES[how]
         # What fails after its last collective kept nobody waiting: the others hear of it when they next wait.
         step = "2" if rank == 1 or how in ("raise", "exit", "None") else "[23]"
         assert re.search(f"rank {rank}, step {step}, bucket ", told.text), (how, rounds)
         assert "rank 1, step 2, bucket 1 (parameters weights." in told.text and cause in told.text, (how, rounds)
-        assert cause in told.next_text, (how, rounds)
+        assert cause in again.text, (how, rounds)
         if kind == "core":  # PyTorch's reducer knows RuntimeError only
             assert told.error == ("CompressorError" if rank == 1 else "CollectiveError"), (how, rounds)
 
@@ -133,23 +103,6 @@ def fail_in_each_way(rank: int, kind: str, policy: str) -> None:
 def test_a_compressor_that_fails_on_one_rank_is_named_on_every_rank(kind: str, policy: str) -> None:
     for outcome in run_world_outcomes(fail_in_each_way, 3, kind, policy, check_exit=True):
         assert survived(outcome), outcome.describe()
-
-
-def killed_at_any_time(rank: int, kind: str, policy: Any, delay_seconds: float) -> Told:
-    """Train until a separate thread kills rank 1, this long after the second step."""
-    model = wrap(kind, Given(*SHAPES), bucket_cap_mb=0.01)
-    commhooks.attach(model, commhooks.make_compressor("powersgd", rank=2), policy=policy)
-    gradients = normal(zeros(*SHAPES), 4, seed=0)[rank]
-    for step in itertools.count():
-        if (rank, step) == (1, 2):
-            threading.Timer(delay_seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        begun = time.monotonic()
-        try:
-            model(*gradients).backward()
-        except Exception as error:
-            seconds = time.monotonic() - begun
-            return Told(type(error).__name__, str(error), _text_of_another_step(model, rank), seconds)
-    raise AssertionError("steps came to an end")
 
 
 @on_ranks(2, check_exit=False)
@@ -173,48 +126,13 @@ def _is_collected(gone: weakref.ref[Any]) -> bool:
     return gc.collect() >= 0 and gone() is None
 
 
-def check_survivors(outcomes: list[Outcome], where: str) -> None:
-    """Assert that rank 1 was killed, and that the others were told so and ended by themselves."""
-    assert outcomes[1].exit_code == -signal.SIGKILL
-    for outcome in (outcomes[0], outcomes[2]):
-        assert survived(outcome), outcome.describe()
-        told: Told = outcome.value
-        assert f"rank {outcome.rank}, {where}" in told.text and "parameters weights." in told.text, told.text
-        assert "No answer from rank 1." in told.text and "No answer from rank 1." in told.next_text, told
-
-
 @pytest.mark.parametrize(("kind", "policy"), in_turn(BOTH_DDPS, ("fifo", "fused")))
 def test_when_a_rank_is_killed_the_others_raise(kind: str, policy: str) -> None:
     killer = Failing(how="kill", rounds=1 if policy == "fifo" else 2)
-    check_survivors(run_world_outcomes(fail, 3, kind, policy, killer), "step 2, bucket ")
-
-
-@pytest.mark.parametrize(
-    ("kind", "policy", "rounds", "hook_timeout"),
-    [
-        ("core", "fifo", 2, numpy.float32(0.5)),
-        ("torch", "fused", 1, 0.5),
-        pytest.param("core", "fused", 2, 0.5, marks=THOROUGH),
-        pytest.param("torch", "fifo", 1, 0.5, marks=THOROUGH),
-    ],
-)
-def test_a_rank_that_does_not_come_in_time_is_given_up(
-    kind: str, policy: str, rounds: int, hook_timeout: float
-) -> None:
-    stalling = Failing(how="stall", rounds=rounds)
-    prompt, late = run_world(fail, 2, kind, policy, stalling, hook_timeout, check_exit=True)
-    assert prompt.seconds >= hook_timeout
-    for told in (prompt, late):
-        for text in (told.text, told.next_text):
-            assert f"hook_timeout={hook_timeout} s. No answer from rank 1." in text
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-@both_ddps
-@both_policies
-def test_when_a_rank_is_killed_at_any_time_the_others_raise_10_times(kind: str, policy: str) -> None:
-    for repetition in range(10):
-        delay = random.Random(f"{kind}, {policy}, {repetition}").random()
-        outcomes = run_world_outcomes(killed_at_any_time, 3, kind, policy, delay)
-        check_survivors(outcomes, "step ")
+    outcomes = run_world_outcomes(fail, 3, kind, policy, killer)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[2]):
+        assert survived(outcome), outcome.describe()
+        told, again = outcome.value
+        assert f"rank {outcome.rank}, step 2, bucket " in told.text and "parameters weights." in told.text, told.text
+        assert "No answer from rank 1." in told.text and "No answer from rank 1." in again.text, told

@@ -10,10 +10,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from commhooks.communicators import Collective, Communicator, ProcessGroupCommunicator, failure_store, private_group
-from commhooks.communicators.failure_store import FailureStore, SilentStoreError, StoreThread, address_of
+from commhooks.communicators.failure_store import FailureStore, SilentStoreError, StoreThread
 from commhooks.communicators.private_group import Address, PrivateGroup
 from commhooks.communicators.sections import Section
 from commhooks.compressors import AllReduceMean
@@ -216,9 +216,3 @@ _left: object = None
 
 def test_a_call_that_comes_back_while_the_process_ends_does_not_kill_it() -> None:
     run_world(end_during_a_call, 1, backend=None, check_exit=True)
-
-
-def test_a_store_is_called_by_its_address() -> None:
-    served = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    assert address_of(PrefixStore("a", PrefixStore("b", served))) == f"the store at 127.0.0.1:{served.port}"
-    assert address_of(HashStore()) == "the store, a HashStore,"

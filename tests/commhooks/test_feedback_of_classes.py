@@ -25,7 +25,6 @@ from commhooks.codecs import QSGD, Int8, Sign
 from commhooks.compressors import COMPRESSORS, DeMo, PowerSGD, RandomK, SparseLoCo, TopK, TwoHop
 from commhooks.lockstep import lockstep_connections
 from commhooks.wrappers.error_feedback import with_feedback
-from commhooks.wrappers.wrapper import Wrapper
 from tests.cases import NEEDED
 from tests.commhooks.models import Given, wrap
 from tests.world import on_ranks
@@ -96,26 +95,6 @@ def test_a_users_own_class_is_taken_as_it_is_with_a_warning_unless_the_loss_is_m
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert attach(wrap("core", Given((4, 5))), meant).compressor == meant
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Around(Wrapper):
-    """A user's own class around another compressor."""
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        inner
-        for bare in (TopK(), DeMo(), TwoHop(codec=Sign()))
-        for one in (bare, with_feedback(bare), ErrorFeedback(inner=bare, decay=0.9), WithoutFeedback(inner=bare))
-        for inner in (one, StartAfter(inner=one, steps=3), PerParameter(rules=(("*.bias", one),)))
-    ],
-    ids=str,
-)
-def test_the_text_of_a_users_own_class_has_the_feedback_that_the_class_has(inner: Compressor) -> None:
-    for own in (Around(inner=inner), StartAfter(inner=Around(inner=inner), steps=2), Around(inner=Around(inner=inner))):
-        assert with_feedback(own) == own == make_compressor(str(own))
 
 
 def test_of_what_was_not_sent_the_decay_says_how_much_comes_back() -> None:

@@ -32,10 +32,7 @@ class Training:
         self.attachment.close()
         del self.model, self.attachment
 
-    def fork_in_the_next_step(self) -> None:
-        next(self.model.parameters()).register_hook(self._fork_once)
-
-    def _fork_once(self, _: torch.Tensor) -> None:
+    def fork_once(self, _: torch.Tensor) -> None:
         if not self.codes:
             self.codes.append(-1)
             self.codes = [exit_code_of_a_fork()]
@@ -48,7 +45,7 @@ def test_a_forked_process_ends_as_it_wants_to_and_does_not_train_with_its_parent
         core.step()
         torchs.step()
     assert exit_code_of_a_fork(core.step_and_drop) == 7
-    torchs.fork_in_the_next_step()
+    next(torchs.model.parameters()).register_hook(torchs.fork_once)
     torchs.step()
     assert torchs.codes == [7]
     for training in (core, torchs):

@@ -10,7 +10,6 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,19 +22,6 @@ from commhooks.saving.files import read_tensors, write_tensors
 
 BYTES = 1 << 20
 MODEL = torch.nn.Linear(4, 4)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Give a file system of one MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", f"size={BYTES}", "tmpfs", str(disk)]
-    mounted = subprocess.run(words, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @contextmanager
@@ -56,19 +42,6 @@ def check_nothing_lost(root: Path, error: CheckpointError, name: str, cause: int
     assert [path.name for path in root.iterdir()] == ["checkpoint-00001-step-1"]
     loaded = load_checkpoint(root, model=MODEL)
     assert loaded is not None and loaded.extra == {"first": True}
-
-
-@pytest.mark.parametrize("elements", [10, 10_000])  # of many tensors, or of few: errors come from other places of torch
-def test_a_disk_that_fills_up_is_named_with_what_is_left(small_disk: Path, elements: int) -> None:
-    root = small_disk / "run"
-    save_checkpoint(root, step=1, model=MODEL, extra={"first": True})
-    tensors = [torch.ones(elements) for _ in range(BYTES // (2 * elements))]
-    with pytest.raises(CheckpointError, match="could not write the checkpoint. rank 0: OSError") as caught:
-        save_checkpoint(root, step=2, model=MODEL, extra={"tensors": tensors})
-    check_nothing_lost(root, caught.value, "shared.pt", errno.ENOSPC)
-    free = re.search(r"\((\d+) bytes free\)", str(caught.value))
-    assert free is not None and int(free[1]) < 2 * os.sysconf("SC_PAGE_SIZE")
-    save_checkpoint(root, step=3, model=MODEL)  # there is room again
 
 
 def test_a_write_that_the_system_refuses_is_named(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-import commhooks
 from commhooks import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.commhooks.models import Given, gradients_of, wrap
 from tests.commhooks.told import told_by
@@ -71,58 +68,24 @@ def now_this_now_that(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor
 @facts
 def mistakes_with_one_state_are_still_named(rank: int, kind: str) -> None:
     """One model with two hooks, and two models."""
-    state = PowerSGDState(None)
+    mistakes: dict[str, tuple[tuple[int, ...], ...]] = {  # by what is said: the models of each backward pass
+        "the earlier one is used again; make one state for each model": ((0,), (1,), (0,)),
+        "both have gradients in one backward pass; make one state for each model": ((0, 1),),
+    }
     if kind == "core":  # PyTorch's DDP tells no names
-        told = error_of([[hooked(kind, state, now_this_now_that)]] * 3, rank)
-        assert "cannot change to (None, 'whole-bucket'); use one hook with one state" in told
+        mistakes |= {
+            "cannot change to (None, 'whole-bucket'); use one hook with one state": ((2,), (2,), (2,)),
+            "bind was called with one, and gradients of the other came; make one state for each": ((0,), (1,)),
+        }
+    for words, passes in mistakes.items():
         state = PowerSGDState(None)
-        first, second = (hooked(kind, state) for _ in range(2))
-        state.bind(first)
-        told = error_of([[first], [second]], rank)
-        assert "bind was called with one, and gradients of the other came; make one state for each" in told
-    state = PowerSGDState(None)
-    first, second = (hooked(kind, state) for _ in range(2))
-    told = error_of([[first], [second], [first]], rank)
-    assert "the earlier one is used again; make one state for each model" in told
-    state = PowerSGDState(None)
-    first, second = (hooked(kind, state) for _ in range(2))
-    told = error_of([[first, second]], rank)
-    assert "both have gradients in one backward pass; make one state for each model" in told
-
-
-def error_of(passes: Sequence[Sequence[nn.Module]], rank: int) -> str:
-    """Return the error of the last of these backward passes."""
-    for number, models in enumerate(passes[:-1]):
-        step(models, rank, number)
-    try:
-        step(passes[-1], rank, len(passes))
-    except (commhooks.SettingsError, RuntimeError) as error:
-        return str(error)
-    return "nothing"
-
-
-def trained(state: PowerSGDState, rank: int) -> PowerSGDState:
-    """Take one step, and compare its mean."""
-    means = step([hooked("core", state)], rank, 0)
-    true = [mean_of(normal(zeros(*SHAPES), 2, seed=0), index) for index in range(len(SHAPES))]
-    assert all((ours - mean).abs().max() <= 1e-6 for ours, mean in zip(means, true, strict=True))
-    return state
-
-
-@facts.once
-def a_state_that_one_rank_alone_makes_unpickles_or_copies_and_keeps_concerns_no_other(rank: int) -> None:
-    for odd in (0, 1):
-        keep_states_alone(rank, odd)
-
-
-def keep_states_alone(rank: int, odd: int) -> None:
-    first = trained(PowerSGDState(None, hook_timeout=20.0), rank)
-    kept: list[PowerSGDState] = []
-    if rank == odd:
-        kept = [PowerSGDState(None, hook_timeout=20.0), pickle.loads(pickle.dumps(first)), copy.deepcopy(first)]
-        kept[0].bind(Given(*SHAPES))
-    later = trained(PowerSGDState(None, hook_timeout=20.0), rank)
-    assert [state.iter for state in (first, later, *kept)] == [1, 1, *([0, 1, 1] if kept else [])]
+        hooks = [powerSGD_hook, powerSGD_hook, *[now_this_now_that] * (kind == "core")]
+        models = [hooked(kind, state, hook) for hook in hooks]
+        if words.startswith("bind"):
+            state.bind(models[0])
+        for number, used in enumerate(passes):
+            told = told_by(lambda: step([models[one] for one in used], rank, number))  # noqa: B023  # called at once
+            assert (words in told.text) == (number == len(passes) - 1), told
 
 
 @facts
@@ -133,29 +96,17 @@ def states_are_told_apart_by_their_models_whatever_order_they_are_made_and_used_
         modules[1] = nn.Sequential(OrderedDict(_orig_mod=modules[1]))
     if kind == "core":  # PyTorch's DDP tells no names
         modules.append(nn.Sequential(Given(SHAPES[0])))
-    step_of_models(rank, kind, modules, made_in_one_order=False)
-    for number, module in enumerate(modules):
-        (mean,) = gradients_of(module)
-        assert torch.equal(mean, torch.full_like(mean, number + 0.5))
-
-
-@facts
-def states_of_equal_models_that_are_made_in_one_order_and_used_in_another_are_refused(rank: int, kind: str) -> None:
-    told = told_by(lambda: step_of_models(rank, kind, [Given(SHAPES[0]) for _ in "ab"], made_in_one_order=True))
-    assert "ranks disagree. equal ones made later and used earlier" in told.text
-
-
-def step_of_models(rank: int, kind: str, modules: Sequence[nn.Module], *, made_in_one_order: bool) -> None:
-    """Train models in an order that rank 0 reverses, for gradients of their number and rank."""
     order = range(len(modules)) if rank else range(len(modules) - 1, -1, -1)
-    of_making = sorted(order) if made_in_one_order else order
-    made = {number: PowerSGDState(None, hook_timeout=20.0) for number in of_making}
+    made = {number: PowerSGDState(None, hook_timeout=20.0) for number in order}
     models = [wrap(kind, module) for module in modules]
     for number, model in enumerate(models):
         model.register_comm_hook(made[number], powerSGD_hook)  # type: ignore[operator]  # 'Tensor not callable'
     shapes = [next(module.parameters()).shape for module in modules]
     in_turn = [models[number](torch.full(shapes[number], float(number + rank))) for number in order]
     torch.stack(in_turn).sum().backward()
+    for number, module in enumerate(modules):
+        (mean,) = gradients_of(module)
+        assert torch.equal(mean, torch.full_like(mean, number + 0.5))
 
 
 test = facts.tests()

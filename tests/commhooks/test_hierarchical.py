@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import re
@@ -17,15 +16,14 @@ import commhooks
 from commhooks import ErrorFeedback, Exchanger, Hierarchical, PerParameter, SettingsError, StartAfter, make_compressor
 from commhooks.codecs import Int8
 from commhooks.compressors import SparseLoCo, TopK, TwoHop
-from commhooks.errors import CompressorError
-from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange, Group
+from commhooks.language import Compressor
 from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from commhooks.native import library
 from tests.cases import BY_NAME
 from tests.commhooks.inline_on_cpu import as_on_nccl
 from tests.commhooks.mirrored import Mirrored, largest_error
 from tests.commhooks.models import Given, wrap
-from tests.commhooks.workers import Workers, mean_of, normal, zeros
+from tests.commhooks.workers import Workers, exchangers, gradients_of, normal, zeros
 from tests.ddp_core.facts import BOTH_DDPS
 from tests.tiers import in_turn
 from tests.world import on_ranks
@@ -63,36 +61,15 @@ def check_alike(workers: Workers, plain: Workers, size: int, gradients: list[lis
 @machines
 def test_machines_do_bit_for_bit_what_ranks_do_that_have_their_means(world_size: int, size: int, policy: str) -> None:
     """Of every form of exchange: sums, cast or not, in one round or in four; gathers; exchanges of rows; nothing."""
-    for name in ("fp16-feedback", "powersgd-2-fp16-wire", "powersgd-2-twice", "top-k", "two-hop-sign", "noop"):
-        inner = BY_NAME[name].make()
-        parameters = zeros(*SHAPES)
+    names = ("fp16-feedback", "powersgd-2-fp16-wire", "powersgd-2-twice", "top-k", "two-hop-sign", "noop")
+    mixed = PerParameter(rules=(("layer0", make_compressor("sign", block=16)),), otherwise=make_compressor("fp16"))
+    of_dtypes = [(BY_NAME[name].make(), torch.float32) for name in names]
+    for inner, dtype in (*of_dtypes, (mixed, torch.float32), (BY_NAME["top-k"].make(), torch.float16)):
+        parameters = zeros(*SHAPES, dtype=dtype)
         workers = Workers(Hierarchical(inner=inner, size=size), world_size, parameters, buckets=3, policy=policy)
         plain = Workers(inner, world_size // size, parameters, buckets=3, policy=policy)
         for step in range(2):
             check_alike(workers, plain, size, normal(parameters, world_size, seed=step))
-
-
-def test_narrow_gradients_and_rules_for_some_parameters_go_through_machines_too() -> None:
-    mixed = PerParameter(rules=(("layer0", make_compressor("sign", block=16)),), otherwise=make_compressor("fp16"))
-    for compressor, dtype in ((mixed, torch.float32), (make_compressor("top-k", ratio=0.1), torch.float16)):
-        parameters = zeros(*SHAPES, dtype=dtype)
-        workers, plain = (
-            Workers(one, size, parameters, buckets=2)
-            for one, size in ((Hierarchical(inner=compressor, size=2), 6), (compressor, 3))
-        )
-        for step in range(2):
-            check_alike(workers, plain, 2, normal(parameters, 6, seed=step))
-
-
-@both_policies
-def test_machines_of_one_rank_ask_for_what_inner_asks_for(policy: str) -> None:
-    inner = make_compressor("powersgd", rank=2)
-    workers, plain = (
-        Workers(one, 3, zeros(*SHAPES), buckets=2, policy=policy) for one in (Hierarchical(inner=inner, size=1), inner)
-    )
-    check_alike(workers, plain, 1, normal(workers.parameters, 3, seed=0))
-    workers.traffic.seconds_waiting = plain.traffic.seconds_waiting = 0.0
-    assert workers.traffic == plain.traffic and workers.traffic.by_group == {}
 
 
 @both_policies
@@ -144,20 +121,6 @@ def _state(workers: Workers, rank: int) -> list[Tensor]:
     return [kept.clone() for p in workers.parameters for kept in workers.states[rank].of(p).tensors.values()]
 
 
-def test_what_machines_have_not_sent_is_the_mean_of_their_ranks_residuals() -> None:
-    """Conservation, in float64: sent + unsent = the gradients' sum, to the rounding of its few hundred operations."""
-    for name in ("top-k", "powersgd", "sign"):
-        parameters = zeros((30, 20), (64,), dtype=torch.float64)
-        workers = Workers(Hierarchical(inner=make_compressor(name), size=2), 6, parameters, buckets=2)
-        total = [torch.zeros_like(p) for p in parameters]
-        for step in range(5):
-            gradients = normal(parameters, 6, seed=step)
-            means = workers.step(gradients)[0]
-            total = [t + mean_of(gradients, i) - means[i] for i, t in enumerate(total)]
-        for index, short in enumerate(total):
-            torch.testing.assert_close(short, workers.unsent(index), rtol=0, atol=1e-11)
-
-
 # --- steps that are not like the others, and checkpoints ------------------------------------------------------------
 
 
@@ -191,22 +154,12 @@ def test_a_parameter_counts_as_unused_only_if_no_machine_uses_it(policy: str) ->
         before = after
 
 
-def exchangers(world_size: int, inner: Compressor) -> tuple[list[Exchanger], dict[str, Tensor]]:
-    like = {"a": torch.zeros(9, 10, dtype=torch.float64), "b": torch.zeros(40, dtype=torch.float64)}
-    connections = lockstep_connections(world_size)
-    return [
-        Exchanger(like, Hierarchical(inner=inner, size=2), connection=connection) for connection in connections
-    ], like
+LIKE = {"a": torch.zeros(9, 10, dtype=torch.float64), "b": torch.zeros(40, dtype=torch.float64)}
 
 
-def steps(workers: list[Exchanger], like: dict[str, Tensor], seeds: Sequence[int]) -> list[dict[str, Tensor]]:
-    """Average so many times; return each worker's last means."""
-    tensors: list[dict[str, Tensor]] = []
-    for seed in seeds:
-        drawn = normal(list(like.values()), len(workers), seed)
-        tensors = [dict(zip(like, own, strict=True)) for own in drawn]
-        average_in_lockstep(workers, tensors)
-    return tensors
+def train(workers: list[Exchanger], steps: Sequence[int]) -> None:
+    for step in steps:
+        average_in_lockstep(workers, gradients_of(LIKE, step, len(workers)))
 
 
 @pytest.mark.parametrize("world_size", [2, 6, 8])
@@ -214,62 +167,35 @@ def steps(workers: list[Exchanger], like: dict[str, Tensor], seeds: Sequence[int
 def test_state_of_machines_is_spread_over_other_numbers_of_machines(name: str, world_size: int) -> None:
     """The sum over ranks stays, a machine's ranks hold the same, and servers hold the blocks that they serve."""
     inner = make_compressor(name, **({"block": 8} if name == "sign" else {"ratio": 0.1}))
-    workers, like = exchangers(4, inner)
-    steps(workers, like, range(3))
+    workers, others = (exchangers(LIKE, Hierarchical(inner=inner, size=2), size, "fifo") for size in (4, world_size))
+    train(workers, range(3))
     merged = commhooks.merge_state_dicts([worker.state_dict() for worker in workers])
-    others, _ = exchangers(world_size, inner)
     for worker in others:
         worker.load_state_dict(merged, world_size="spread")
     states = [worker.state_dict()["local"][f"rank{rank}"] for rank, worker in enumerate(others)]
     for rank in range(0, world_size, 2):
-        for key in like:
+        for key in LIKE:
             one, other = states[rank][key], states[rank + 1][key]
             assert one.keys() == other.keys() and all(torch.equal(one[entry], other[entry]) for entry in one)
-    for key in like:
+    for key in LIKE:
         old = sum(merged["local"][f"rank{rank}"][key]["residual"] for rank in range(4))
         torch.testing.assert_close(sum(state[key]["residual"] for state in states), old, rtol=0, atol=1e-12)
-    steps(others, like, [3])
+    train(others, [3])
 
 
 @pytest.mark.filterwarnings("ignore:.* holds what was not sent yet .*; it is lost")
-@pytest.mark.parametrize("how", ["replace", "load"])
 @pytest.mark.parametrize("name", ["sign", "top-k"])
-def test_what_ranks_had_each_of_their_own_is_not_taken_for_a_machines(name: str, how: str) -> None:
+def test_what_ranks_had_each_of_their_own_is_not_taken_for_a_machines(name: str) -> None:
     inner = make_compressor(name, **({"block": 8} if name == "sign" else {"ratio": 0.1}))
-    plain, parameters = Workers(inner, 4, zeros((9, 10), (16,))), zeros((9, 10), (16,))
-    plain.step(normal(parameters, 4, seed=0))
-    machines = Hierarchical(inner=inner, size=2)
-    workers = plain
-    if how == "replace":
-        for engine in plain.engines:
-            engine.replace(machines, torch.device("cpu"))
-    else:
-        workers = Workers(machines, 4, parameters)
-        for engine, table in zip(workers.engines, plain.states, strict=True):
-            engine.state.load(*table.export(), table.kinds())
-    workers.step(normal(parameters, 4, seed=1))
+    workers = Workers(inner, 4, zeros((9, 10), (16,)))
+    workers.step(normal(workers.parameters, 4, seed=0))
+    for engine in workers.engines:
+        engine.replace(Hierarchical(inner=inner, size=2), torch.device("cpu"))
+    workers.step(normal(workers.parameters, 4, seed=1))
     for rank in (0, 2):
         for parameter in workers.parameters:
             one, other = (workers.states[r].of(parameter).tensors for r in (rank, rank + 1))
             assert one and all(torch.equal(one[entry], other[entry]) for entry in one)
-
-
-def test_machines_for_some_parameters_and_ranks_for_others_go_side_by_side() -> None:
-    machines, ranks = Hierarchical(inner=make_compressor("powersgd", rank=2), size=2), make_compressor("top-k")
-    mixed = PerParameter(rules=(("layer0", machines), ("layer2", machines)), otherwise=ranks)
-    parameters = zeros((20, 16), (30,), (8, 40), dtype=torch.float64)
-    for policy in ("fifo", "fused"):
-        workers = Workers(mixed, 6, parameters, policy=policy)
-        of_machines = Workers(machines, 6, parameters[::2], names=["layer0", "layer2"], policy=policy)
-        of_ranks = Workers(ranks, 6, parameters[1:2], names=["layer1"], policy=policy)
-        for step in range(2):
-            gradients = normal(parameters, 6, seed=step)
-            ours = workers.step(gradients)[3]
-            (second,) = of_ranks.step([own[1:2] for own in gradients])[3]
-            assert torch.equal(ours[1], second)
-            # Products' last bits depend on where in a bucket a matrix lies; in float64 what that does is smaller.
-            for mine, theirs in zip(ours[::2], of_machines.step([own[::2] for own in gradients])[3], strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -282,28 +208,6 @@ def test_ranks_that_are_not_whole_machines_are_refused_before_the_first_step() -
     for one in (compressor, hidden):
         with pytest.raises(SettingsError, match=fault):
             Exchanger({"a": torch.zeros(3)}, one, connection=lockstep_connections(3)[0])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AsksAGroup(Compressor):
-    """Ask for a mean inside of machines, or for something that is no request."""
-
-    group: Group | None = None
-
-    def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        if self.group is None:
-            yield None  # type: ignore[misc]  # '"yield" has type "None"'
-        yield AllReduce(*(tile.part() for tile in bucket.tiles), average=True, group=self.group)
-
-
-def test_what_a_compressor_cannot_ask_for_between_machines_is_an_error_in_words() -> None:
-    for group, cause in (
-        (Group("inner", 2), "inner must ask all ranks, and not a group of them"),
-        (None, "the compressor asked for something that is not a request"),
-    ):
-        workers = Workers(Hierarchical(inner=AsksAGroup(group=group), size=2), 4, zeros((3,)))
-        with pytest.raises(CompressorError, match=cause):
-            workers.step(normal(workers.parameters, 4, seed=0))
 
 
 # --- over processes -------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ tests/gpu has the same on a real one.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 import time
@@ -20,14 +19,12 @@ from commhooks.communicators import LockstepGroup
 from commhooks.communicators.failure_store import FailureStore
 from commhooks.communicators.kernels import Kernels
 from commhooks.compressors import AllReduceMean
-from commhooks.devices import SideStream
 from commhooks.errors import CompressorError
 from commhooks.language import BucketView, Compressor, Context
 from commhooks.language.compressor import Exchange
-from commhooks.language.requests import AllGather, AllReduce, Part
+from commhooks.language.requests import AllReduce
 from commhooks.scheduling.inline import InlineScheduler
 from commhooks.scheduling.lanes import Lane
-from commhooks.scheduling.packing import Message, Packer
 from commhooks.scheduling.task import BucketTask
 from tests.commhooks.inline_on_cpu import HostStream
 from tests.tiers import A_ROW
@@ -74,17 +71,10 @@ class Harness:
         return task.futures[0]
 
 
-def _task(compressor: Compressor, step: int = 0, *, is_last: bool = True) -> BucketTask:
+def _task(compressor: Compressor) -> BucketTask:
     view = BucketView(0, torch.ones(3))
-    return BucketTask(
-        exchange=compressor.compress(view, Context(0, 1, step)),
-        bucket=view,
-        futures=[torch.futures.Future()],
-        step=step,
-        is_last=is_last,
-        parameters=lambda: "parameters a, b",
-        world_size=1,
-    )
+    exchange = compressor.compress(view, Context(0, 1, 0))
+    return BucketTask(exchange, view, [torch.futures.Future()], 0, True, lambda: "parameters a, b", 1)
 
 
 def _agree(terms: str, kernels: Kernels) -> None:
@@ -102,11 +92,8 @@ class Failing(Compressor):
     """Raise after the first answer, and note what was cleaned up."""
 
     cleaned: list[str] = dataclasses.field(default_factory=list, hash=False)
-    before: bool = False
 
     def compress(self, bucket: BucketView, context: Context) -> Exchange:
-        if self.before:
-            raise ValueError("no such factor")
         try:
             yield AllReduce(*(tile.part() for tile in bucket.tiles))
             raise ValueError("no such factor")
@@ -120,52 +107,6 @@ def test_without_a_timeout_nobody_waits_for_the_device(policy: str) -> None:
     assert harness.submit().done()
     assert harness.stream.marks == []
     assert "commhooks watch" not in [thread.name for thread in threading.enumerate()]
-
-
-class Turns(HostStream):
-    """Note which stream is entered, and which is waited for."""
-
-    def __init__(self, name: str, seen: list[str]) -> None:
-        super().__init__()
-        self.name, self.seen = name, seen
-
-    def join(self, other: SideStream) -> None:
-        assert isinstance(other, Turns)
-        self.seen.append(f"{self.name} joins {other.name}")
-
-    def entered(self) -> contextlib.AbstractContextManager[object]:
-        self.seen.append(self.name)
-        return contextlib.nullcontext()
-
-
-@pytest.mark.parametrize(("policy", "of_step"), [("fifo", ["a", "b", "a"]), ("fused", ["a", "a", "a"])])
-def test_buckets_of_a_step_take_turns_on_two_streams_unless_they_are_sent_together(
-    policy: Any, of_step: list[str]
-) -> None:
-    """A step begins on each stream when both have ended the one before."""
-    seen: list[str] = []
-    streams = Turns("a", seen), Turns("b", seen)
-    scheduler = InlineScheduler(LockstepGroup(1).communicators()[0], _agree, streams)
-    lane = Lane(policy=policy)
-    scheduler.open(lane, "")
-    for step in range(2):
-        tasks = [_task(AllReduceMean(), step=step, is_last=number == 2) for number in range(3)]
-        for task in tasks:
-            scheduler.submit(lane, task)
-        assert all(task.has_ended for task in tasks)
-    assert seen == ["a joins b", "b joins a", *of_step] * 2
-
-
-def test_a_message_is_taken_again_on_its_own_stream_alone() -> None:
-    packer = Packer(2, by_name=False)
-    parts = [Part(torch.ones(3)), Part(torch.ones(2))]
-    sent: list[list[Message]] = []
-    for way in (0, 1, 0, 1):
-        shipments = packer.ship([AllGather(*parts)], way)
-        sent.append([one.message for one in shipments if one.message is not None])
-        for message in sent[-1]:
-            message.give_back()
-    assert sent[0] == sent[2] != sent[1] == sent[3]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -218,15 +159,14 @@ def test_the_time_that_a_gradient_takes_is_not_the_collectives() -> None:
 
 
 @pytest.mark.parametrize("limit", [None, LIMIT])
-@pytest.mark.parametrize("before", [True, False])
-def test_a_compressor_that_fails_is_told_to_the_other_ranks(limit: float | None, before: bool) -> None:
+def test_a_compressor_that_fails_is_told_to_the_other_ranks(limit: float | None) -> None:
     harness = Harness("fifo", limit, keeps_up=True)
-    failing = Failing(before=before)
+    failing = Failing()
     error = raised_by(harness.submit(failing))
     assert isinstance(error, CompressorError)
     assert "rank 0, step 0, bucket 0 (parameters a, b): ValueError: no such factor" in str(error)
     assert harness.failures.posted == [(str(error), True)]
-    assert failing.cleaned == ([] if before else ["cleaned"])
+    assert failing.cleaned == ["cleaned"]
     harness.scheduler.stop()
 
 

@@ -32,7 +32,6 @@ SHARE = 5
 pytestmark = pytest.mark.kernels
 
 every_case = pytest.mark.parametrize("case", rows_of(CASES), ids=str)
-every_exact_case = pytest.mark.parametrize("case", rows_of(EXACT), ids=str)
 
 
 def laws_of_rows() -> list[Any]:
@@ -134,18 +133,6 @@ def test_what_is_owed_does_not_depend_on_what_a_sum_is_divided_by(case: Case) ->
     assert differs
 
 
-@every_exact_case
-def test_zeros_do_not_harm_the_next_gradient(case: Case) -> None:
-    workers = Workers(case.make(), 2, zeros((24, 40), (24, 40), (5,), dtype=torch.float64))
-    silence = [[torch.zeros_like(p) for p in workers.parameters] for _ in range(2)]
-    for _ in range(2):
-        workers.step(silence)
-    gradients = low_rank(workers.parameters, 2, rank=case.exact_rank or 3, seed=4)
-    for _ in range(case.exact_after):
-        workers.step(gradients)
-    assert_mean(case, workers.step(gradients)[0], gradients)
-
-
 @pytest.mark.parametrize(("case", "dtype"), in_turn(EXACT, DTYPES), ids=str)
 def test_other_dtypes_come_back_in_their_own(case: Case, dtype: torch.dtype) -> None:
     """Gradients of rank 1 whose every element, and every mean, any of these dtypes can hold: integers and halves."""
@@ -172,18 +159,6 @@ def test_the_order_of_dimensions_in_memory_does_not_matter(case: Case, form: str
     parameter = _laid_out(form)
     gradients = low_rank([parameter], 2, rank=1, seed=7, rule=case.rule)
     assert_mean(case, settled(case, [parameter], gradients).step(gradients)[0], gradients)
-
-
-@pytest.mark.parametrize(
-    ("case", "scale"), in_turn([case for case in EXACT if case.wire is None], [1e-200, 1e200]), ids=str
-)
-def test_extreme_scales_stay_exact(case: Case, scale: float) -> None:
-    """But not on a wire of 16 bits, which cannot hold them."""
-    parameters = zeros((24, 40), (24, 40), dtype=torch.float64)
-    gradients = [[g * scale for g in rank] for rank in low_rank(parameters, 2, rank=case.exact_rank or 3, seed=8)]
-    workers = settled(case, parameters, gradients)
-    for _ in range(3):
-        assert_mean(case, workers.step(gradients)[0], gradients)
 
 
 def _laid_out(form: str) -> Tensor:

@@ -5,6 +5,7 @@ The table's rows, and one with private and replicated state, through real engine
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -15,20 +16,53 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks.language import Place
+from commhooks import ErrorFeedback
+from commhooks.language import AllReduce, BucketView, Compressor, Context, Entry, Exchange, Judge, Loss, Place
 from commhooks.language.entries import Kind
 from commhooks.lockstep import average_in_lockstep
 from commhooks.wrappers.phases import phases_of
 from tests import bounds
 from tests.cases import CASES, FORMS, Case, is_form
-from tests.commhooks import momentum
 from tests.commhooks.workers import Workers, exchangers, gradients_of, largest, normal, zeros
 from tests.tiers import in_turn, rows, thorough
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Momentum(Compressor):
+    """Send half of what is formed of gradient and residual; keep state of every kind but a share."""
+
+    def state(self, place: Place) -> dict[str, Entry]:
+        return {
+            "momentum": Entry(kind="private"),
+            "squares": Entry(kind="private", units=2),
+            "steps": Entry(kind="replicated", shape=(1,), init=torch.ones_like),
+        }
+
+    def loss(self, name: str, parameter: Tensor) -> Loss:
+        return Loss(0.25)
+
+    def compress(self, bucket: BucketView, context: Context) -> Exchange:
+        sent, momenta = [], []
+        for slot in bucket.slots:
+            M = slot.form()
+            momenta.append(slot.state("momentum").to(M) * 0.5 + M)
+            sent.append(M / 2)
+        parts = [slot.part(own) for slot, own in zip(bucket.slots, sent, strict=True)]
+        means = yield AllReduce(*parts, average=True, last=True)
+        finite = yield Judge(*means)
+        for slot, own, momentum, mean in zip(bucket.slots, sent, momenta, means, strict=True):
+            slot.keep(slot.form() - own, finite)
+            slot.commit("momentum", momentum, finite)
+            slot.commit("squares", slot.state("squares").to(own) + own * own, finite)
+            slot.commit("steps", slot.state("steps") + 1, finite)
+            slot.write(mean)
+
+
 SHAPES = ((24, 40), (40,), (12, 8, 3), (7,))
 OF_EVERY_KIND = Case(
-    name="momentum", make=momentum.make, bytes_on_wire=lambda *_: 0, error_feedback=True, exact_rank=0, roundings=4
-)
+    name="momentum", make=lambda: ErrorFeedback(inner=Momentum()), bytes_on_wire=lambda *_: 0, error_feedback=True,
+    exact_rank=0, roundings=4,
+)  # fmt: skip
 REMEMBERING = [case for case in [*CASES, OF_EVERY_KIND] if phases_of(case.make())[0].is_guarded]
 OWN: tuple[Kind, ...] = ("residual", "private", "share")
 

@@ -1,4 +1,4 @@
-"""The command line as a whole: mistakes end in words, help is quick, and the guide lists every option."""
+"""The command line as a whole: mistakes end in words, and help is quick."""
 
 from __future__ import annotations
 

@@ -18,27 +18,23 @@ measures: [commhooks/compressors, commhooks/engine, commhooks/native, commhooks/
 
 # Benchmarks
 
-How fast this package is, as ratios. Each figure is divided by a peer that was measured in turns with it, in the same
-run: PyTorch's own class or hook, a memory copy, or the time of another hook. Lower is better throughout. The times
-beside the ratios show what they are made of; they depend on the machine, and nothing is concluded from them.
+How fast is this package? Each figure is a ratio to a peer, measured in the same run, interleaved with it: PyTorch's own
+class or hook, a memory copy, or another hook. Lower is better.
 
-- **Ratio**: the median over rounds, with the quartiles. In each round every contender has one turn, in random order.
-  With several ranks, the slowest rank's turn counts.
-- **Copies**: where the peer is a memory copy, three are timed just before each turn and three just after it, and their
-  median is the turn's unit. Bytes are not counted: virtual machines seldom have the processor's counters.
+- **Ratio**: the median over rounds, with the quartiles. In each round every contender runs once, in random order. With
+  several ranks, the slowest counts.
+- **Copies**: a memory copy is timed three times just before and after each run; the median is the unit.
 - **Noise**: the peer against itself, in the same rounds.
-- **Target**: *met* if the median is at most the target. *Within the spread* if the median exceeds the target by at most
-  the noise, the distance from 1 to the farther of its quartiles; this applies only to step times of `ddp_core`,
-  `allreduce_hook` and `fp16_compress_hook`. *Missed* otherwise.
+- **Target**: *met* if the median is at most the target; *within the spread* if it exceeds the target by at most the
+  noise (only for step times of `ddp_core`, `allreduce_hook` and `fp16_compress_hook`); *missed* otherwise.
 
-`make bench` measures the sections below, writes [the file]({name}.json) and renders these pages from it; `python -m
-experiments.studies bench ddp hooks` measures some. `make bench-check` measures them again and compares the ratios with
-those in the file: it fails if a median got worse by more than the interquartile ranges of both together. It says so if
-the file is from another machine.
+`make bench` measures the sections below, and writes [the file]({name}.json) and these pages; `python -m
+experiments.studies bench ddp hooks` measures two of them. `make bench-check` measures them again, and fails if a median
+got worse by more than the interquartile ranges of both together.
 
-The file also has sections that are frozen, each with its page: [Gloo's event loop]({name}/wakeups.md), [the cost as the
-work grows]({name}/growth.md), [`fused` and `fifo`]({name}/policies.md), [checkpoints]({name}/checkpoints.md),
-[communication behind the backward pass]({name}/hiding.md) and [the guard]({name}/guard.md).
+Frozen sections of the file, each with a page: [Gloo's event loop]({name}/wakeups.md), [the cost as the work
+grows]({name}/growth.md), [`fused` and `fifo`]({name}/policies.md), [checkpoints]({name}/checkpoints.md), [communication
+behind the backward pass]({name}/hiding.md) and [the guard]({name}/guard.md).
 """
 
 
@@ -87,16 +83,20 @@ def _summary(results: Results, name: str) -> Iterator[Block]:
     yield (
         f"Of {targets} figures with a target, {met} met it, {within} did so within the spread, and {missed} missed it."
     )
-    for key, section in SECTIONS.items():
-        found = [row for row in results[key].rows if row.verdict == MISSED] if key in results else []
-        lines = [
-            f"- {row.key}: {figure(row.spread)}, target {row.target:.2f}.{f' {row.note}' if row.note else ''}"
-            for row in found
-            if row.target is not None
-        ]
-        if lines:
-            yield f"## Missed: {section.title}"
-            yield "\n".join(lines)
+    furthest = [_furthest(section, results[key].rows) for key, section in SECTIONS.items() if key in results]
+    if lines := [line for line in furthest if line]:
+        yield "In each section, what missed its target by most:"
+        yield "\n".join(lines)
+
+
+def _furthest(section: Section, rows: Sequence[Row]) -> str:
+    """Return a line about the row that missed its target by the largest factor; "" if none missed."""
+    missed = [(row.spread.median / row.target, row) for row in rows if row.verdict == MISSED and row.target is not None]
+    if not missed:
+        return ""
+    _, row = max(missed, key=lambda one: one[0])
+    note = f" {row.note}" if row.note else ""
+    return f"- {section.title}: {row.key}: {figure(row.spread)}, target {row.target:.2f}.{note}"
 
 
 def _counts(rows: Sequence[Row]) -> tuple[int, int, int, int]:
