@@ -1,4 +1,4 @@
-"""Memory that streams work on later than the host; tests/commhooks/test_streams.py has what needs no device."""
+"""Memory that streams work on later than the host: in one process, on a device that comes late."""
 
 from __future__ import annotations
 
