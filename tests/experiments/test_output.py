@@ -92,6 +92,13 @@ def test_overwrite_replaces_them(out: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (out / "report.html").read_text() == HEAD + "new"
 
 
+def holding_a_report(folder: Path) -> Path:
+    (folder / "plots").mkdir()
+    (folder / "plots" / f"digits.{KIND}.png").write_bytes(b"a picture")
+    (folder / "report.html").write_text(HEAD + "old</title>")
+    return folder
+
+
 FOREIGN = {
     "results": (
         "thesis.tex", "report.html", "results/digits.mine.json.part", "results/notes.txt", "results/digits.json",
@@ -99,6 +106,7 @@ FOREIGN = {
         "tensorboard/mine/events.out.tfevents.1.host", "tensorboard/digits/fp16/mine/events.out.tfevents.1.host",
         "tensorboard/digits/fp16/seed-0/notes.txt",
     ),
+    "a report": ("thesis.tex", "plots/mine.png", "results/digits.json", "tensorboard/mine/events.out.tfevents.1.host"),
     # No result is there, so nothing says whose what has a comparison's names is.
     "nothing": (f"plots/digits.{KIND}.png", "tensorboard/digits.fp16/events.out.tfevents.1.host"),
 }  # fmt: skip
@@ -107,13 +115,13 @@ FOREIGN = {
 @pytest.mark.parametrize(("there", "foreign"), [(there, one) for there, files in FOREIGN.items() for one in files])
 def test_a_folder_with_other_files_is_left_alone(there: str, foreign: str, out: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    folder = out if there == "results" else tmp_path / "other"
+    folder = {"results": out, "nothing": tmp_path / "other"}.get(there) or holding_a_report(tmp_path / "other")
     (folder / foreign).parent.mkdir(parents=True, exist_ok=True)
     ours = next((out / "results").glob("digits.fp16.*")).read_text()
     (folder / foreign).write_text(ours if "put-by" in foreign else '["years of work"]')
     before = files(folder)
     with pytest.raises(ValueError, match=rf"{folder} holds files of another kind \({re.escape(foreign)}\)"):
-        prepare_folder(folder, overwrite=True)
+        prepare_folder(folder, overwrite=there != "a report")
     assert files(folder) == before
 
 
