@@ -13,8 +13,6 @@ from rich.markup import escape
 
 from commhooks.experiments.report.plots import LIGHT, Theme, png, style
 from commhooks.experiments.report.table import plain_table
-from commhooks.experiments.report.words import bounds, spread_of
-from commhooks.experiments.results.intervals import Estimate, Interval
 from commhooks.units import seconds_in_words
 
 
@@ -49,12 +47,6 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> li
     """Return the lines of a table in Markdown, with an empty one at the end: names first, numbers in other columns."""
     table = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
     return [*("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table), ""]
-
-
-def with_bounds(found: Interval | Estimate, form: Callable[[float], str]) -> str:
-    """Return the mean with its interval, or with both values of two seeds: '2.12 (2.11 to 2.14)'; else the mean."""
-    within = bounds(found, form) if isinstance(found, Interval) else spread_of(found, form)
-    return f"{form(found.mean)} ({within})" if within else form(found.mean)
 
 
 def markdown(blocks: Iterable[Block], folder: str = "") -> str:

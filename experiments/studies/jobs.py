@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,14 +18,6 @@ class Job(Protocol):
 
     def run(self) -> object:
         """Do the work, with one thread, and return its result, which is sent back."""
-
-
-@dataclass(frozen=True)
-class _Work:
-    """The work for the processes."""
-
-    jobs: Sequence[Job]
-    alone: Sequence[Job]
 
 
 def run_jobs(
@@ -53,14 +44,15 @@ def run_jobs(
         finally:
             torch.set_num_threads(threads)
     else:
-        run_world(_share, processes, _Work(jobs, alone), on_result, timeout=SILENCE_SECONDS)
+        run_world(_share, processes, (jobs, alone), on_result, timeout=SILENCE_SECONDS)
 
 
-def _share(process: int, processes: int, work: _Work, send: Send) -> None:
+def _share(process: int, processes: int, work: tuple[Sequence[Job], Sequence[Job]], send: Send) -> None:
     """Do this process's share of the jobs; when all are done, the first process does the jobs that run alone."""
     torch.set_num_threads(1)
-    for job in work.jobs[process::processes]:
+    jobs, alone = work
+    for job in jobs[process::processes]:
         send(job.run())
     dist.barrier()
-    for job in work.alone if process == 0 else ():
+    for job in alone if process == 0 else ():
         send(job.run())

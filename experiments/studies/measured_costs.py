@@ -61,11 +61,7 @@ HOOKS = (
     "random-block:ratio=0.01",
     "demo",
     "sparse-loco",
-    "powersgd:rank=1",
-    "powersgd:rank=2",
-    "powersgd:rank=4",
-    "powersgd:rank=8",
-    "powersgd:rank=32",
+    *(f"powersgd:rank={rank}" for rank in (1, 2, 4, 8, 32)),
 )
 LEFT_OUT: Mapping[str, str] = {
     "noop": "it sends nothing",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from scipy import stats
@@ -47,14 +47,12 @@ class Ratio:
         )
         return f"{three_digits(self.median)} ({interval})"
 
-    @property
-    def saved(self) -> str:
-        """The fraction of theirs that ours save, as in '23 % (20 to 27)'."""
-        interval = f"{100 * (1 - self.high):.0f} to {100 * (1 - self.low):.0f}"
-        return f"{100 * (1 - self.median):.0f} % ({interval if math.isfinite(self.high) else 'too few turns'})"
-
 
 def milliseconds(seconds: Sequence[float]) -> str:
     """Return the median with its quartiles, as in '98.1 (95.0 to 104)'."""
-    spread = Spread.of(seconds)
-    return "{} ({} to {})".format(*(three_digits(1e3 * one) for one in (spread.median, spread.low, spread.high)))
+    return with_quartiles(Spread.of(seconds), lambda value: three_digits(1e3 * value))
+
+
+def with_quartiles(spread: Spread, form: Callable[[float], str]) -> str:
+    """Return the median with the quartiles in parentheses."""
+    return f"{form(spread.median)} ({form(spread.low)} to {form(spread.high)})"

@@ -11,17 +11,12 @@ import torch.distributed as dist
 
 from commhooks.experiments.turns import drawn, on_slowest
 
-__all__ = ["Order", "as_given", "drawn", "forth_and_back", "in_turns", "on_slowest", "rotated", "turns_of"]
+__all__ = ["Order", "drawn", "forth_and_back", "in_turns", "on_slowest", "rotated", "turns_of"]
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 Order = Callable[[int, list[Any]], Sequence[Any]]
 """A function from a round's number and the contenders' names to the order of its turns."""
-
-
-def as_given(number: int, names: list[K]) -> Sequence[K]:
-    """Return the same order for every round."""
-    return names
 
 
 def forth_and_back(number: int, names: list[K]) -> Sequence[K]:
@@ -72,7 +67,6 @@ def in_turns(
     warm_up: int = 2,
     clock: Callable[[], float] = time.perf_counter,
     prepare: Callable[[K], object] | None = None,
-    order: Order = drawn,
     tell: Callable[[str], None] | None = None,
 ) -> dict[K, list[float]]:
     """Return the seconds of a call, for every contender and round.
@@ -87,7 +81,6 @@ def in_turns(
         warm_up: The number of rounds before these, which do not count.
         clock: The clock of this process; `time.process_time` counts all its threads, and no other process.
         prepare: Called with the contender's name before each turn; its time does not count.
-        order: The order of the turns in each round.
         tell: Called after each round with a text for progress.
 
     """
@@ -103,5 +96,5 @@ def in_turns(
         return (clock() - begun) / calls
 
     turns = {name: partial(seconds_of, name) for name in contenders}
-    taken = turns_of(turns, rounds, warm_up=warm_up, order=order, tell=tell)
+    taken = turns_of(turns, rounds, warm_up=warm_up, tell=tell)
     return {name: on_slowest(seconds) for name, seconds in taken.items()}

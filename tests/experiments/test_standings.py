@@ -15,11 +15,10 @@ from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import load_task
 from commhooks.language import Loss
 from experiments.studies.leaderboard import contenders as module
-from experiments.studies.leaderboard.contenders import SKIPPED, USUAL, Contender, LeftOut, contenders, relative_error
-from experiments.studies.leaderboard.grace import PUBLISHED, compare_with_grace
-from experiments.studies.leaderboard.standings import Run, Standing, is_better, standings
+from experiments.studies.leaderboard.contenders import SKIPPED, USUAL, contenders
+from experiments.studies.leaderboard.standings import Standing, is_better, standings
 from experiments.studies.lockstep import SCORES
-from tests.experiments.standing_samples import rows, runs, trained
+from tests.experiments.standing_samples import rows, runs
 
 DIGITS = load_task("digits:size=tiny")
 
@@ -92,10 +91,6 @@ class TestContenders:
             for text in texts if name in COMPRESSORS else ():
                 make_hook(Spec.parse(text))  # raises for a setting that there is not
 
-    def test_the_relative_error_is_that_of_the_largest_loss(self) -> None:
-        one = Contender(Spec.parse("top-k:ratio=0.1"), feedback=True)
-        assert relative_error(one, DIGITS) == pytest.approx(0.9, abs=0.01)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Growing(TopK):
@@ -103,33 +98,3 @@ class Growing(TopK):
 
     def loss(self, name: str, parameter: Tensor) -> Loss:
         return Loss(2.0)
-
-
-class TestGrace:
-    def effect(self, gained: list[float]) -> str:
-        """Return the verdict on top-k 1 %, where error feedback gains so much with three seeds; GRACE's gained."""
-        own = [
-            Run("digits", Contender(Spec.parse("top-k:ratio=0.01"), feedback), seed, trained(0.8 + feedback * gain, 9))
-            for feedback in (False, True)
-            for seed, gain in enumerate(gained)
-        ]
-        (found,) = compare_with_grace(own, [])
-        return found.verdict
-
-    def test_signs_are_compared_where_ours_is_beyond_noise(self) -> None:
-        assert self.effect([0.1, 0.11, 0.12]) == "agree"
-        assert self.effect([-0.1, -0.11, -0.12]) == "disagree"
-        assert self.effect([-0.1, 0.01, 0.1]) == "within noise"
-
-    def test_a_refusal_is_told_and_what_was_not_run_is_not(self) -> None:
-        (found,) = compare_with_grace([], [LeftOut("terngrad + EF", "grows")])
-        assert (found.published.method, found.ours, found.verdict) == (
-            "TernGrad",
-            None,
-            "error feedback is refused here",
-        )
-
-    def test_the_published_settings_are_those_that_run(self) -> None:
-        for published in PUBLISHED:
-            name = Spec.parse(published.ours).name
-            assert published.ours in USUAL.get(name, (name,))

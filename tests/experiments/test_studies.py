@@ -17,7 +17,6 @@ MISTAKES = {
     "bench levels --results nowhere/bench.json": "cannot be written",
     "bench hook": "did you mean 'hooks'?",
     "bench --quick --check benchmarks.json": "not comparable",
-    "bench powersgd ddp --only 'rank 4'": "--only measures a part",
     "bench --render": "name it with --results",
     "reproduce sharded-lsos": "did you mean 'sharded-loss'",
     "reproduce sharded-loss --size huge": "size 'huge' is not known",

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from commhooks.compressors import PowerSGD
-from experiments.studies.gpu_cost.counting import Counting
-from experiments.studies.gpu_cost.rank import MODELS, count, fake_group
 from tests.virtual_device import begin, report
+from tests.virtual_device.counting import Counting
+from tests.virtual_device.one_rank import MODELS, count, fake_group
 
 pytestmark = pytest.mark.virtual_device
 
@@ -35,15 +35,24 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.parametrize("hook", ["all-reduce", "fp16", "bf16"])
 def test_a_plain_hook_launches_at_most_two_kernels_more_than_pytorchs(hook: str, group: dist.ProcessGroup) -> None:
-    ours, peers = (count(name, SMALL, group, CUDA).cost for name in (hook, f"torch.{hook}"))
+    ours, peers = (count(name, SMALL, group, CUDA) for name in (hook, f"torch.{hook}"))
     assert ours.launches <= peers.launches + 2
     assert ours.bytes <= peers.bytes
     assert ours.waits == peers.waits == 0
 
 
+def test_pytorchs_hooks_count_what_their_code_says(group: dist.ProcessGroup) -> None:
+    elements = 96 * 64 + 64
+    dense, cast, low_rank = (count(f"torch.{hook}", SMALL, group, CUDA) for hook in ("all-reduce", "fp16", "powersgd"))
+    assert dense.by_operator == {"div_": 1, "allreduce_": 1}
+    assert cast.by_operator == {"_to_copy": 1, "div_": 1, "allreduce_": 1, "copy_": 1}
+    assert (dense.bytes, cast.bytes) == (8 * elements, (4 + 2 + 4 + 2 + 4) * elements)
+    assert low_rank.collectives == 3  # what is not compressed, P and Q
+
+
 @pytest.mark.parametrize("model", LAUNCHES)
 def test_powersgd_launches_few_kernels_and_makes_the_host_wait_nowhere(model: str, group: dist.ProcessGroup) -> None:
-    ours = count(POWERSGD, MODELS[model], group, CUDA).cost
+    ours = count(POWERSGD, MODELS[model], group, CUDA)
     assert ours.launches <= LAUNCHES[model]
     assert ours.waits == 0
     assert ours.collectives == 2
@@ -53,7 +62,7 @@ def test_powersgd_launches_few_kernels_and_makes_the_host_wait_nowhere(model: st
 def test_powersgd_launches_at_most_twelve_kernels_a_group_and_five_a_further_matrix_besides_qr(
     model: str, group: dist.ProcessGroup
 ) -> None:
-    ours = count(POWERSGD, MODELS[model], group, CUDA).cost
+    ours = count(POWERSGD, MODELS[model], group, CUDA)
     compressed = [shape for shape in MODELS[model] if PowerSGD(rank=4).compresses(torch.empty(shape, device="meta"))]
     groups = {(shape[0], math.prod(shape[1:])) for shape in compressed}
     most = 12 * len(groups) + 5 * (len(compressed) - len(groups))
@@ -64,7 +73,7 @@ def test_powersgd_launches_at_most_twelve_kernels_a_group_and_five_a_further_mat
 def test_powersgd_touches_about_as_many_bytes_as_pytorchs_which_cannot_refuse_a_step(
     model: str, group: dist.ProcessGroup
 ) -> None:
-    ours, peers = (count(name, MODELS[model], group, CUDA).cost for name in (POWERSGD, "torch.powersgd"))
+    ours, peers = (count(name, MODELS[model], group, CUDA) for name in (POWERSGD, "torch.powersgd"))
     assert ours.bytes <= 1.05 * peers.bytes
 
 
@@ -73,7 +82,7 @@ def test_powersgd_touches_about_as_many_bytes_as_pytorchs_which_cannot_refuse_a_
 def test_a_code_launches_as_many_kernels_for_a_run_however_long_and_makes_the_host_wait_nowhere(
     code: str, rows: int, group: dist.ProcessGroup
 ) -> None:
-    ours = count(code, [(rows, 1024)], group, CUDA).cost
+    ours = count(code, [(rows, 1024)], group, CUDA)
     assert ours.launches <= LAUNCHES_OF_CODES[code]
     assert ours.waits == 0
     assert ours.collectives == 2

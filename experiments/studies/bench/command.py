@@ -19,7 +19,6 @@ from experiments.studies.bench.sections import SECTIONS
 from experiments.studies.blocks import print_blocks
 
 _COMMAND = "python -m experiments.studies bench"
-_LIMITED = [name for name, section in SECTIONS.items() if section.is_limited]
 
 
 def bench(
@@ -31,12 +30,6 @@ def bench(
     check: Annotated[
         Path | None, typer.Option(help="Compare what was measured with this file; exit with 1 if a ratio got worse.")
     ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Measure only rows with this text, such as 'rank 4'; repeat for more ({', '.join(_LIMITED)})."
-        ),
-    ] = None,
     render_only: Annotated[
         bool, typer.Option("--render", help="Measure nothing: write the pages of --results again.")
     ] = False,
@@ -44,14 +37,14 @@ def bench(
     """Measure ratios to PyTorch's own DDP and hooks, and to memory copies."""
     with errors_in_words() as console:
         chosen = list(dict.fromkeys(sections or SECTIONS))
-        _check(chosen, quick, only, results, check, render_only)
+        _check(chosen, quick, results, check, render_only)
         check_place(results)
         stored = read(check) if check else {}
         known = read(results) if results and results.exists() else {}
         found: Results = {}
         for name in [] if render_only else chosen:
             begun = time.perf_counter()
-            rows = SECTIONS[name].measure(quick, typer.echo, *([only] if only else []))
+            rows = SECTIONS[name].measure(quick, typer.echo)
             found[name] = measured_now(rows, f"{_COMMAND} {name}", time.perf_counter() - begun)
             print_blocks([(wide if SECTIONS[name].is_wide else table)(name, rows)], console)
             if results:  # after every section, so that an interruption does not lose what is finished
@@ -66,25 +59,13 @@ def bench(
             _report(stored, found)
 
 
-def _check(
-    sections: list[str],
-    quick: bool,
-    only: list[str] | None,
-    results: Path | None,
-    check: Path | None,
-    render_only: bool,
-) -> None:
+def _check(sections: list[str], quick: bool, results: Path | None, check: Path | None, render_only: bool) -> None:
     """Raise `ValueError` if these do not go together."""
     for name in sections:
         if name not in SECTIONS:
             raise ValueError(unknown("section", name, SECTIONS))
     if quick and (results or check):
         raise ValueError("--quick shows that the suite runs; it is not comparable: leave out --results and --check")
-    if only and (results or check or not set(sections) <= set(_LIMITED)):
-        raise ValueError(
-            f"--only measures a part of {' or '.join(_LIMITED)}: name no other section, and leave out --results "
-            "and --check"
-        )
     if render_only and results is None:
         raise ValueError("--render writes the pages of a file: name it with --results")
 

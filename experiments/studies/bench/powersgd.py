@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,9 @@ from commhooks.experiments.launch import Tell, environment
 from commhooks.experiments.results.summary import Spread
 from commhooks.native import compiled
 from commhooks.native.library import VARIABLE
+from experiments.studies.bench.codecs import TITLES
 from experiments.studies.bench.copies import EAGER, TINY, between_copies
 from experiments.studies.bench.given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
-from experiments.studies.bench.levels import TITLES
 from experiments.studies.bench.rows import Row
 from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import turns_of
@@ -77,28 +77,24 @@ class Case:
         return TARGETS.get(column, {}).get(self.rank)
 
 
-def measure(quick: bool, tell: Tell, only: Sequence[str] = ()) -> list[Row]:
-    """Return a row for each rank, model, number of buckets, and column whose text contains all of these."""
+def measure(quick: bool, tell: Tell) -> list[Row]:
+    """Return a row for each rank, model, number of buckets, and column."""
     rows = []
     for threads in (1, 2):
-        if chosen := list(_cases(quick, threads, only)):
-            take = partial(_take_turns, chosen, 2 if quick else 10)
-            found = on_ranks(take, 1, tell, variables={"OMP_NUM_THREADS": str(threads)})
-            rows += [row for case, copies in zip(chosen, found, strict=True) for row in rows_of(case, copies)]
+        chosen = _cases(quick, threads)
+        take = partial(_take_turns, chosen, 2 if quick else 10)
+        found = on_ranks(take, 1, tell, variables={"OMP_NUM_THREADS": str(threads)})
+        rows += [row for case, copies in zip(chosen, found, strict=True) for row in rows_of(case, copies)]
     return rows
 
 
-def _cases(quick: bool, threads: int, only: Sequence[str]) -> list[Case]:
-    here = compiled()
-    levels = [level for level in TITLES if level in here.levels] + [EAGER]
-    models = {"tiny": TINY} if quick else MODELS
+def _cases(quick: bool, threads: int) -> list[Case]:
+    levels = [level for level in TITLES if level in compiled().levels] + [EAGER]
+    models, ranks = ({"tiny": TINY}, RANKS[:1]) if quick else (MODELS, RANKS)
     chosen = []
-    for buckets, rank, (model, shapes) in itertools.product(BUCKETS, RANKS, models.items()):
+    for buckets, rank, (model, shapes) in itertools.product(BUCKETS, ranks, models.items()):
         columns = (*levels[: 1 if threads > 1 else None], *([THEIRS] if buckets == 1 else []))
-        case = Case(rank=rank, model=model, shapes=shapes, buckets=buckets, threads=threads, columns=columns)
-        wanted = tuple(one for one in columns if all(word in f"{case}, {case.title(one)}" for word in only))
-        if wanted:
-            chosen.append(replace(case, columns=wanted))
+        chosen.append(Case(rank=rank, model=model, shapes=shapes, buckets=buckets, threads=threads, columns=columns))
     return chosen
 
 

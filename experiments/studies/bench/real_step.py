@@ -23,7 +23,7 @@ from commhooks.experiments.specs import Spec
 from commhooks.experiments.training.stepper import Stepper
 from experiments.studies.bench.memory import KEEPS_FREED
 from experiments.studies.bench.rows import Row, Seconds
-from experiments.studies.ranks import on_ranks, same_step
+from experiments.studies.ranks import UNLIMITED_HOSTS, on_ranks, same_step
 from experiments.studies.turns import on_slowest, turns_of
 
 SENTENCE = (
@@ -47,22 +47,21 @@ Taken = dict[str, Seconds]
 """The seconds of a step in each round of a launch, by clock and hook."""
 
 
-def measure(quick: bool, tell: Tell, only: Sequence[str] = ()) -> list[Row]:
-    """Return a row for each number of buckets and policy whose name has all these words, and each clock."""
+def measure(quick: bool, tell: Tell) -> list[Row]:
+    """Return a row for each number of buckets, policy and clock."""
     task, launches, rounds, calls = ("gpt:size=tiny", 1, 2, 1) if quick else ("gpt:size=base", LAUNCHES, 8, 3)
-    place, link = HOSTS, LinkSettings(kind="hosts")
+    place, link = HOSTS, UNLIMITED_HOSTS
     if reason := why_not():
         tell(f"real-step: no hosts here. {reason}")
         place, link = LOOPBACK, LinkSettings()
     rows = []
     for buckets, size in BUCKETS.items():
-        policies = [policy for policy in OURS if all(word in f"{buckets}, {policy}" for word in only)]
         taken = []
-        for launch in range(launches if policies else 0):
+        for launch in range(launches):
             tell(f"real-step: {buckets}, {place}, launch {launch + 1} of {launches}")
-            take = partial(_take_turns, task, size, policies, rounds, calls)
+            take = partial(_take_turns, task, size, rounds, calls)
             taken.append(on_ranks(take, RANKS, tell, link=link, variables=KEEPS_FREED))
-        rows += [row for policy in policies for row in rows_of(taken, policy, buckets, place)]
+        rows += [row for policy in OURS for row in rows_of(taken, policy, buckets, place)]
     return rows
 
 
@@ -92,10 +91,9 @@ def _added(medians: Sequence[Mapping[str, float]], ours: str, *theirs: str) -> S
     )
 
 
-def _take_turns(task: str, size: float, policies: Sequence[str], rounds: int, calls: int, tell: Tell) -> Taken:
+def _take_turns(task: str, size: float, rounds: int, calls: int, tell: Tell) -> Taken:
     """Train every hook's copy on one rank; return the seconds of a step by each clock."""
-    hooks = PEERS | {policy: OURS[policy] for policy in policies}
-    turns = {who: partial(_turn, training_step(task, spec, size), calls) for who, spec in hooks.items()}
+    turns = {who: partial(_turn, _training_step(task, spec, size), calls) for who, spec in (PEERS | OURS).items()}
     found = turns_of(turns, rounds, warm_up=2)
     return {
         clock: {who: on_slowest([one[number] for one in taken]) for who, taken in found.items()}
@@ -112,8 +110,8 @@ def _turn(step: Stepper, calls: int) -> list[float]:
     return [(clock() - before) / calls for clock, before in zip(CLOCKS.values(), begun, strict=True)]
 
 
-def training_step(task: str, spec: str, bucket_mib: float | None = None) -> Stepper:
+def _training_step(task: str, spec: str, bucket_mib: float) -> Stepper:
     """Return what takes a step of the task under a hook, on a batch that stays the same."""
-    stepper, hook = same_step(task, bucket_mib=bucket_mib), Spec.parse(spec)
+    stepper, hook = same_step(task, bucket_mib), Spec.parse(spec)
     commhooks.attach(stepper.ddp, make_hook(hook), policy=policy_of(hook))
     return stepper

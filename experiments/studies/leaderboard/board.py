@@ -1,53 +1,40 @@
-"""The output of the leaderboard: CSV files, pictures, and a page of tables for the documentation."""
+"""The leaderboard's results: CSV files, tables for a terminal and a page, and the differences that `plan` shows."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as TerminalTable
 
+from commhooks.experiments.accuracy import Accuracy, Difference, TaskAccuracy
 from commhooks.experiments.machine import machine, versions
-from commhooks.experiments.report.plots import THEMES
 from commhooks.experiments.report.table import plain_table
-from commhooks.experiments.specs import Spec
-from commhooks.experiments.tasks import load_task
+from commhooks.experiments.report.words import NEVER, percent, times
+from commhooks.experiments.results.intervals import Interval
+from commhooks.units import bytes_in_words
 from experiments.studies.blocks import Block, Table, markdown
-from experiments.studies.leaderboard.board_plots import score_against_bytes, score_against_compute
-from experiments.studies.leaderboard.contenders import Contender, LeftOut
-from experiments.studies.leaderboard.grace import Comparison
-from experiments.studies.leaderboard.standing_rows import (
-    GRACE_HEADINGS,
-    front_in_words,
-    grace_row,
-    headings,
-    standing_row,
-)
+from experiments.studies.leaderboard.contenders import DENSE, LeftOut
 from experiments.studies.leaderboard.standings import Run, Standing, recommended
 from experiments.studies.lockstep import SCORES, Trained
 
-RUNS, STANDINGS, GRACE, TABLES = "runs.csv", "standings.csv", "grace.csv", "tables.md"
+RUNS, STANDINGS, TABLES = "runs.csv", "standings.csv", "tables.md"
 SORTED, END = '<div class="sorted" markdown>', "</div>"
 """The HTML around a table of the documentation that readers can sort."""
 _SHOWN, _FOLDED = (0, 1, 2, 6, 4, 8), (0, 3, 5, 7)  # columns of a task's table, and of the one below it that is folded
-_PICTURES = {"bytes": score_against_bytes, "compute": score_against_compute}
 _ADVICE = (
     "On every task even the worse end of their interval is no worse than the plain all-reduce with another seed, and "
     "no other such compressor sends fewer bytes for as little compute. Below they have a tick (✓); bold names are on "
     "the Pareto front. Click a heading to sort by it."
 )
 _RUN_FIELDS = ["task", "compressor", "error_feedback", "seed", *(field.name for field in dataclasses.fields(Trained))]
-_GRACE_FIELDS = ["method", "ours", "without", "with", "difference", "low", "high", "verdict"]
-_STANDING_FIELDS = [
-    *("task", "compressor", "error_feedback", "score_name", "score", "lowest", "highest"),
-    *("difference", "difference_low", "difference_high", "payload_bytes", "vnmse", "moved_bytes", "ratio"),
-    *("residual", "diverged", "compute", "compute_low", "compute_high", "on_front"),
-]
+_GUESSED = {"digits": 10.0, "gpt": math.log(256), "lstm": math.log(256)}  # the score of a guess, in the task's unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +42,11 @@ class Results:
     """A leaderboard's results, and the settings of their measurement."""
 
     standings: list[Standing]
-    grace: list[Comparison]
     left_out: list[LeftOut]
     seeds: int
     workers: int
-    size: str
+    descriptions: Mapping[str, str]  # by task
     steps: Mapping[str, int]  # the steps of a run, by task
-    timed: tuple[str, str]  # task and size
-    rounds: int
     command: str
 
     def of(self, task: str) -> list[Standing]:
@@ -100,17 +84,14 @@ class RunsFile:
 
 
 def write_board(results: Results, out: Path, docs: Path | None) -> None:
-    """Write tables and pictures into `out`, and the documentation's into `docs`."""
-    _write_csv(out / STANDINGS, _STANDING_FIELDS, map(_standing_values, results.standings))
-    _write_csv(out / GRACE, _GRACE_FIELDS, map(_grace_values, results.grace))
-    for pictures in [out / "plots"] if docs is None else [out / "plots", docs]:
-        pictures.mkdir(parents=True, exist_ok=True)
-        for task in results.steps:
-            for picture, draw in _PICTURES.items():
-                (pictures / f"{task}.{picture}.png").write_bytes(draw(results.of(task), THEMES[0]))
-    (out / TABLES).write_text(_markdown(results, "plots"), encoding="utf-8")
-    if docs is not None:
-        (docs / TABLES).write_text(_markdown(results, docs.name), encoding="utf-8")
+    """Write the tables into `out`, and the documentation's into `docs`."""
+    rows = list(map(_flat, results.standings))
+    fields = list(dict.fromkeys(name for row in rows for name in row))
+    _write_csv(out / STANDINGS, fields, [[row.get(name, "") for name in fields] for row in rows])
+    text = _markdown(results)
+    for folder in [out] if docs is None else [out, docs]:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / TABLES).write_text(text, encoding="utf-8")
 
 
 def print_board(results: Results, out: Path, console: Console) -> None:
@@ -121,10 +102,97 @@ def print_board(results: Results, out: Path, console: Console) -> None:
         title = f"{task}, {results.steps[task]} steps, {results.seeds} seeds"
         console.print(_terminal_table(f"{title}: what came out", rows, slice(1, 4)))
         console.print(_terminal_table(f"{title}: what it cost", rows, slice(4, None)))
-        console.print(f"Pareto front, from few bytes to many: {front_in_words(rows)}", highlight=False)
+        console.print(f"Pareto front, from few bytes to many: {', '.join(_front(rows))}", highlight=False)
     for one in results.left_out:
         console.print(f"left out: {one.label}: {one.reason}", highlight=False, markup=False)
     console.print(f"\ntables  {out / TABLES}", highlight=False, soft_wrap=True)
+
+
+def accuracy_of(results: Results) -> Accuracy:
+    """Return the differences of all contenders of every task, in the task's unit."""
+    here = machine()
+    return Accuracy(
+        tasks=tuple(_task_accuracy(results, task) for task in results.steps),
+        workers=results.workers,
+        command=results.command,
+        machine=f"{here['processor']}, {here['cores']} cores",
+        versions=versions(),
+    )
+
+
+def _task_accuracy(results: Results, task: str) -> TaskAccuracy:
+    score, rows = SCORES[task], results.of(task)
+    dense = next(row for row in rows if row.contender.spec.name == DENSE)
+    return TaskAccuracy(
+        task=task,
+        description=results.descriptions[task],
+        score=score.name,
+        unit=score.unit,
+        higher_is_better=score.higher_is_better,
+        steps=results.steps[task],
+        seeds=results.seeds,
+        seed_range=score.scale * (dense.highest - dense.lowest),
+        fall=abs(score.scale * dense.score - _GUESSED[task]),
+        differences=tuple(map(_difference, rows)),
+    )
+
+
+def _difference(row: Standing) -> Difference:
+    """Return a contender's difference; dense's own is zero."""
+    compressor = str(row.contender.make())
+    if row.difference is None:
+        return Difference(compressor, 0.0, 0.0, 0.0)
+    own = row.difference.scaled(SCORES[row.task].scale)
+    if row.diverged or not all(map(math.isfinite, (own.mean, own.low, own.high))):
+        return Difference(compressor, None, None, None)
+    return Difference(compressor, own.mean, own.low, own.high)
+
+
+def headings(task: str) -> tuple[str, ...]:
+    """Return the column headings of a task's table."""
+    score = SCORES[task]
+    return (
+        "compressor",
+        f"{score.name} (range)",
+        f"against dense, {score.unit}",
+        "residual / gradient",
+        "payload a step",
+        "vNMSE",
+        "smaller than dense",
+        "moved a step",
+        "compute, copies",
+    )
+
+
+def standing_row(row: Standing) -> list[str]:
+    """Return a contender's cells."""
+    score, compute = SCORES[row.task], row.compute
+    form: Callable[[float], str] = percent if score.scale == 100 else "{:.3f}".format
+    mean, low, high = map(form, (row.score, row.lowest, row.highest))
+    diverged = f", {row.diverged} diverged" if row.diverged else ""
+    return [
+        row.contender.label,
+        f"{mean} ({low} – {high}{diverged})",
+        NEVER if row.difference is None else _interval(row.difference.scaled(score.scale)),
+        NEVER if row.residual is None else f"{row.residual:.3g}",
+        bytes_in_words(row.payload_bytes),
+        f"{row.vnmse:.2g}",
+        times(row.ratio),
+        bytes_in_words(row.moved_bytes),
+        NEVER if compute is None else f"{compute.median:.1f} ({compute.low:.1f} – {compute.high:.1f})",
+    ]
+
+
+def _interval(interval: Interval) -> str:
+    if not math.isfinite(interval.mean):
+        return "diverged"
+    mean, low, high = (round(value, 2) + 0.0 for value in (interval.mean, interval.low, interval.high))  # no -0.00
+    return f"{mean:+.2f} ({low:+.2f} to {high:+.2f})"
+
+
+def _front(rows: Sequence[Standing]) -> list[str]:
+    """Return the names of the contenders on the Pareto front, from few bytes to many."""
+    return [row.contender.label for row in sorted(rows, key=lambda row: row.payload_bytes) if row.on_front]
 
 
 def _terminal_table(title: str, rows: Sequence[Standing], columns: slice) -> TerminalTable:
@@ -136,64 +204,47 @@ def _terminal_table(title: str, rows: Sequence[Standing], columns: slice) -> Ter
     return table
 
 
-def _description(task: str, size: str) -> str:
-    return load_task(Spec(task, (("size", size),))).description
-
-
-def _facts() -> dict[str, str]:
+def _markdown(results: Results) -> str:
+    """Return the tables of the documentation's page, which contain all its measurements."""
     here = machine()
-    return {
-        "processor": f"{here['processor']}, {here['cores']} cores, one thread a process",
-        "load": f"{here['load']} processes wanted to run, in the minute before the end",
-        "system": str(here["system"]),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-    }
-
-
-def _markdown(results: Results, folder: str) -> str:
-    """Return the tables and pictures of the documentation's page, which contain all its measurements."""
-    facts = "; ".join(f"{name}: {fact}" for name, fact in _facts().items())
-    page: list[Block] = [f"`{results.command}`: {results.workers} workers, {results.seeds} seeds. {facts}."]
+    page: list[Block] = [
+        f"`{results.command}`: {results.workers} workers, {results.seeds} seeds. "
+        f"processor: {here['processor']}, {here['cores']} cores, one thread a process; "
+        f"load: {here['load']} processes wanted to run, in the minute before the end; system: {here['system']}; "
+        f"versions: {', '.join(f'{name} {version}' for name, version in versions().items())}.",
+        *("### Try these first", _ADVICE, _advice(results)),
+    ]
     advised = recommended(results.standings)
-    page += ["### Try these first", _ADVICE, _advice(results, advised)]
     for task, steps in results.steps.items():
-        rows, description = results.of(task), _description(task, results.size)
-        cells = [standing_row(row) for row in rows]
-        labels = [f"**`{row.contender.label}`**" if row.on_front else f"`{row.contender.label}`" for row in rows]
-        ticks = [" ✓" if row.contender in advised else "" for row in rows]
-        names = [label + tick for label, tick in zip(labels, ticks, strict=True)]
-        titles = headings(task)
+        rows, titles = results.of(task), headings(task)
+        cells = []
+        for row in rows:
+            label = f"**`{row.contender.label}`**" if row.on_front else f"`{row.contender.label}`"
+            cells.append([label + " ✓" * (row.contender in advised), *standing_row(row)[1:]])
+        shown, folded = (
+            Table("", [titles[n] for n in columns], [[row[n] for n in columns] for row in cells])
+            for columns in (_SHOWN, _FOLDED)
+        )
         page += [
             f"### {task}",
-            f"{description}; {steps} steps.",
-            "\n".join(f"![{task}: {picture}]({folder}/{task}.{picture}.png)" for picture in _PICTURES),
-            f"Pareto front, from few bytes to many: {front_in_words(rows, code=True)}.",
-            SORTED,
-            Table("", [titles[n] for n in _SHOWN], _columns(names, cells, _SHOWN)),
-            END,
+            f"{results.descriptions[task]}; {steps} steps.",
+            f"Pareto front, from few bytes to many: {', '.join(f'`{name}`' for name in _front(rows))}.",
+            *(SORTED, shown, END),
             f'??? note "{task}: residual, vNMSE and bytes moved"',
-            textwrap.indent(
-                markdown([Table("", [titles[n] for n in _FOLDED], _columns(names, cells, _FOLDED))]), "    "
-            ),
+            textwrap.indent(markdown([folded]), "    "),
         ]
-    if results.grace:
-        page += ["### Error feedback, beside GRACE", Table("", GRACE_HEADINGS, list(map(grace_row, results.grace)))]
     if results.left_out:
         page += ["### Left out", "\n".join(f"- `{one.label}`: {one.reason}" for one in results.left_out)]
     return markdown(page)
 
 
-def _columns(names: Sequence[str], cells: Sequence[Sequence[str]], shown: Sequence[int]) -> list[list[str]]:
-    return [[name, *(row[n] for n in shown[1:])] for name, row in zip(names, cells, strict=True)]
-
-
-def _advice(results: Results, advised: Sequence[Contender]) -> Table:
+def _advice(results: Results) -> Table:
     """Return the table of what to try first: how much smaller on each task, the differences from dense, and compute."""
     columns = ["compressor"]
     for task in results.steps:
         columns += [f"{task}: smaller than dense", f"{task}: against dense, {SCORES[task].unit}"]
     rows = []
-    for contender in advised:
+    for contender in recommended(results.standings):
         found = [standing_row(row) for row in results.standings if row.contender == contender]
         rows.append([f"`{contender.label}`", *(cell for row in found for cell in (row[6], row[2])), found[0][8]])
     return Table("", [*columns, "compute, copies"], rows)
@@ -206,19 +257,12 @@ def _write_csv(path: Path, fields: Sequence[str], rows: Iterable[Sequence[object
         writer.writerows(rows)
 
 
-def _standing_values(row: Standing) -> list[object]:
-    difference, compute = row.difference, row.compute
-    return [
-        *(row.task, row.contender.spec.label, row.contender.feedback, SCORES[row.task].name),
-        *(row.score, row.lowest, row.highest),
-        *((difference.mean, difference.low, difference.high) if difference else ("", "", "")),
-        *(row.payload_bytes, row.vnmse, row.moved_bytes, row.ratio, row.residual, row.diverged),
-        *((compute.median, compute.low, compute.high) if compute else ("", "", "")),
-        row.on_front,
-    ]
-
-
-def _grace_values(one: Comparison) -> list[object]:
-    ours, published = one.ours, one.published
-    mine = (ours.mean, ours.low, ours.high) if ours else ("", "", "")
-    return [published.method, published.ours, published.without, published.with_feedback, *mine, one.verdict]
+def _flat(row: Standing) -> dict[str, object]:
+    """Return a standing's values by column of the CSV file: of a difference its mean, low and high."""
+    values = {"task": row.task, "compressor": row.contender.spec.label, "error_feedback": row.contender.feedback}
+    for name, value in dataclasses.asdict(row).items():
+        if isinstance(value, dict) and name != "contender":
+            values |= {f"{name}_{part}": own for part, own in value.items()}
+        elif name != "contender" and value is not None:
+            values[name] = value
+    return values

@@ -26,7 +26,7 @@ def leaderboard(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the results of an earlier leaderboard in that folder.")
     ] = False,
-    docs: Annotated[Path | None, typer.Option(help="Folder for the tables and pictures of the documentation.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="Folder for the tables of the documentation.")] = None,
     accuracy: Annotated[
         Path | None, typer.Option(help="File for the differences from dense that 'plan' shows.")
     ] = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from commhooks.errors import CommHooksError
 from commhooks.experiments.hooks import make_hook
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import LoadedTask
-from commhooks.language.loss import error_of
 from commhooks.units import unknown
 
 DENSE = "all-reduce"
@@ -42,11 +40,6 @@ class Contender:
     def label(self) -> str:
         """Its settings, and '+ EF' if it has error feedback."""
         return f"{self.spec.label} + EF" if self.feedback else self.spec.label
-
-    @property
-    def other(self) -> Contender:
-        """The same with error feedback if this is without, and vice versa."""
-        return dataclasses.replace(self, feedback=not self.feedback)
 
     def make(self, seed: int = 0) -> Compressor:
         """Return a new compressor; raise ValueError if there is none of this name and these settings."""
@@ -116,9 +109,3 @@ def _forms(spec: Spec, task: LoadedTask) -> tuple[list[Contender], list[LeftOut]
         if not contender.feedback or any(inner.loss(*one) for one in parameters.items()):
             found.append(contender)
     return found, refused
-
-
-def relative_error(contender: Contender, task: LoadedTask) -> float:
-    """Return the largest relative error ω that the compressor declares for a parameter of the task's model."""
-    compressor = contender.make()
-    return max(error_of(compressor.loss(*one)) for one in task.model.named_parameters())

@@ -7,25 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from commhooks.errors import CommHooksError
 from commhooks.experiments.machine import cores
 from commhooks.experiments.results.summary import Spread
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import LoadedTask, load_task
-from experiments.studies.heartbeat import Heartbeat
 from experiments.studies.jobs import run_jobs
-from experiments.studies.leaderboard.accuracy import accuracy_of
-from experiments.studies.leaderboard.board import Results, RunsFile, prepare_board, print_board, write_board
+from experiments.studies.leaderboard.board import (
+    Results,
+    RunsFile,
+    accuracy_of,
+    prepare_board,
+    print_board,
+    write_board,
+)
 from experiments.studies.leaderboard.contenders import Contender, LeftOut, contenders, known_names
-from experiments.studies.leaderboard.grace import compare_with_grace
 from experiments.studies.leaderboard.standings import Run, Standing, standings
 from experiments.studies.lockstep import SCORES, time_in_lockstep, train_in_lockstep
 
 SIZE = "tiny"
 """The size of the trained models. A compressor's bytes and error can be measured at any size, and at this one hundreds
 of runs fit into minutes."""
+_TIMED, _ROUNDS = ("gpt", "medium"), 7  # the task and size whose gradient is used to time compressors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +43,9 @@ class Leaderboard:
     workers: int = 4
     only: tuple[str, ...] | None = None  # names of compressors; None: all
     overwrite: bool = False  # results of an earlier leaderboard in that folder
-    docs: Path | None = None  # a folder for the tables and pictures of the documentation
+    docs: Path | None = None  # a folder for the tables of the documentation
     accuracy: Path | None = None  # a file for the differences that `estimate` shows
     processes: int | None = None  # None: one for each core
-    timed: tuple[str, str] = ("gpt", "medium")  # the task and size whose gradient is used to time compressors
-    rounds: int = 7  # of the timing
     command: str = "python -m experiments.studies leaderboard"  # the command that reproduces the results
 
     def __post_init__(self) -> None:
@@ -85,16 +87,14 @@ class TrainingJob:
 class TimingJob:
     """One contender to be timed."""
 
-    task: tuple[str, str]
     contender: Contender
     workers: int
-    rounds: int
 
     def run(self) -> Timing | Failed:
         """Time the contender; one that fails does not stop the others."""
         try:
-            task = load_sized(*self.task)
-            times = time_in_lockstep(task, self.contender.make(), workers=self.workers, rounds=self.rounds)
+            task, compressor = load_sized(*_TIMED), self.contender.make()
+            times = time_in_lockstep(task, compressor, workers=self.workers, rounds=_ROUNDS)
         except (CommHooksError, ValueError) as error:
             return Failed(None, self.contender, str(error))
         return Timing(self.contender, times)
@@ -125,37 +125,22 @@ def run_leaderboard(board: Leaderboard, console: Console) -> list[Standing]:
 
     """
     jobs, left_out = _plan(board)
-    timed = list(dict.fromkeys(job.contender for job in jobs))
     prepare_board(board.out, overwrite=board.overwrite)
-    listener = _Listener(board.out, jobs, timed, left_out)
-    with _progress(console) as progress:
-        listener.show(progress)
-        timings = [TimingJob(board.timed, one, board.workers, board.rounds) for one in timed]
-        run_jobs(jobs, min(board.processes or cores(), len(jobs)), listener, alone=timings)
-    runs = listener.whole_runs()
+    listener = _Listener(board.out, jobs, left_out, console)
+    timings = [TimingJob(one, board.workers) for one in dict.fromkeys(job.contender for job in jobs)]
+    run_jobs(jobs, min(board.processes or cores(), len(jobs)), listener, alone=timings)
     results = Results(
-        standings=standings(runs, listener.times),
-        grace=compare_with_grace(runs, left_out),
+        standings=standings(listener.whole_runs(), listener.times),
         left_out=list(dict.fromkeys(left_out)),
         seeds=board.seeds,
         workers=board.workers,
-        size=SIZE,
+        descriptions={task: load_sized(task, SIZE).description for task in board.tasks},
         steps={task: board.steps_of(task) for task in board.tasks},
-        timed=board.timed,
-        rounds=board.rounds,
         command=board.command,
     )
     write_board(results, board.out, board.docs)
     if board.accuracy is not None:
-        descriptions = {task: load_sized(task, SIZE).description for task in board.tasks}
-        accuracy_of(
-            results.standings,
-            descriptions,
-            steps=results.steps,
-            seeds=board.seeds,
-            workers=board.workers,
-            command=board.command,
-        ).write(board.accuracy)
+        accuracy_of(results).write(board.accuracy)
     print_board(results, board.out, console)
     return results.standings
 
@@ -176,63 +161,36 @@ def _plan(board: Leaderboard) -> tuple[list[TrainingJob], list[LeftOut]]:
 
 
 class _Listener:
-    """A listener that collects results, writes each run as it ends, and updates the progress bars."""
+    """A listener that collects results, writes each run as it ends, and prints a line for each contender."""
 
-    def __init__(
-        self, out: Path, jobs: Sequence[TrainingJob], timed: Sequence[Contender], left_out: list[LeftOut]
-    ) -> None:
+    def __init__(self, out: Path, jobs: Sequence[TrainingJob], left_out: list[LeftOut], console: Console) -> None:
         self.times: dict[Contender, Spread] = {}
         self._runs: dict[tuple[str, Contender, int], Run] = {}
         self._order = [(job.task, job.contender, job.seed) for job in jobs]
         self._left_out = left_out
-        self._failed: set[tuple[str, Contender]] = set()
-        self._timed = len(timed)
-        self._file = RunsFile(out)
-
-    def show(self, progress: Progress) -> None:
-        """Show two progress bars; without a terminal, print a line after every minute without one."""
-        self._progress, self._heartbeat = progress, Heartbeat(progress.console)
-        self._bars = progress.add_task("train", total=len(self._order)), progress.add_task("time", total=self._timed)
+        self._file, self._console = RunsFile(out), console
 
     def __call__(self, message: object) -> None:
         if isinstance(message, Run):
             self._runs[message.task, message.contender, message.seed] = message
             self._file.append(message)
-            self._say_if_whole(message)
+            self._print_if_whole(message)
         elif isinstance(message, Timing):
             self.times[message.contender] = message.times
         elif isinstance(message, Failed):
             what = f"{message.contender.label} ({message.task or 'timing'})"
             self._left_out.append(LeftOut(what, message.reason))
-            if message.task is not None:
-                self._failed.add((message.task, message.contender))
-        is_run = isinstance(message, Run) or (isinstance(message, Failed) and message.task is not None)
-        self._progress.advance(self._bars[0 if is_run else 1])
-        if self._progress.disable and self._heartbeat.due:
-            done = (f"{task.description} {task.completed:g} of {task.total:g}" for task in self._progress.tasks)
-            self._heartbeat.print(" · ".join(done))
 
     def whole_runs(self) -> list[Run]:
         """Return the runs in the planned order, without contenders that failed."""
-        return [self._runs[key] for key in self._order if key[:2] not in self._failed]
+        failed = {key[:2] for key in self._order if key not in self._runs}
+        return [self._runs[key] for key in self._order if key[:2] not in failed]
 
-    def _say_if_whole(self, run: Run) -> None:
+    def _print_if_whole(self, run: Run) -> None:
         keys = [key for key in self._order if key[:2] == (run.task, run.contender)]
-        own = [self._runs[key] for key in keys if key in self._runs]
-        if len(own) < len(keys):
-            return
-        score = SCORES[run.task]
-        text = ", ".join(f"{score.of(one.trained):.3f}" for one in own)
-        self._heartbeat.print(f"{run.task} · {run.contender.label}: {score.name} {text}")
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
+        if all(key in self._runs for key in keys):
+            score = SCORES[run.task]
+            scores = ", ".join(f"{score.of(self._runs[key].trained):.3f}" for key in keys)
+            count = f"{len(self._runs)} of {len(self._order)} runs"
+            line = f"{run.task} · {run.contender.label}: {score.name} {scores} ({count})"
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from commhooks.units import unknown
-from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.results import Reproduction
 
 __all__ = ["MODULES", "Reproduction", "load_reproduction"]
 
@@ -15,7 +15,6 @@ MODULES: dict[str, str] = {
     "control-link": ".control",
     "sharded-loss": ".sharded_loss",
     "sharded-hosts": ".sharded_hosts",
-    "hsdp": ".hsdp",
 }
 """The module of each reproduction, by its name, in the order in which they are listed."""
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from commhooks.experiments.hooks import make_hook
 from commhooks.experiments.machine import cores
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import load_task
-from experiments.studies.jobs import Job, run_jobs
+from experiments.studies.jobs import run_jobs
 from experiments.studies.lockstep import Trained, train_in_lockstep
 from experiments.studies.reproduce.notes import Notes
 
@@ -30,8 +30,6 @@ class Ablation:
     'gpt:size=tiny under sgd:lr=0.1,momentum=0.9'. Each run takes the task's own number of steps."""
     variants: Mapping[str, str]
     """Hooks by label: {"PowerSGD rank 2": "powersgd:rank=2"}, the dense baseline first."""
-    against: Mapping[str, str] = field(default_factory=dict)
-    """The label with which each label is compared; missing: the first one."""
     seeds: int = 5
     """Higher: narrower intervals."""
     workers: int = 4
@@ -45,18 +43,11 @@ class Ablation:
                 raise ValueError(f"{name} must be at least {least} (got {getattr(self, name)})")
         if len(self.variants) < 2 or not self.tasks:
             raise ValueError("nothing to compare: name at least one task and two variants")
-        for label in (*self.against, *self.against.values()):
-            if label not in self.variants:
-                raise ValueError(f"{label!r} is compared, but is none of the variants {', '.join(self.variants)}")
 
     @property
     def baseline(self) -> str:
-        """The label of the first variant."""
+        """The label of the first variant, with which the others are compared."""
         return next(iter(self.variants))
-
-    def reference(self, label: str) -> str | None:
-        """Return the label that a variant is compared with; None for the baseline."""
-        return None if label == self.baseline else self.against.get(label, self.baseline)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,32 +95,17 @@ def train_variants(ablation: Ablation, notes: Notes) -> dict[str, Any]:
         load_task(named).optimizer(optimizer)
         for hook in ablation.variants.values():
             make_hook(Spec.parse(hook))
-    return {"runs": rows_of(trials_of(ablation, Trial), notes, ablation.processes)}
+    return {"runs": rows_of(ablation, Trial, notes)}
 
 
-def trials_of(ablation: Ablation, kind: type[Trial]) -> list[Trial]:
-    """Return the runs of an ablation: of all variants on all tasks with all seeds."""
-    return [
+def rows_of(ablation: Ablation, kind: type[Trial], notes: Notes) -> list[dict[str, Any]]:
+    """Return the rows of an ablation's runs: of all variants on all tasks with all seeds; see `train_variants`."""
+    trials = [
         kind(task=task, variant=label, hook=hook, seed=seed, workers=ablation.workers)
         for task in ablation.tasks
         for label, hook in ablation.variants.items()
         for seed in range(ablation.seeds)
     ]
-
-
-class Keyed(Job, Protocol):
-    """A run that returns a row of results, which has its key."""
-
-    @property
-    def key(self) -> str:
-        """The text that identifies the run."""
-
-
-def rows_of(trials: Sequence[Keyed], notes: Notes, processes: int = 0) -> list[dict[str, Any]]:
-    """Return the rows of runs, in their order; those that an interrupted command finished are not made again.
-
-    `processes` is the number of runs at a time; 0: one for each core.
-    """
     rows: dict[str, Any] = {trial.key: notes.get(trial.key) for trial in trials}
     missing = [trial for trial in trials if rows[trial.key] is None]
 
@@ -138,7 +114,7 @@ def rows_of(trials: Sequence[Keyed], notes: Notes, processes: int = 0) -> list[d
         notes.keep(row["key"], row, _in_words(row))
 
     if missing:
-        run_jobs(missing, min(processes or cores(), len(missing)), keep)
+        run_jobs(missing, min(ablation.processes or cores(), len(missing)), keep)
     return list(rows.values())
 
 

@@ -23,13 +23,7 @@ Measure again what the documentation promises, and compare the results with thei
 
     python -m experiments.studies reproduce feedback-and-optimizers
 
-[bold]More seeds[/bold], for narrower intervals, in a folder of their own.
-
-    python -m experiments.studies reproduce feedback-and-optimizers --seeds 20 --out runs/twenty
-
-[bold]Without root[/bold], with emulated links in place of those between hosts (network namespaces).
-
-    python -m experiments.studies reproduce control-link --link emulated
+More seeds make intervals narrower; emulated links need no root.
 
 [bold]The folder[/bold] given by --out receives results.json (all measurements, with settings, versions and machine), \
 measured.md (what the source says, tables and findings) and the pictures. The same command prints a finished \

@@ -14,14 +14,14 @@ from matplotlib.figure import Figure
 from commhooks.experiments.report.plots import Theme, canvases
 from commhooks.experiments.report.words import NEVER, bounds, folded, signed
 from commhooks.experiments.results.intervals import Interval, differences
-from experiments.studies.blocks import Block, Picture, Table, with_bounds
+from experiments.studies.blocks import Block, Picture, Table
 from experiments.studies.lockstep import ACCURACY, LOSS, SCORES, Score
 from experiments.studies.reproduce.ablation import Ablation, task_and_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One variant on one task, over all seeds, beside the one that it is compared with."""
+    """One variant on one task, over all seeds, beside the baseline."""
 
     task: str
     score: Score
@@ -29,16 +29,34 @@ class Compared:
     runs: int
     diverged: int  # runs whose loss stopped being finite
     mean: float | None  # of the score; None if a run diverged
-    to: str | None  # the other's label; None for the baseline
-    difference: Interval | None  # of the scores, seed by seed, in `score.unit`; None if a run of either diverged
+    baseline: str  # its label
+    difference: Interval | None  # in `score.unit`; None of the baseline, or if a run of either diverged
     payload_bytes: float  # of a worker and step, mean over the run
 
 
 def compare(ablation: Ablation, rows: Sequence[Mapping[str, Any]], task: str) -> list[Compared]:
     """Return what every variant did on a task, in the order of the variants."""
     of_task = [row for row in rows if row["task"] == task]
-    score = _score_of(task, of_task)
-    return [_compared(ablation, of_task, task, score, label) for label in ablation.variants]
+    score, baseline = _score_of(task, of_task), ablation.baseline
+    found = []
+    for label in ablation.variants:
+        own = [row for row in of_task if row["variant"] == label]
+        scores = list(_scores(of_task, score, label).values())
+        diverged = sum(not math.isfinite(value) for value in scores)
+        found.append(
+            Compared(
+                task=task,
+                score=score,
+                label=label,
+                runs=len(own),
+                diverged=diverged,
+                mean=None if diverged else statistics.fmean(scores),
+                baseline=baseline,
+                difference=None if label == baseline else between(of_task, score, label, baseline),
+                payload_bytes=statistics.fmean(row["payload_bytes"] for row in own),
+            )
+        )
+    return found
 
 
 def between(rows: Sequence[Mapping[str, Any]], score: Score, label: str, other: str) -> Interval | None:
@@ -54,7 +72,8 @@ def table(ablation: Ablation, compared: Sequence[Compared]) -> Table:
     score = compared[0].score
     unit = "%" if score.scale == 100 else score.unit
     title = f"{compared[0].task}: means of {ablation.seeds} seeds, {ablation.workers} workers; bytes are those of one"
-    columns = ("variant", "kB a step", f"{score.name}, {unit}", f"difference, {score.unit} (95 %)", "from", "effect")
+    against = f"against {ablation.baseline}, {score.unit} (95 %)"
+    columns = ("variant", "kB a step", f"{score.name}, {unit}", against, "effect")
     return Table(title, columns, [_cells(one) for one in compared])
 
 
@@ -63,22 +82,22 @@ def finding(one: Compared) -> str:
     if one.diverged:
         return f"{one.diverged} of {one.runs} runs with {one.label} diverged, so no mean of them is given."
     if one.difference is None:
-        return f"{one.label} cannot be compared with {one.to}, of which runs diverged."
+        return f"{one.label} cannot be compared with {one.baseline}, of which runs diverged."
     form, score, mean = _form(one.score), one.score, one.difference.mean
     if one.difference.sign == 0:
         within = bounds(one.difference, functools.partial(signed, form=form))
-        text = f"no difference seen between {one.label} and {one.to}: {signed(mean, form)} {score.unit}"
+        text = f"no difference seen between {one.label} and {one.baseline}: {signed(mean, form)} {score.unit}"
     else:
         low, high = sorted(abs(bound) for bound in (one.difference.low, one.difference.high))
         within = f"{low:{form}} to {high:{form}}"
         direction = "higher" if mean > 0 else "lower"
-        text = f"with {one.label}, {score.name} is {abs(mean):{form}} {score.unit} {direction} than with {one.to}"
+        text = f"with {one.label}, {score.name} is {abs(mean):{form}} {score.unit} {direction} than with {one.baseline}"
     return f"{text} ({within}, {one.runs} seeds)."
 
 
 def findings(compared: Sequence[Compared]) -> str:
     """Return a list of what was seen on one task."""
-    seen = [finding(one) for one in compared if one.to is not None or one.diverged]
+    seen = [finding(one) for one in compared if one.label != one.baseline or one.diverged]
     lines = "\n".join(f"- {text[0].upper()}{text[1:]}" for text in seen)
     return f"On {in_words(compared[0].task)}:\n\n{lines}"
 
@@ -126,32 +145,9 @@ def draw_differences(ablation: Ablation, rows: Sequence[Mapping[str, Any]], them
     return figure
 
 
-def _compared(ablation: Ablation, rows: Sequence[Mapping[str, Any]], task: str, score: Score, label: str) -> Compared:
-    own = [row for row in rows if row["variant"] == label]
-    scores = list(_scores(rows, score, label).values())
-    diverged = sum(not math.isfinite(value) for value in scores)
-    to = ablation.reference(label)
-    return Compared(
-        task=task,
-        score=score,
-        label=label,
-        runs=len(own),
-        diverged=diverged,
-        mean=None if diverged else statistics.fmean(scores),
-        to=to,
-        difference=None if to is None else between(rows, score, label, to),
-        payload_bytes=statistics.fmean(row["payload_bytes"] for row in own),
-    )
-
-
-def by_seed(rows: Sequence[Mapping[str, Any]], **values: Any) -> dict[int, Mapping[str, Any]]:
-    """Return the rows that have all of these values, by seed."""
-    return {row["seed"]: row for row in rows if all(row[name] == value for name, value in values.items())}
-
-
 def _scores(rows: Sequence[Mapping[str, Any]], score: Score, label: str) -> dict[int, float]:
     """Return the score of each seed; NaN for a run that diverged, even if it still guesses some answers right."""
-    own = by_seed(rows, variant=label)
+    own = {row["seed"]: row for row in rows if row["variant"] == label}
     lost = {seed for seed, row in own.items() if row["diverged"] is not None or row["loss"] is None}
     return {seed: math.nan if seed in lost else row[score.field] for seed, row in own.items()}
 
@@ -167,11 +163,12 @@ def _cells(one: Compared) -> list[str]:
     mean = f"{one.diverged} of {one.runs} diverged" if one.mean is None else f"{one.mean * one.score.scale:{form}}"
     sent = f"{one.payload_bytes / 1e3:.2f}"
     if one.difference is None:
-        return [one.label, sent, mean, NEVER, one.to or NEVER, NEVER]
-    difference = with_bounds(one.difference, functools.partial(signed, form=form))
+        return [one.label, sent, mean, NEVER, NEVER]
+    signs = functools.partial(signed, form=form)
+    difference = f"{signs(one.difference.mean)} ({bounds(one.difference, signs)})"
     better = (one.difference.sign > 0) == one.score.higher_is_better
     effect = ("better" if better else "worse") if one.difference.sign else "none seen"
-    return [one.label, sent, mean, difference, one.to or NEVER, effect]
+    return [one.label, sent, mean, difference, effect]
 
 
 def _form(score: Score) -> str:

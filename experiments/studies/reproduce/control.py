@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from commhooks.experiments.links.link import LinkSettings
 from commhooks.experiments.report.plots import Theme, canvas, legend, looks
 from commhooks.experiments.report.words import NEVER, percent
 from commhooks.experiments.specs import Spec
@@ -26,8 +25,7 @@ from experiments.studies.medians import Ratio, milliseconds
 from experiments.studies.ranks import on_ranks
 from experiments.studies.reproduce.control_ranks import Settings, run_phases, run_turns
 from experiments.studies.reproduce.notes import Notes
-from experiments.studies.reproduce.reproduction import Reproduction
-from experiments.studies.reproduce.worker import on_hosts
+from experiments.studies.reproduce.results import Reproduction
 
 T = TypeVar("T")
 
@@ -50,7 +48,7 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
 
 def _run(settings: Settings, fixed: Spec | None, notes: Notes) -> dict[str, Any]:
     """Return one run over the changing link."""
-    [ran] = on_hosts(run_phases, (settings, fixed), _RANKS, notes.tell, has_hosts=settings.limited)
+    ran = on_ranks(partial(run_phases, settings, fixed), _RANKS, notes.tell, link=settings.link)
     medians = ", ".join(seconds_in_words(statistics.median(phase)) for phase in _by_phase(ran.seconds, settings))
     notes.tell(f"{_CONTROLLER if fixed is None else fixed.label}: {medians} a step in the phases")
     return asdict(ran)
@@ -58,8 +56,7 @@ def _run(settings: Settings, fixed: Spec | None, notes: Notes) -> dict[str, Any]
 
 def _turns(settings: Settings, notes: Notes) -> dict[str, Any]:
     """Return the controller's turns beside a plain all-reduce's, on links without a limit."""
-    link = LinkSettings(kind="hosts") if settings.limited else None
-    beside = on_ranks(partial(run_turns, settings), _RANKS, notes.tell, link=link)
+    beside = on_ranks(partial(run_turns, settings), _RANKS, notes.tell, link=settings.link)
     notes.tell(f"without a limit the controller chose {beside.chosen}")
     return asdict(beside)
 
@@ -69,16 +66,24 @@ def _by_phase(of_steps: list[T], settings: Settings) -> list[list[T]]:
     return [of_steps[first : first + each] for first in range(0, each * len(settings.rates), each)]
 
 
+def _means(ran: Mapping[str, Any], settings: Settings) -> list[float]:
+    """Return the mean seconds of a step in each phase."""
+    return [statistics.fmean(phase) for phase in _by_phase(ran["seconds"], settings)]
+
+
 def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
     """Return the phases of all runs, the moves, and what the controller costs."""
-    fixed = {hook: [_mean(p) for p in _by_phase(ran["seconds"], settings)] for hook, ran in measured["fixed"].items()}
+    fixed = {
+        hook: [statistics.fmean(p) for p in _by_phase(ran["seconds"], settings)]
+        for hook, ran in measured["fixed"].items()
+    }
     best = [min(fixed, key=lambda hook: fixed[hook][phase]) for phase in range(len(settings.rates))]
     controlled = measured["controlled"]
     columns = ["compressor", *(f"{rate}, ms a step" for rate in settings.rates)]
     rows = [[hook, *(three_digits(1e3 * seconds) for seconds in phases)] for hook, phases in fixed.items()]
     shares: list[list[float]] = []
     for number, ran in enumerate(controlled, 1):
-        means = [_mean(phase) for phase in _by_phase(ran["seconds"], settings)]
+        means = _means(ran, settings)
         shares.append([fixed[hook][phase] / means[phase] for phase, hook in enumerate(best)])
         rows.append([f"controller, run {number}", *(three_digits(1e3 * seconds) for seconds in means)])
         rows.append(["its throughput over the best's", *map(percent, shares[-1])])
@@ -99,10 +104,6 @@ def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
         _replacing(controlled),
         _beside(measured["beside"], settings),
     ]
-
-
-def _mean(seconds: list[float]) -> float:
-    return sum(seconds) / len(seconds)
 
 
 def _verdict(
@@ -149,7 +150,7 @@ def _beside(beside: Mapping[str, Any], settings: Settings) -> str:
     ours, itself = Ratio.of(beside["adaptive"], beside["dense"]), Ratio.of(beside["again"], beside["dense"])
     is_met = ours.median <= 1 + _SLOWER_TARGET + max(0.0, itself.high - 1)
     at_first = beside["at_first"]
-    as_long_as = sum(at_first) / (_mean(beside["dense"]) / settings.turn_steps)
+    as_long_as = sum(at_first) / (statistics.fmean(beside["dense"]) / settings.turn_steps)
     return (
         f"On links without a limit the controller chose {beside['chosen']}. Its steps took {ours.text} times those of "
         f"a plain all-reduce, in {settings.turns} turns of {settings.turn_steps} steps (median, 95 % interval); those "

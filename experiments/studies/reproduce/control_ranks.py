@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -14,13 +13,13 @@ import commhooks
 from commhooks.control import Adaptive
 from commhooks.experiments.hooks import make_hook, policy_of
 from commhooks.experiments.launch import Send, Tell
-from commhooks.experiments.links.link import parse_rate
+from commhooks.experiments.links.link import LinkSettings, parse_rate
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import load_task
 from commhooks.experiments.training.registration import wrap_in_ddp
 from commhooks.experiments.training.stepper import Stepper
 from commhooks.experiments.training.worker import fingerprint
-from experiments.studies.reproduce.worker import NewRate
+from experiments.studies.ranks import UNLIMITED_HOSTS, NewRate
 from experiments.studies.turns import on_slowest, rotated, turns_of
 
 _WARM_UP = 3  # steps that are not counted: memory is allocated, and the DDP rebuilds its buckets
@@ -41,6 +40,11 @@ class Settings:
     turns: int = 10  # of the controller beside a plain all-reduce, without a limit
     turn_steps: int = 15
 
+    @property
+    def link(self) -> LinkSettings | None:
+        """The link between the ranks, which changes unless it is the loopback (None)."""
+        return UNLIMITED_HOSTS if self.limited else None
+
 
 @dataclass(frozen=True)
 class Ran:
@@ -53,30 +57,25 @@ class Ran:
     equal: bool  # whether the replicas were equal, bit for bit, after every phase
 
 
-def run_phases(rank: int, ranks: int, asked: tuple[Settings, Spec | None], send: Send) -> None:
+def run_phases(settings: Settings, fixed: Spec | None, send: Send) -> Ran:
     """Take the steps of all phases, with one compressor or, for None, with the controller.
 
     Rank 0 asks for each phase's rate when its first step begins.
     """
-    torch.set_num_threads(1)
-    settings, fixed = asked
     worker = _Worker(settings, fixed)
     for _ in range(_WARM_UP if fixed is not None else 0):
         worker.step()
     worker.forget()
     equal = True
     for rate in settings.rates:
-        if rank == 0:
-            send(NewRate(parse_rate(rate)))
+        send(NewRate(parse_rate(rate)))
         for _ in range(settings.steps if fixed is None else settings.fixed_steps):
             worker.step()
         equal = equal and _replicas_are_equal(worker.model)
         dist.barrier()
     seconds = on_slowest(worker.seconds)
     worker.attachment.close()
-    if rank == 0:
-        send(Ran(seconds, worker.rungs, worker.decisions, worker.replacing, equal))
-    del worker  # a DDP must go before its process group does
+    return Ran(seconds, worker.rungs, worker.decisions, worker.replacing, equal)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from experiments.studies.reproduce.ablation import Ablation, train_variants
 from experiments.studies.reproduce.comparing import show_ablation
-from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.results import Reproduction
 
 _HOOKS = {
     "sign": "sign",

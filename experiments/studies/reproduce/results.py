@@ -1,10 +1,10 @@
-"""A finished reproduction: what was measured, with which settings and versions, and where; as a file and as a page."""
+"""A reproduction: its source's figures and its measurement; and what was measured, as a file and as a page."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,28 @@ from rich.markup import escape
 from commhooks.experiments import stored
 from commhooks.experiments.runs import NOT_FINITE, strict
 from experiments.studies.blocks import Block, circumstances, print_blocks
-from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.notes import Notes
 
 RESULTS, MEASURED = "results.json", "measured.md"
 FORMAT = 1  # of the file; increased when readers must change
 BEGINNING = '{\n "reproduction": '  # how its text begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduction:
+    """A published experiment that can be run again.
+
+    Settings are frozen dataclasses whose fields JSON can hold. Two field names have a meaning: `seeds`, the number of
+    seeds, and `kind`, "hosts" or "emulated", the kind of the links between ranks.
+    """
+
+    name: str  # on the command line, and of the page
+    title: str
+    source: str
+    said: tuple[str, ...]  # what the source says, in sentences
+    sizes: Mapping[str, Any]  # settings by name: "default", and "tiny" for a trial of a few seconds
+    measure: Callable[[Any, Notes], dict[str, Any]]  # from settings to whatever was measured, as JSON can hold it
+    show: Callable[[Any, Mapping[str, Any]], list[Block]]  # from settings and measurements; the same for the same
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,7 @@ from commhooks.units import unknown
 from experiments.studies.blocks import Block, markdown, write_pictures
 from experiments.studies.reproduce import load_reproduction, notes, results
 from experiments.studies.reproduce.notes import PARTS, Notes
-from experiments.studies.reproduce.reproduction import Reproduction
-from experiments.studies.reproduce.results import MEASURED, RESULTS, Results, page, print_page
+from experiments.studies.reproduce.results import MEASURED, RESULTS, Reproduction, Results, page, print_page
 
 KINDS = ("hosts", "emulated")
 _MOST_SEEDS = 1000

@@ -7,8 +7,7 @@ limit of the links come first: what they take, and what the step-time model adds
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -25,11 +24,11 @@ from commhooks.experiments.timing.step_time import Step, step_time
 from commhooks.units import counted, three_digits
 from experiments.studies.bench.memory import KEEPS_FREED, is_countable
 from experiments.studies.blocks import Block, Table
-from experiments.studies.ranks import on_ranks
+from experiments.studies.medians import milliseconds, with_quartiles
+from experiments.studies.ranks import UNLIMITED_HOSTS, on_ranks
 from experiments.studies.reproduce.notes import Notes
-from experiments.studies.reproduce.reproduction import Reproduction
-from experiments.studies.reproduce.sharded_hosts_ranks import Asked, Settings, run_turns, weigh
-from experiments.studies.reproduce.worker import on_hosts
+from experiments.studies.reproduce.results import Reproduction
+from experiments.studies.reproduce.sharded_hosts_ranks import Settings, run_turns, weigh
 
 _HEADERS = FRAMING + ACKNOWLEDGEMENT  # bytes on the wire for each byte of data, in both directions at once
 _FREE = "unlimited"
@@ -49,7 +48,8 @@ def _world(settings: Settings, ranks: int, notes: Notes) -> dict[str, Any]:
     """Return what new ranks measured, by rate and hook."""
     rates = {rate: None if rate == _FREE else parse_rate(rate) for rate in (_FREE, *settings.rates)}
     tell = lambda text: notes.tell(f"{ranks} ranks: {text}")
-    return dict(on_hosts(run_turns, Asked(settings, rates), ranks, tell, has_hosts=settings.kind == "hosts"))
+    link = UNLIMITED_HOSTS if settings.kind == "hosts" else None
+    return on_ranks(partial(run_turns, settings, rates), ranks, tell, link=link)
 
 
 def _weighed(settings: Settings, notes: Notes) -> dict[str, Any]:
@@ -73,69 +73,53 @@ def gloo_bytes(step: Step, ranks: int) -> int:
     return step_time(step, NoLink(), ranks).bytes_sent + again
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A hook at one rate, beside plain FSDP2."""
-
-    hook: str
-    seconds: Spread
-    ratio: Spread  # plain FSDP2's seconds over its own, turn by turn
-    predicted: float  # seconds
-    predicted_ratio: float
-
-
-def _rows(settings: Settings, by_rate: Mapping[str, Any], ranks: int, rate: str) -> list[_Row]:
+def _steps(settings: Settings, by_rate: Mapping[str, Any], ranks: int, rate: str) -> tuple[Table, dict[str, float]]:
+    """Return a row for each hook at one rate, and the parts by which predictions are too long."""
     bits = parse_rate(rate)
     assert bits is not None, "the settings have rates"
-    predicted = {}
-    for hook in settings.hooks:
-        added = step_time(step_of(settings.task, hook, ranks), Link(rate=bits), ranks).communication
-        predicted[hook] = statistics.median(by_rate[_FREE][hook]["seconds"]) + added
-    plain = by_rate[rate][PLAIN]["seconds"]
-    rows = []
+    free = {hook: statistics.median(by_rate[_FREE][hook]["seconds"]) for hook in settings.hooks}
+    predicted = {
+        hook: seconds + step_time(step_of(settings.task, hook, ranks), Link(rate=bits), ranks).communication
+        for hook, seconds in free.items()
+    }
+    plain, rows, off = by_rate[rate][PLAIN]["seconds"], [], {}
     for hook in settings.hooks:
         own = by_rate[rate][hook]["seconds"]
-        ratios = Spread.of([theirs / ours for theirs, ours in zip(plain, own, strict=True)])
-        rows.append(_Row(hook, Spread.of(own), ratios, predicted[hook], predicted[PLAIN] / predicted[hook]))
-    return rows
+        times_as_fast = Spread.of([theirs / ours for theirs, ours in zip(plain, own, strict=True)])
+        rows.append(
+            [
+                f"`{hook}`",
+                three_digits(1e3 * free[hook]),
+                milliseconds(own),
+                three_digits(1e3 * predicted[hook]),
+                with_quartiles(times_as_fast, "{:.2f}".format),
+                f"{predicted[PLAIN] / predicted[hook]:.2f}",
+            ]
+        )
+        off[f"`{hook}`, {ranks} ranks, {rate}"] = predicted[hook] / statistics.median(own) - 1
+    columns = ["hook", "no limit, ms", "step, ms", "predicted, ms", "times as fast", "predicted"]
+    return Table(f"{settings.task}, {ranks} ranks, {rate}", columns, rows), off
 
 
 def show(settings: Settings, measured: Mapping[str, Any]) -> list[Block]:
     """Return steps at each rate, bytes, memory, and what follows."""
     blocks: list[Block] = []
-    off: list[tuple[float, str]] = []
+    off: dict[str, float] = {}
     for ranks, by_rate in measured["turns"].items():
         for rate in settings.rates:
-            rows = _rows(settings, by_rate, int(ranks), rate)
-            free = {hook: three_digits(1e3 * statistics.median(own["seconds"])) for hook, own in by_rate[_FREE].items()}
-            cells = [
-                [
-                    f"`{row.hook}`",
-                    free[row.hook],
-                    _with_quartiles(row.seconds, lambda value: three_digits(1e3 * value)),
-                    three_digits(1e3 * row.predicted),
-                    _with_quartiles(row.ratio, lambda value: f"{value:.2f}"),
-                    f"{row.predicted_ratio:.2f}",
-                ]
-                for row in rows
-            ]
-            columns = ["hook", "no limit, ms", "step, ms", "predicted, ms", "times as fast", "predicted"]
-            blocks.append(Table(f"{settings.task}, {ranks} ranks, {rate}", columns, cells))
-            off += [(row.predicted / row.seconds.median - 1, f"`{row.hook}`, {ranks} ranks, {rate}") for row in rows]
-    farthest = max(off, key=lambda one: abs(one[0]))
-    within = statistics.median(abs(part) for part, _ in off)
+            table, own = _steps(settings, by_rate, int(ranks), rate)
+            blocks.append(table)
+            off |= own
+    where, farthest = max(off.items(), key=lambda one: abs(one[1]))
+    within = statistics.median(map(abs, off.values()))
     return [
         *blocks,
         f"Medians of {counted(settings.turns, 'turn')} with quartiles; times as fast: as plain FSDP2, turn by turn. "
-        f"The prediction is off by {percent(within)} in the median, and by {percent(abs(farthest[0]))} at most "
-        f"({farthest[1]}: {'too long' if farthest[0] > 0 else 'too short'}).",
+        f"The prediction is off by {percent(within)} in the median, and by {percent(abs(farthest))} at most "
+        f"({where}: {'too long' if farthest > 0 else 'too short'}).",
         *_bytes(settings, measured["turns"]),
         *_memory(settings, measured["memory"]),
     ]
-
-
-def _with_quartiles(spread: Spread, form: Callable[[float], str]) -> str:
-    return f"{form(spread.median)} ({form(spread.low)} to {form(spread.high)})"
 
 
 def _bytes(settings: Settings, turns: Mapping[str, Any]) -> list[Block]:

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from commhooks.experiments.launch import Send, Tell, silent
+from commhooks.experiments.launch import Send, Tell
 from commhooks.experiments.links.link import LinkSettings
 from commhooks.experiments.runs import SHARDED, RunSettings
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import load_task
 from commhooks.experiments.training.sharded import ShardedHook
 from experiments.studies.bench.memory import Step, growth_in_turns, return_freed_memory
+from experiments.studies.ranks import UNLIMITED_HOSTS
 from experiments.studies.reproduce.worker import Worker, ask_for, over_ranks
 from experiments.studies.turns import rotated, turns_of
 
@@ -43,32 +43,24 @@ class Settings:
     heavy: str = "gpt:size=base"  # whose memory is measured
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The work of a world of ranks: turns at each of the rates, in bits per second; None: no limit."""
-
-    settings: Settings
-    rates: Mapping[str, float | None]
-
-
-def run_turns(rank: int, ranks: int, asked: Asked, send: Send) -> None:
-    """Take turns of every hook at every rate; rank 0 sends each rate with the turns by hook."""
-    torch.set_num_threads(1)
-    settings, tell = asked.settings, send if rank == 0 else silent
+def run_turns(settings: Settings, rates: Mapping[str, float | None], send: Send) -> dict[str, Any]:
+    """Return the turns of every hook at each of the rates, which are in bits per second (None: no limit)."""
+    found: dict[str, Any] = {}
     has_hosts = settings.kind == "hosts"
     workers: dict[str, _Worker] = {}
-    for rate, bits in asked.rates.items():
+    for rate, bits in rates.items():
         if has_hosts and bits is not None:
-            ask_for(bits, tell)
+            ask_for(bits, send)
         if not has_hosts or not workers:
             _close(workers)
-            link = LinkSettings(kind="hosts") if has_hosts else LinkSettings(bits_per_second=bits)
-            workers = {hook: _Worker(settings.task, hook, ranks, link) for hook in settings.hooks}
-        tell(f"turns at {rate}")
+            link = UNLIMITED_HOSTS if has_hosts else LinkSettings(bits_per_second=bits)
+            workers = {hook: _Worker(settings.task, hook, link) for hook in settings.hooks}
+        send(f"turns at {rate}")
         turns = {hook: worker.turn for hook, worker in workers.items()}
-        taken = turns_of(turns, settings.turns, warm_up=1, order=rotated, tell=tell)
-        tell((rate, {hook: over_ranks(turns) for hook, turns in taken.items()}))
+        taken = turns_of(turns, settings.turns, warm_up=1, order=rotated, tell=send)
+        found[rate] = {hook: over_ranks(turns) for hook, turns in taken.items()}
     _close(workers)
+    return found
 
 
 def weigh(settings: Settings, tell: Tell) -> dict[str, Any]:
@@ -84,7 +76,7 @@ def weigh(settings: Settings, tell: Tell) -> dict[str, Any]:
 
 def _weighed(settings: Settings, hook: str, stated: dict[str, tuple[int, int]]) -> Step:
     """Return what takes a step of a new model, and notes what its hook states to use."""
-    worker = _Worker(settings.heavy, hook, dist.get_world_size(), LinkSettings())
+    worker = _Worker(settings.heavy, hook, LinkSettings())
     step = partial(_weighed_step, worker, stated, hook)
     weakref.finalize(step, worker.close)
     return step
@@ -103,8 +95,8 @@ def _close(workers: dict[str, _Worker]) -> None:
 class _Worker(Worker):
     """A sharded model under one hook; a turn is a step."""
 
-    def __init__(self, task: str, hook: str, ranks: int, link: LinkSettings) -> None:
-        self._task = load_task(Spec.parse(task, "task"))
+    def __init__(self, task: str, hook: str, link: LinkSettings) -> None:
+        self._task, ranks = load_task(Spec.parse(task, "task")), dist.get_world_size()
         settings = RunSettings(task=self._task.spec, hook=Spec.parse(hook), ranks=ranks, link=link, ddp=SHARDED)
         self.registered = ShardedHook(settings, self._task, 1.0)
         self._batch = self._task.batch(0, dist.get_rank(), ranks)

@@ -13,10 +13,10 @@ from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import load_task
 from commhooks.experiments.training.sharded import check_sharded
 from experiments.studies.blocks import Block
-from experiments.studies.reproduce.ablation import Ablation, Trial, as_row, rows_of, task_and_optimizer, trials_of
+from experiments.studies.reproduce.ablation import Ablation, Trial, as_row, rows_of, task_and_optimizer
 from experiments.studies.reproduce.comparing import show_ablation
 from experiments.studies.reproduce.notes import Notes
-from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.results import Reproduction
 from experiments.studies.sharded_lockstep import train_sharded_in_lockstep
 
 VARIANTS = {
@@ -52,7 +52,7 @@ def measure(ablation: Ablation, notes: Notes) -> dict[str, Any]:
     """
     for hook in ablation.variants.values():
         check_sharded(Spec.parse(hook))
-    return {"runs": rows_of(trials_of(ablation, ShardedTrial), notes, ablation.processes)}
+    return {"runs": rows_of(ablation, ShardedTrial, notes)}
 
 
 def show(ablation: Ablation, measured: Mapping[str, Any]) -> list[Block]:

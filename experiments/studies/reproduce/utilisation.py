@@ -27,11 +27,10 @@ from commhooks.experiments.timing.rounds import Rounds, round_time
 from commhooks.experiments.timing.step_time import Bucket, Stage
 from commhooks.units import counted, three_digits
 from experiments.studies.blocks import Block, Table
-from experiments.studies.ranks import on_ranks
+from experiments.studies.ranks import UNLIMITED_HOSTS, on_ranks
 from experiments.studies.reproduce.notes import Notes
-from experiments.studies.reproduce.reproduction import Reproduction
+from experiments.studies.reproduce.results import Reproduction
 from experiments.studies.reproduce.utilisation_ranks import Asked, Settings, run_profile, run_turns
-from experiments.studies.reproduce.worker import on_hosts
 
 _GOAL, _BYTES_GOAL = 0.90, 0.05
 _MET = {True: "met", False: "missed"}
@@ -52,10 +51,8 @@ def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
 
 def _world(asked: Asked, notes: Notes) -> dict[str, Any]:
     """Return what new ranks measured, by hook."""
-    settings = asked.settings
-    has_hosts = settings.kind == "hosts"
-    [turns] = on_hosts(run_turns, asked, settings.ranks, notes.tell, has_hosts=has_hosts)
-    return dict(turns)
+    link = UNLIMITED_HOSTS if asked.settings.kind == "hosts" else None
+    return on_ranks(partial(run_turns, asked), asked.settings.ranks, notes.tell, link=link)
 
 
 def _profiled(settings: Settings, notes: Notes) -> dict[str, Any]:

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 import commhooks
 from commhooks.experiments import planning
 from commhooks.experiments.hooks import make_hook, policy_of
-from commhooks.experiments.launch import Send, Tell, silent
+from commhooks.experiments.launch import Send, Tell
 from commhooks.experiments.links.link import LinkSettings
 from commhooks.experiments.planning import Profile
 from commhooks.experiments.planning.worlds import around
@@ -75,23 +73,22 @@ class Asked:
     limited: bool = True  # False: the links keep having no limit
 
 
-def run_turns(rank: int, ranks: int, asked: Asked, send: Send) -> None:
-    """Take turns of every hook, with steps without communication before and after each; rank 0 sends them by hook.
+def run_turns(asked: Asked, send: Send) -> dict[str, Any]:
+    """Take turns of every hook, with steps without communication before and after each; return them by hook.
 
-    Of a hook it sends the steps of a turn, and lists with a value for each turn: its `seconds`, those in DiLoCo's calls
-    that use no mean (`beginning`) and in those that do (`ending`), the bytes `moved` and `carried`, and the seconds of
-    `Settings.steps` steps with `nothing`, the mean of those before and after it. Of DiLoCo it sends the `peak` of a
-    step's bytes too, while an exchange is under way, and the part of the parameters in each fragment (`shares`).
+    Of a hook these are the steps of a turn, and lists with a value for each turn: its `seconds`, those in DiLoCo's
+    calls that use no mean (`beginning`) and in those that do (`ending`), the bytes `moved` and `carried`, and the
+    seconds of `Settings.steps` steps with `nothing`, the mean of those before and after it. Of DiLoCo there are the
+    `peak` of a step's bytes too, while an exchange is under way, and the part of the parameters in each fragment.
 
     Models, connections and a first turn of each, which does not count, come before rank 0 asks for the link's rate.
     """
-    torch.set_num_threads(1)
     settings = asked.settings
-    workers = {hook: _Worker(asked, hook, send if rank == 0 else silent) for hook in (NOTHING, *asked.hooks)}
+    workers = {hook: _Worker(asked, hook, send) for hook in (NOTHING, *asked.hooks)}
     for worker in workers.values():
         worker.turn()
     if asked.limited and settings.kind == "hosts":
-        ask_for(settings.link.bits_per_second, send if rank == 0 else silent)
+        ask_for(settings.link.bits_per_second, send)
     taken: dict[str, list[dict[str, float]]] = {hook: [] for hook in asked.hooks}
     for number in range(asked.turns):
         before = workers[NOTHING].turn()["seconds"]
@@ -103,11 +100,9 @@ def run_turns(rank: int, ranks: int, asked: Asked, send: Send) -> None:
         hook: {"steps": workers[hook].steps, **over_ranks(turns), **workers[hook].fragments()}
         for hook, turns in taken.items()
     }
-    if rank == 0:
-        send(found)
     for worker in workers.values():
         worker.close()
-    workers.clear()  # a DDP must go before its process group does
+    return found
 
 
 def run_profile(settings: Settings, tell: Tell) -> Profile:

@@ -1,30 +1,20 @@
-"""The worker of the studies between hosts, whose runs take turns with others', and the world that its ranks are in."""
+"""The worker of the studies between hosts, whose runs take turns with others'."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from commhooks.experiments.cluster import INTERFACE, hosts_on, interface_bytes
-from commhooks.experiments.launch import RankFunction, Tell, run_world
-from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.cluster import INTERFACE, interface_bytes
+from commhooks.experiments.launch import Send
+from experiments.studies.ranks import NewRate
 
-_TIMEOUT_SECONDS = 240.0  # without a message
 _SETTING_SECONDS = 1.0  # for the process that made the hosts to set the rate of their links: much longer than it takes
-_MEANS = ("moved", "carried", "losses")  # of which the mean over the ranks counts; of others, the slowest rank's
-
-
-@dataclass(frozen=True)
-class NewRate:
-    """Rank 0 asks for another rate of all links, in bits per second; None: no limit."""
-
-    rate: float | None
+_MEANS = ("moved", "carried")  # of which the mean over the ranks counts; of others, the slowest rank's
 
 
 class Worker(ABC):
@@ -65,7 +55,7 @@ class Worker(ABC):
 def over_ranks(turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """Return each value of a worker's turns, one for each turn; every rank calls this.
 
-    Of bytes and losses it is the mean over the ranks, of times the one of the rank where it took longest.
+    Of bytes it is the mean over the ranks, of times the one of the rank where it took longest.
     """
     found = {}
     for name in turns[0]:
@@ -75,46 +65,7 @@ def over_ranks(turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     return found
 
 
-def ask_for(rate: float | None, send: Callable[[object], None]) -> None:
+def ask_for(rate: float | None, send: Send) -> None:
     """Ask for a rate of all links, and wait until it is set; every rank calls this, and rank 0's message counts."""
     send(NewRate(rate))
     time.sleep(_SETTING_SECONDS)
-
-
-def on_hosts(
-    function: RankFunction,
-    argument: Any,
-    hosts: int,
-    tell: Tell,
-    *,
-    has_hosts: bool,
-    ranks_per_host: int = 1,
-) -> list[Any]:
-    """Call a function on new ranks, whose links have the rates that it asks for; return what rank 0 sends beside text.
-
-    Args:
-        function: Called as by `run_world`.
-        argument: What it is given.
-        hosts: The number of hosts.
-        tell: Called here with each text that rank 0 sends, as progress.
-        has_hosts: Whether hosts are made (network namespaces), with links that have no limit at first; otherwise the
-            ranks are on the loopback, and rates that are asked for change nothing.
-        ranks_per_host: The number of ranks of each host, which share its link.
-
-    """
-    found: list[Any] = []
-    with hosts_on(LinkSettings(kind="hosts") if has_hosts else LinkSettings(), hosts) as cluster:
-
-        def hear(message: object) -> None:
-            if isinstance(message, str):
-                tell(message)
-            elif not isinstance(message, NewRate):
-                found.append(message)
-            elif cluster is not None:
-                cluster.set_rate(message.rate)
-
-        run_world(
-            function, hosts * ranks_per_host, argument, hear,
-            timeout=_TIMEOUT_SECONDS, cluster=cluster, ranks_per_host=ranks_per_host,
-        )  # fmt: skip
-    return found

@@ -1,7 +1,8 @@
 """Counting what calls of PyTorch's operators would ask of a GPU: launches, bytes touched, and waits of the host.
 
-The operators are seen where PyTorch hands them to a device (a dispatch mode), whatever that device is. Kernels are not
-seen, so the count of a call is an assumption; `ASSUMPTIONS` lists them all.
+The operators are seen where PyTorch hands them to a device (a dispatch mode), so kernels are assumed: one for a call,
+more for `LAUNCHES`, none for views and allocations; docs/guide/gpu-cost.md lists all assumptions. Bytes are those of
+every tensor that a call reads or writes, as if nothing stayed in a cache; a collective is a launch, and no bytes.
 """
 
 from __future__ import annotations
@@ -33,22 +34,6 @@ LAUNCHES: Mapping[str, int] = {
 """Launches of each operator that has more than one; for QR, in addition to two library calls for each matrix of a
 batch."""
 _OF_EACH_MATRIX = {"linalg_qr": 2, "_linalg_svd": 20, "linalg_svd": 20}
-
-ASSUMPTIONS: Sequence[str] = (
-    "A launch is a call of an ATen operator with a tensor on the device. Views and allocations launch nothing.",
-    f"A `_foreach_` call launches one kernel for every {FOREACH_TENSORS} tensors, or one for each tensor if those that "
-    "it combines differ in shape or dtype (in a copy, in shape). "
-    f"`cat` and `stack` launch one for every {CAT_TENSORS}. A collective is one launch.",
-    "QR is two copies, and for each matrix of the batch two library calls (`geqrf` and `orgqr`), each counted as one "
-    "launch. Other operators of several kernels: "
-    + ", ".join(f"`{name}` {count}" for name, count in LAUNCHES.items() if name not in _OF_EACH_MATRIX)
-    + ". These are guesses, the same for every hook.",
-    "Bytes are counted for every tensor that a call reads or writes, once a call, as if nothing stayed in a cache. An "
-    "expanded tensor counts with the memory that it has. Operators with indices touch the elements that these name, "
-    "and the indices. Collectives are left out.",
-    "The host waits where a value is read (`item`), where a size depends on values (`nonzero`, a mask as index), and "
-    "where a copy between host and device blocks.",
-)
 
 _NO_LAUNCH = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"),
@@ -130,7 +115,7 @@ def launches(func: Any) -> bool:
 
 
 def launches_of(name: str, args: Sequence[Any]) -> int:
-    """Return how many kernels a call of an operator launches, under the `ASSUMPTIONS`."""
+    """Return how many kernels a call of an operator launches."""
     if name.startswith("_foreach_"):
         lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
         kinds = zip(
@@ -150,7 +135,7 @@ def launches_of(name: str, args: Sequence[Any]) -> int:
 
 
 def bytes_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], got: Sequence[Tensor]) -> int:
-    """Return how many bytes a call of an operator reads and writes, under the `ASSUMPTIONS`."""
+    """Return how many bytes a call of an operator reads and writes."""
     name = str(func.overloadpacket.__name__)
     indices = _indices(args)
     if name in _READ_BY_INDEX:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,7 @@ from commhooks.scheduling.inline import InlineScheduler
 from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.policy import PolicyName
 from experiments.studies.bench.given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
-from experiments.studies.gpu_cost.counting import Cost, Counting
+from tests.virtual_device.counting import Cost, Counting
 
 RANKS = 8
 """The number of ranks; PyTorch's "fake" process group answers every collective with this rank's own input."""
@@ -46,29 +45,6 @@ MODELS: Mapping[str, Sequence[Shape]] = {
 }
 """Shapes of parameters, all in one bucket."""
 Hook = Callable[[Any], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Counted:
-    """The counted cost of one step of one bucket."""
-
-    cost: Cost
-    residual_bytes: int
-    """Bytes of the residuals that the hook keeps."""
-
-
-class _HostsOrder(SideStream):
-    """The side stream of a CPU, where everything runs in the order of the calls."""
-
-    def __init__(self) -> None:
-        """Make nothing."""
-
-    def join(self, other: SideStream) -> None:
-        """Do nothing: there is one order."""
-
-    def entered(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context that changes nothing."""
-        return contextlib.nullcontext()
 
 
 class _Connection:
@@ -93,8 +69,8 @@ class _Connection:
 
     def open(self, lane: Lane, device: torch.device, fingerprint: str) -> InlineScheduler:
         """Open the lane; there is no other rank to compare settings with."""
-        streams = [_HostsOrder() if device.type == "cpu" else SideStream(device) for _ in range(2)]
-        scheduler = InlineScheduler(self._communicator, lambda text, kernels: None, (streams[0], streams[1]))
+        streams = SideStream(device), SideStream(device)
+        scheduler = InlineScheduler(self._communicator, lambda text, kernels: None, streams)
         scheduler.open(lane, fingerprint)
         return scheduler
 
@@ -120,7 +96,7 @@ class _Done(dist.Work):
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
-        devices: list[Any] = [tensor.device for tensor in tensors if tensor.is_cuda]
+        devices: list[Any] = [tensor.device for tensor in tensors]
         self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
         self._future.set_result(tensors)
 
@@ -143,50 +119,33 @@ def fake_group() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-def count(hook: str, shapes: Sequence[Shape], group: dist.ProcessGroup, device: torch.device) -> Counted:
-    """Return the cost of a step under a hook of this name, ours or PyTorch's, in one bucket of fp32 gradients.
+def count(hook: str, shapes: Sequence[Shape], group: dist.ProcessGroup, device: torch.device) -> Cost:
+    """Return the cost of a step under a hook of this name, in one bucket of fp32 gradients of these shapes.
 
-    Args:
-        hook: As `make_compressor` takes it, or "torch." and one of PyTorch's: all-reduce, fp16, bf16, powersgd.
-        shapes: The shapes of the parameters.
-        group: The group of `fake_group`.
-        device: The device of the gradients.
-
-    Raises:
-        SettingsError: There is no such hook.
-
+    A hook is named as for `make_compressor`, or "torch." and one of PyTorch's: all-reduce, fp16, bf16, powersgd.
     """
     generator = torch.Generator().manual_seed(0)
     bucket = GivenBucket([torch.zeros(shape, device=device) for shape in shapes])
     gradient = torch.randn(bucket.buffer().numel(), generator=generator)
-    run, residuals = _hook(hook, bucket, group)
+    run = _hook(hook, bucket, group)
     for _ in range(STEPS_BEFORE):
         bucket.buffer().copy_(gradient)
-        _step(run, bucket)
+        run(bucket).wait()
     bucket.buffer().copy_(gradient)
     counting = Counting(device)
     # PyTorch's PowerSGD waits for the whole device, of which operators show nothing.
     with mock.patch.object(torch.cuda, "synchronize", wraps=torch.cuda.synchronize) as synchronize, counting:
-        _step(run, bucket)
+        run(bucket).wait()
     counting.cost.waits += synchronize.call_count
-    return Counted(counting.cost, residuals())
+    return counting.cost
 
 
-def _hook(hook: str, bucket: GivenBucket, group: dist.ProcessGroup) -> tuple[Hook, Callable[[], int]]:
-    """Return a hook, and a function that returns the bytes of its residuals."""
+def _hook(hook: str, bucket: GivenBucket, group: dist.ProcessGroup) -> Hook:
     if hook in PEERS:
-        return functools.partial(PEERS[hook], _PeersGroup(group)), lambda: 0
+        return functools.partial(PEERS[hook], _PeersGroup(group))
     if hook == POWERSGD:
         state = powerSGD_hook.PowerSGDState(_PeersGroup(group), matrix_approximation_rank=4, start_powerSGD_iter=2)
-        return functools.partial(powerSGD_hook.powerSGD_hook, state), lambda: _bytes_of(state.error_dict.values())
+        return functools.partial(powerSGD_hook.powerSGD_hook, state)
     engine = Engine(make_hook(Spec.parse(hook)), _Connection(group), may_join=False)
     engine.bind([(f"layer{number}", parameter) for number, parameter in enumerate(bucket.parameters())])
-    return engine.run, lambda: engine.memory().residuals
-
-
-def _step(run: Hook, bucket: GivenBucket) -> None:
-    run(bucket).wait()
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return engine.run

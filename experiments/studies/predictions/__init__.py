@@ -1,1 +1,0 @@
-"""The predictions of `commhooks plan`, compared with real steps."""
