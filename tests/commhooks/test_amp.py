@@ -181,6 +181,22 @@ def ranks_whose_loss_scales_differ_are_named_with_both_scales(rank: int) -> None
         attachment.close()
 
 
+@facts.once
+@soon
+def scales_that_change_one_step_apart_are_told_even_once_they_are_equal(rank: int) -> None:
+    one = scaled("core", init_scale=8.0, growth_interval=1000)
+    commhooks.attach(one.model, "int8", scaler=one.scaler)
+
+    def train() -> None:
+        for step in range(5):
+            if step == 2 + rank:
+                one.scaler.update(16.0)
+            one.step(normal(zeros(*SHAPES), 2, seed=step)[rank])
+
+    with pytest.raises(commhooks.CommHooksError, match=r"step 2: the loss scale is 16\.0 here, and 8\.0 on rank 1"):
+        train()
+
+
 @facts
 def scales_that_are_the_same_are_no_error(rank: int, kind: str) -> None:
     """After a common step back, with the same changes again, and where one rank has run out of inputs meanwhile."""

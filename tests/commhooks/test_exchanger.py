@@ -22,6 +22,7 @@ from commhooks.lockstep import average_in_lockstep, lockstep_connections
 from commhooks.scheduling.connection import ProcessGroupConnection
 from commhooks.scheduling.lockstep import run_in_turns
 from tests import bounds
+from tests.commhooks.resuming import distance
 from tests.commhooks.told import told_by
 from tests.commhooks.workers import exchangers
 from tests.ddp_core.facts import Facts
@@ -126,6 +127,59 @@ def ranks_that_name_other_tensors_disagree(rank: int) -> None:
     exchanger = Exchanger({f"w{rank}": torch.zeros(3)}, "all-reduce")
     told = told_by(lambda: exchanger.average({f"w{rank}": torch.zeros(3)}))
     assert "ranks disagree" in told.text and "tensor w1: missing (rank 0), shape (3,)" in told.text
+
+
+@facts
+def rounds_begun_before_the_first_is_written_have_their_own_means(rank: int) -> None:
+    """And leave the state of three that are awaited."""
+    awaited, overlapping = (Exchanger(TENSORS, "top-k") for _ in range(2))
+    expected = []
+    for step in range(3):
+        expected.append(drawn(rank, step))
+        awaited.average(expected[-1])
+    rounds = [overlapping.begin(drawn(rank, step)) for step in range(3)]
+    got = [drawn(rank, step) for step in range(3)]
+    for averaging, into in zip(reversed(rounds), reversed(got), strict=True):
+        averaging.write(into)
+    assert all(averaging.done() for averaging in rounds)
+    assert distance(got, expected) == 0
+    assert distance(awaited.state_dict()["local"], overlapping.state_dict()["local"]) == 0
+    with pytest.raises(CompressorError, match="were written before"):
+        rounds[0].write(got[0])
+    awaited.close()
+    overlapping.close()
+
+
+@facts
+def memory_does_not_grow_while_rounds_overlap(rank: int) -> None:
+    for name in ("top-k", "powersgd", "int4"):
+        exchanger = Exchanger(TENSORS, name)
+        working = []
+        for step in range(12):
+            rounds = [exchanger.begin(drawn(rank, 2 * step + one)) for one in range(2)]
+            for averaging in rounds:
+                averaging.wait()
+            working.append(exchanger.memory().working)
+        assert max(working) <= max(working[:4]), name
+        exchanger.close()
+
+
+def test_rounds_that_no_longer_overlap_use_one_memory() -> None:
+    (connection,) = lockstep_connections(1)
+    exchanger = Exchanger(TENSORS, "top-k", connection=connection)
+    overlapping = []
+    for step in range(2):
+        overlapping.append(exchanger.begin(drawn(0, step)))
+        run_in_turns([connection])
+    for averaging in overlapping:
+        averaging.write(drawn(0))
+    places = set()
+    for _ in range(4):
+        places.add(exchanger.buffers["a"].data_ptr())
+        averaging = exchanger.begin()
+        run_in_turns([connection])
+        averaging.write(drawn(0))
+    assert len(places) == 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -86,6 +88,30 @@ def mistakes_with_one_state_are_still_named(rank: int, kind: str) -> None:
         for number, used in enumerate(passes):
             told = told_by(lambda: step([models[one] for one in used], rank, number))  # noqa: B023  # called at once
             assert (words in told.text) == (number == len(passes) - 1), told
+
+
+def trained(state: PowerSGDState, rank: int) -> PowerSGDState:
+    """Take one step, and compare its mean."""
+    means = step([hooked("core", state)], rank, 0)
+    true = [mean_of(normal(zeros(*SHAPES), 2, seed=0), index) for index in range(len(SHAPES))]
+    assert all((ours - mean).abs().max() <= 1e-6 for ours, mean in zip(means, true, strict=True))
+    return state
+
+
+@facts.once
+def a_state_that_one_rank_alone_makes_unpickles_or_copies_and_keeps_concerns_no_other(rank: int) -> None:
+    for odd in (0, 1):
+        keep_states_alone(rank, odd)
+
+
+def keep_states_alone(rank: int, odd: int) -> None:
+    first = trained(PowerSGDState(None, hook_timeout=20.0), rank)
+    kept: list[PowerSGDState] = []
+    if rank == odd:
+        kept = [PowerSGDState(None, hook_timeout=20.0), pickle.loads(pickle.dumps(first)), copy.deepcopy(first)]
+        kept[0].bind(Given(*SHAPES))
+    later = trained(PowerSGDState(None, hook_timeout=20.0), rank)
+    assert [state.iter for state in (first, later, *kept)] == [1, 1, *([0, 1, 1] if kept else [])]
 
 
 @facts
