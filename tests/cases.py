@@ -16,8 +16,7 @@ from commhooks import Compressor, Hierarchical, PerParameter, make_compressor
 from commhooks.language.entries import blocks_served
 from commhooks.testing import Claims
 from tests.formulas_low_rank import AccordionBytes, AdaptiveRankBytes, GatheredFactorsBytes, SketchBytes, matrices_of
-from tests.formulas_sparse import GatheredBytes, SummedBytes
-from tests.formulas_tiles import DeMoBytes, SparseLoCoBytes
+from tests.formulas_sparse import DeMoBytes, GatheredBytes, SparseLoCoBytes, SummedBytes
 from tests.tiers import THOROUGH, rows
 
 Formula = Callable[[Sequence[Tensor], int, int], int]
@@ -197,6 +196,11 @@ def beside(even: Compressor, odd: Compressor) -> Compressor:
     return PerParameter(rules=(("*[02468v]*", even),), otherwise=odd)
 
 
+def row(name: str, text: str, bytes_on_wire: Formula, **claims: Any) -> Case:
+    """Return a row of a compressor as it is written in text."""
+    return Case(name=name, make=functools.partial(make_compressor, text), bytes_on_wire=bytes_on_wire, **claims)
+
+
 def powersgd(name: str, settings: dict[str, Any], bytes_on_wire: Formula, **claims: Any) -> Case:
     """Return a row of PowerSGD: of rank 2, by default, which it finds exactly in two rounds, with error feedback."""
     usual: dict[str, Any] = {"rank": 2, "exact_rank": 2, "collectives": (2,), "error_feedback": True}
@@ -204,44 +208,36 @@ def powersgd(name: str, settings: dict[str, Any], bytes_on_wire: Formula, **clai
     return Case(name=f"powersgd-{name}", make=make, bytes_on_wire=bytes_on_wire, **(usual | claims))
 
 
-def two_hop(name: str, compressor: str, settings: dict[str, Any], bytes_on_wire: Formula, **claims: Any) -> Case:
+def two_hop(name: str, text: str, bytes_on_wire: Formula, **claims: Any) -> Case:
     """Return a row of codes in two hops, by default with error feedback.
 
     An element is scaled, decoded, added up and subtracted on each hop.
     """
     usual: dict[str, Any] = {"exact_rank": 0, "collectives": (3,), "error_feedback": True}
     usual |= {"roundings": 16} if claims.get("error_feedback", True) else {}
-    make = functools.partial(make_compressor, compressor, **{"block": 32} | settings)
-    return Case(name=name, make=make, bytes_on_wire=bytes_on_wire, **(usual | claims))
+    return row(name, text, bytes_on_wire, **(usual | claims))
 
 
-def tiled(name: str, settings: dict[str, Any], bytes_on_wire: Formula, **claims: Any) -> list[Case]:
+def tiled(name: str, text: str, bytes_on_wire: Formula, **claims: Any) -> list[Case]:
     """Return two rows of a compressor of tiles: its mean is over all ranks, or over those that sent an element."""
-    usual: dict[str, Any] = {"exact_rank": 0, "bytes_on_wire": bytes_on_wire} | claims
-    chunk: dict[str, Any] = {"chunk": 16} | settings
-    senders = {"mean_over": "senders"} | ({"clip_to_median": True} if name == "sparse-loco" else {})
-    of_ranks, of_senders = (functools.partial(make_compressor, name, **one) for one in (chunk, chunk | senders))
+    usual: dict[str, Any] = {"exact_rank": 0} | claims
+    senders = f"{text},mean_over=senders{',clip_to_median=true' if name == 'sparse-loco' else ''}"
     drops = "the mean is over those ranks that sent an element"
     return [
-        Case(name=name, make=of_ranks, **usual),
-        Case(name=f"{name}-senders", make=of_senders, owes_as=name, drops=drops, **usual),
+        row(name, text, bytes_on_wire, **usual),
+        row(f"{name}-senders", senders, bytes_on_wire, owes_as=name, drops=drops, **usual),
     ]
 
 
+FED: dict[str, Any] = {"error_feedback": True, "exact_rank": 0}
+
 CASES = [
-    Case(
-        name="all-reduce",
-        make=lambda: make_compressor("all-reduce"),
-        bytes_on_wire=dense_bytes,
-        smaller_than_dense=False,
-        travels_as_it_is=True,
-        lossless=True,
-    ),
+    row("all-reduce", "all-reduce", dense_bytes, smaller_than_dense=False, travels_as_it_is=True, lossless=True),
     *(
-        Case(
-            name=f"{name}{'-feedback' * feedback}",
-            make=functools.partial(make_compressor, name, error_feedback=feedback),
-            bytes_on_wire=cast_bytes,
+        row(
+            f"{name}{'-feedback' * feedback}",
+            f"{name}:error_feedback={feedback}",
+            cast_bytes,
             wire=wire,
             range=wire if wire is torch.float16 else None,
             lossless=True,
@@ -251,13 +247,7 @@ CASES = [
         for feedback in (False, True)
         for name, wire in (("fp16", torch.float16), ("bf16", torch.bfloat16))
     ),
-    Case(
-        name="noop",
-        make=lambda: make_compressor("noop"),
-        bytes_on_wire=no_bytes,
-        collectives=(0,),
-        exchanges=False,
-    ),
+    row("noop", "noop", no_bytes, collectives=(0,), exchanges=False),
     *(powersgd(f"{rank}", {"rank": rank}, LowRankBytes(rank=rank), rank=rank, exact_rank=rank) for rank in (1, 2, 4)),
     powersgd(
         "2-fp16-wire",
@@ -294,137 +284,114 @@ CASES = [
     powersgd("2-twice", {"iterations": 2}, LowRankBytes(rank=2, pairs=2), collectives=(4,)),
     powersgd("2-square", {"matrices": "most-square"}, LowRankBytes(rank=2, square=True), rule="most-square"),
     powersgd("2-bucket", {"matrices": "whole-bucket"}, whole_bucket_bytes, exact_rank=0, depends_on_buckets=True),
-    Case(
-        name="adaptive-rank",
-        make=lambda: make_compressor("adaptive-rank", rank=3, max_rank=5, every=8),
-        bytes_on_wire=AdaptiveRankBytes(rank=3, max_rank=5, every=8),
+    row(
+        "adaptive-rank",
+        "adaptive-rank:rank=3,max_rank=5,every=8",
+        AdaptiveRankBytes(rank=3, max_rank=5, every=8),
         at_most=True,
         collectives=(2,),
         rank=5,
         exact_rank=2,
         error_feedback=True,
     ),
-    Case(
-        name="adaptive-rank-accordion",
-        make=lambda: make_compressor("adaptive-rank", rank=2, max_rank=4, every=3, rule="accordion", eta=1e6),
-        bytes_on_wire=AccordionBytes(rank=2, max_rank=4, every=3),
+    row(
+        "adaptive-rank-accordion",
+        "adaptive-rank:rank=2,max_rank=4,every=3,rule=accordion,eta=1e6",
+        AccordionBytes(rank=2, max_rank=4, every=3),
         collectives=(2,),
         rank=4,
         exact_rank=2,
         error_feedback=True,
     ),
-    Case(
-        name="powersgd-2-unbiased",
-        make=lambda: make_compressor("powersgd-unbiased", rank=2),
-        bytes_on_wire=SketchBytes(rank=2),
-        rank=2,
-        exact_rank=0,
-        warm=False,
-    ),
-    Case(
-        name="svd-2",
-        make=lambda: make_compressor("svd", rank=2),
-        bytes_on_wire=GatheredFactorsBytes(rank=2),
+    row("powersgd-2-unbiased", "powersgd-unbiased:rank=2", SketchBytes(rank=2), rank=2, exact_rank=0, warm=False),
+    row(
+        "svd-2",
+        "svd:rank=2",
+        GatheredFactorsBytes(rank=2),
         rank=2,
         exact_rank=2,
         warm=False,
         error_feedback=True,
     ),
-    Case(
-        name="top-k",
-        make=lambda: make_compressor("top-k", ratio=0.05),
-        bytes_on_wire=GatheredBytes(ratio=0.05),
+    row("top-k", "top-k:ratio=0.05", GatheredBytes(ratio=0.05), **FED),
+    *tiled(
+        "sparse-loco",
+        "sparse-loco:chunk=16,k=8",
+        SparseLoCoBytes(k=8, chunk=16),
         error_feedback=True,
-        exact_rank=0,
+        decay=0.95,
     ),
-    *tiled("sparse-loco", {"k": 8}, SparseLoCoBytes(k=8, chunk=16), error_feedback=True, decay=0.95),
     # An element of a tile a×b is the product of a row, the coefficients and a column: off by (a + b)·u of the tile's
     # norm for each of the transforms there and back, or for the mean's and what is kept.
-    *tiled("demo", {"k": 8}, DeMoBytes(k=8, chunk=16), error_feedback=True, decay=0.999, roundings=2 * (16 + 16)),
+    *tiled(
+        "demo",
+        "demo:chunk=16,k=8",
+        DeMoBytes(k=8, chunk=16),
+        error_feedback=True,
+        decay=0.999,
+        roundings=2 * (16 + 16),
+    ),
     # What it keeps is not what it did not send: of that it has sent signs, whatever their size.
     *tiled(
         "distro",
-        {},
+        "distro:chunk=16",
         DeMoBytes(k=4, chunk=16, one_bit=True),
         follows_scale=False,
         exempt={"mean": "its mean consists of signs"},
     ),
-    Case(
-        name="top-k-bitmap",
-        make=lambda: make_compressor("top-k", ratio=0.2, indices="bitmap"),
-        bytes_on_wire=GatheredBytes(ratio=0.2, indices="bitmap"),
-        error_feedback=True,
-        exact_rank=0,
-    ),
-    Case(
-        name="top-k-all",
-        make=lambda: make_compressor("top-k", ratio=1.0, indices="block-16"),
-        bytes_on_wire=GatheredBytes(ratio=1.0, indices="block-16"),
+    row("top-k-bitmap", "top-k:ratio=0.2,indices=bitmap", GatheredBytes(ratio=0.2, indices="bitmap"), **FED),
+    row(
+        "top-k-all",
+        "top-k:ratio=1.0,indices=block-16",
+        GatheredBytes(ratio=1.0, indices="block-16"),
         smaller_than_dense=False,
         lossless=True,
     ),
-    *(
-        Case(
-            name=name,
-            make=functools.partial(make_compressor, name, ratio=0.1),
-            bytes_on_wire=SummedBytes(ratio=0.1),
-            error_feedback=True,
-            exact_rank=0,
-        )
-        for name in ("random-k", "random-block")
-    ),
-    Case(
-        name="threshold",
-        make=lambda: make_compressor("threshold", threshold=2.0, capacity=0.1),
+    *(row(name, f"{name}:ratio=0.1", SummedBytes(ratio=0.1), **FED) for name in ("random-k", "random-block")),
+    row(
+        "threshold",
+        "threshold:threshold=2.0,capacity=0.1",
+        GatheredBytes(ratio=0.1),
         exempt={"loss": "what is below the threshold is left, and does not grow"},
         sends_small=False,
-        bytes_on_wire=GatheredBytes(ratio=0.1),
-        error_feedback=True,
+        **FED,
+    ),
+    row(
+        "dgc",
+        "dgc:ratio=0.05,clip=2.0,warm_up=2",
+        GatheredBytes(ratio=0.05, ratios=(0.25, math.sqrt(0.25 * 0.05))),
         exact_rank=0,
     ),
-    Case(
-        name="dgc",
-        make=lambda: make_compressor("dgc", ratio=0.05, clip=2.0, warm_up=2),
-        bytes_on_wire=GatheredBytes(ratio=0.05, ratios=(0.25, math.sqrt(0.25 * 0.05))),
-        exact_rank=0,
-    ),
-    Case(
-        name="random-k-unbiased",
-        make=lambda: make_compressor("random-k", ratio=0.1, unbiased=True),
-        bytes_on_wire=SummedBytes(ratio=0.1),
-        exact_rank=0,
-    ),
-    Case(
-        name="affine",
-        make=lambda: make_compressor("affine", channel=32, error_feedback=True),
-        bytes_on_wire=affine_bytes,
-        error_feedback=True,
+    row("random-k-unbiased", "random-k:ratio=0.1,unbiased=true", SummedBytes(ratio=0.1), exact_rank=0),
+    row(
+        "affine",
+        "affine:channel=32,error_feedback=true",
+        affine_bytes,
         depends_on_buckets=True,
-        exact_rank=0,
         roundings=8,
         overshoots=False,
+        **FED,
     ),
     # Of the laws' numbers of ranks all are whole machines of one; tests/commhooks/test_hierarchical.py has larger ones.
     Case(
         name="hierarchical-1",
         make=lambda: Hierarchical(inner=make_compressor("top-k", ratio=0.1), size=1),
         bytes_on_wire=GatheredBytes(ratio=0.1),
-        error_feedback=True,
-        exact_rank=0,
+        **FED,
     ),
     *(
-        two_hop(f"two-hop-{name}", name, {}, TwoHopBytes(block=32, bits=bits), overshoots=name == "int4")
+        two_hop(f"two-hop-{name}", f"{name}:block=32", TwoHopBytes(block=32, bits=bits), overshoots=name == "int4")
         for name, bits in (("sign", 1), ("int8", 8), ("int4", 4), ("fp8", 8), ("e3m0", 4))
     ),
-    two_hop("two-hop-codebook", "codebook", {}, TwoHopBytes(block=32, bits=2, numbers=4), overshoots=False),
+    two_hop("two-hop-codebook", "codebook:block=32", TwoHopBytes(block=32, bits=2, numbers=4), overshoots=False),
     # It may lose more than it is given, in the Euclidean norm.
-    two_hop("two-hop-int4-wide", "int4", {"block": 480}, TwoHopBytes(block=480, bits=4)),
+    two_hop("two-hop-int4-wide", "int4:block=480", TwoHopBytes(block=480, bits=4)),
     *(
-        two_hop(f"two-hop-{name}", name, {}, TwoHopBytes(block=32, bits=bits, scales=1))
+        two_hop(f"two-hop-{name}", f"{name}:block=32", TwoHopBytes(block=32, bits=bits, scales=1))
         for name, bits in (("mxfp8", 8), ("mxfp4", 4))
     ),
     *(
-        two_hop(f"two-hop-{name}", name, {}, TwoHopBytes(block=32, bits=bits), error_feedback=False)
+        two_hop(f"two-hop-{name}", f"{name}:block=32", TwoHopBytes(block=32, bits=bits), error_feedback=False)
         for name, bits in (("qsgd", 8), ("terngrad", 2), ("natural", 8))
     ),
     # Of two compressors side by side each parameter keeps its own kinds of state: blocks of two sizes, and a basis.
@@ -433,10 +400,9 @@ CASES = [
         make=lambda: beside(make_compressor("int8", block=32), make_compressor("sign", block=16)),
         bytes_on_wire=SideBySideBytes(even=TwoHopBytes(block=32, bits=8), odd=TwoHopBytes(block=16, bits=1)),
         collectives=(3,),
-        error_feedback=True,
-        exact_rank=0,
         roundings=16,
         overshoots=False,
+        **FED,
     ),
     Case(
         name="top-k-beside-powersgd",
@@ -444,13 +410,11 @@ CASES = [
         bytes_on_wire=SideBySideBytes(even=GatheredBytes(ratio=0.05), odd=LowRankBytes(rank=2)),
         collectives=(3,),
         rank=2,
-        error_feedback=True,
-        exact_rank=0,
+        **FED,
     ),
     two_hop(
         "two-hop-fp16",
-        "fp16-two-hop",
-        {},
+        "fp16-two-hop:block=32",
         TwoHopBytes(block=32, bits=16, scales=0, unit=2),
         wire=torch.float16,
         range=torch.float16,
@@ -460,8 +424,7 @@ CASES = [
     ),
     two_hop(
         "two-hop-bf16-stochastic",
-        "bf16-two-hop",
-        {"stochastic": True},
+        "bf16-two-hop:block=32,stochastic=true",
         TwoHopBytes(block=32, bits=16, scales=0, unit=2),
         wire=torch.bfloat16,
         exact_rank=None,
@@ -469,8 +432,7 @@ CASES = [
     ),
     two_hop(
         "signum",
-        "signum",
-        {},
+        "signum:block=32",
         TwoHopBytes(block=32, bits=1, scales=0, flaw=4),
         exempt={"zeros": "one bit has no third value"},
         error_feedback=False,
@@ -514,16 +476,6 @@ def forms_first(cases: Sequence[Case]) -> list[Any]:
     return [case if case.name in FORMS else pytest.param(case, marks=pytest.mark.soak) for case in cases]
 
 
-DDP_AND_POLICY = pytest.mark.parametrize(
-    ("kind", "policy"),
-    [
-        ("core", "fifo"),
-        ("torch", "fused"),
-        pytest.param("core", "fused", marks=pytest.mark.soak),
-        pytest.param("torch", "fifo", marks=pytest.mark.soak),
-    ],
-)
-"""Each DDP and each policy occurs; the long runs have all pairs."""
 EACH_FORM_ONCE = pytest.mark.parametrize(
     ("kind", "policy", "names"),
     [
@@ -539,6 +491,3 @@ EACH_FORM_ONCE = pytest.mark.parametrize(
 )
 """Each form, each DDP and each policy occurs; `make test-all` has every form with each pair of these, the long runs
 every row."""
-EVERY_FORM_OR_ALL = pytest.mark.parametrize(
-    "names", [FORMS, pytest.param(list(BY_NAME), marks=pytest.mark.soak)], ids=["every form", "every row"]
-)

@@ -1,8 +1,4 @@
-"""What a step's collectives carry, from the requests of one rank: `python -m tests.flat_cost` prints tables.
-
-All ranks ask for the same shapes, so one stands for all, and nothing is computed: on PyTorch's "meta" device tensors
-have shapes and no memory.
-"""
+"""What a step's collectives carry, from one rank's requests: all ask for the same shapes, of tensors without memory."""
 
 from __future__ import annotations
 
@@ -81,23 +77,3 @@ def two_hop_of(name: str) -> Compressor:
     """Return the compressor of a name, without the wrapper that keeps its residual."""
     compressor = make_compressor(name, **NEEDED.get(name, {}))
     return getattr(compressor, "inner", compressor)
-
-
-def main() -> None:
-    """Print a table for each model: MB that a rank sends, how often that is what two ranks send, uncompressed share."""
-    for model, shapes in MODELS.items():
-        print(f"{model}: MB that a rank sends in a step\n")
-        print(f"| code | {' | '.join(f'{size} ranks' for size in WORLD_SIZES)} | 64 over 2 | uncompressed |")
-        print("|" + " --- |" * (len(WORLD_SIZES) + 3))
-        for name in two_hop_names():
-            counts = [traffic_of(make_compressor(name), shapes, size, device=DEVICES[model]) for size in WORLD_SIZES]
-            moved = [traffic.moved_bytes for traffic in counts]
-            summed = counts[-1].by_kind.get("all-reduce")
-            share = summed.moved_bytes / moved[-1] if summed else 0.0
-            cells = " | ".join(f"{sent / 1e6:.3f}" for sent in moved)
-            print(f"| {name} | {cells} | {moved[-1] / moved[0]:.3f} | {share:.1%} |")
-        print()
-
-
-if __name__ == "__main__":
-    main()

@@ -93,27 +93,6 @@ def imports_of(sources: Sequence[Source]) -> Imports:
     return found
 
 
-def circles(imports: Imports) -> list[list[str]]:
-    """Return the groups of modules that all import each other, directly or through others; each one sorted."""
-    reached = {module: _reached_from(module, imports) for module in imports}
-    groups = {
-        tuple(sorted({module, *(other for other in reached[module] if module in reached[other])}))
-        for module in imports
-        if module in reached[module]
-    }
-    return [list(group) for group in sorted(groups)]
-
-
-def _reached_from(module: str, imports: Imports) -> set[str]:
-    reached: set[str] = set()
-    left = [module]
-    while left:
-        new = imports[left.pop()] - reached
-        reached |= new
-        left += new
-    return reached
-
-
 def between_folders(imports: Imports) -> Imports:
     """Return which folder of a package imports which.
 

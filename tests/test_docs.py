@@ -1,8 +1,7 @@
 """What the README and the documentation show is what the code does.
 
-A fenced block marked ``python`` is run: all blocks of one page in one namespace, by each of two ranks. One whose
-title is a file of this repository is an excerpt, and must stand in that file. One whose title is a file that does not
-exist is a whole script, and runs under torchrun.
+Fenced blocks marked ``python`` are run, all of a page in one namespace, by each of two ranks. One whose title is a file
+of this repository must stand in that file; with a title that does not exist it is a script, and runs under torchrun.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processors import ROOT, SETTINGS, asked_for, environment_for
+from tests.processors import ROOT, SETTINGS, asked_for, environment_for, kernels_here
+from tests.world import run_world
 
 COMPILED = {"AVX2": "avx2", "SSE4": "sse42"}
 
@@ -52,3 +53,12 @@ def first_difference(one: list[dict[str, str]], other: list[dict[str, str]]) -> 
         if what:
             return step, ", ".join(what[:3])
     return 0, ""
+
+
+@pytest.mark.kernels
+def test_ranks_compute_with_the_kernels_that_were_asked_for() -> None:
+    """Ranks are forked from a server that has imported torch, which may have read its variables by then."""
+    ours = kernels_here()
+    assert run_world(kernels_here, 2, backend=None) == [ours] * 2
+    asked = asked_for()
+    assert asked is None or ours.aten == {"AVX2": "AVX2", "SSE4": "DEFAULT"}[asked]

@@ -152,32 +152,19 @@ def test_the_command_looks_for_what_its_extra_installs() -> None:
     assert commands | {group.name for group in app.registered_groups} == purpose.COMMANDS.keys()
 
 
-@pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bare:
-    return Bare(monkeypatch, capsys)
+def test_help_without_the_extra_names_every_command_and_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in {"typer", "sklearn"} else there(name))
 
-
-class Bare:
-    """The command where two packages of the extras are missing."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        there = importlib.util.find_spec
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: None if name in {"typer", "sklearn"} else there(name)
-        )
-        self._patch, self._capture = monkeypatch, capsys
-
-    def __call__(self, *words: str) -> tuple[int, str]:
-        """Return exit code and output."""
-        self._patch.setattr("sys.argv", ["commhooks", *words])
+    def bare(*words: str) -> tuple[object, str]:
+        monkeypatch.setattr("sys.argv", ["commhooks", *words])
         with pytest.raises(SystemExit) as ended:
             front.main()
-        code, said = ended.value.code, self._capture.readouterr()
-        assert isinstance(code, int)
-        return code, said.out + said.err
+        said = capsys.readouterr()
+        return ended.value.code, said.out + said.err
 
-
-def test_help_without_the_extra_names_every_command_and_what_to_install(bare: Bare) -> None:
     code, said = bare("--help")
     assert code == 0
     for words in (*purpose.COMMANDS, *purpose.COMMANDS.values(), needs.not_installed()):

@@ -1,8 +1,4 @@
-"""The built site: its search finds guide pages first, and its links and pictures lead somewhere.
-
-The site is built without the pages of the reference, whose docstrings take most of the time. The search is the theme's
-own script, run in QuickJS.
-"""
+"""The site, built without the reference: its search, run in QuickJS, finds guide pages first, and no link is broken."""
 
 from __future__ import annotations
 

@@ -7,16 +7,6 @@ import sys
 from pathlib import Path
 
 from tests.tiers import refuse_processes
-from tests.world import on_ranks
-
-
-def own_rank(rank: int) -> int:
-    return rank
-
-
-@on_ranks(2)
-def on_two_ranks(rank: int) -> None:
-    own_rank(rank)
 
 
 def by_a_command() -> None:

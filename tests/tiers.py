@@ -1,9 +1,7 @@
 """Which tests run when: `make test-fast`, `make test` and `make test-all`.
 
-`thorough` and `in_turn` mark what only `make test-all` runs: rows and pairs of which `make test` has a cover, and long
-commands; so does `covering`, over three parameters and more. `a_row` marks a row of which `make test` runs all and
-`make test-fast` one of each form, or a longer test, which that leaves out. What starts a process is marked by
-`conftest.py`, which follows the names that a test's code uses, and otherwise by hand.
+`thorough`, `in_turn` and `covering` mark what only `make test-all` runs; `a_row` a row, or a longer test, that
+`make test-fast` leaves out. What starts a process `conftest.py` marks, by the names in a test's code, or a hand does.
 """
 
 from __future__ import annotations

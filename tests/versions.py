@@ -89,32 +89,6 @@ PROMISE = runpy.run_path(str(ROOT / "commhooks" / "experiments" / "versions.py")
 """The module, run by its path: to import commhooks takes torch."""
 
 
-BEGINNING = """# Versions
-
-commhooks is for Python {python}, and for PyTorch {torch}: hooks, `attach`, `ddp_core`, `Exchanger` and `DiLoCo`.
-`attach_sharded` is for PyTorch {fsdp2}, whose FSDP2 lets others run its collectives; with an older one it raises an
-error. Newer versions of both are allowed. `commhooks env` says whether yours were tried, and which of PyTorch's private
-names it lacks.
-
-`make test-torch TORCH=2.15.0 PYTHON=python3.12 PAGE=1` tries a version on the CPU and writes a row of this table. Cells
-are tests that passed; `commhooks/experiments/versions.json` names those that failed, until the version is tried again.
-`make test` runs with PyTorch 2.13.0 and Python 3.11.
-
-Defects of old versions of PyTorch itself:
-
-- 2.6 and 2.8: Gloo sends no complex numbers (`Invalid scalar type`).
-- 2.6 and 2.8: `destroy_process_group()` may hang if a Gloo collective has only just finished: its thread waits for
-  Python, which waits for the thread. Seen four times, with more busy processes than cores.
-- 2.6: `torch.distributed.checkpoint.async_save` writes tensors on the CPU as training changes them:
-  [copy them first](guide/checkpoints.md#with-torchdistributedcheckpoint).
-- 2.6: its `DistributedDataParallel` hangs over a process group that is written in Python. So `commhooks compare`
-  refuses it, and PyTorch's hooks, on an emulated link; `ddp_core` is not affected.
-- 2.6: private groups that are opened at once, in different orders on the ranks, hang (seen once).
-- 2.6: `optimize_ddp="python_reducer"` works with `register_comm_hook` of these hooks only if autograd is not compiled;
-  otherwise the hook raises an error, as in newer versions.
-"""
-
-
 def main() -> int:
     """Try one version, or write the page; return 0 if all tests passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=(__doc__ or "").splitlines()[0])
@@ -256,15 +230,13 @@ def write_page(rows: list[dict[str, Any]]) -> None:
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    """Return the page in Markdown."""
+    """Return the page in Markdown: what stands above the table, and the rows."""
+    text = PAGE.read_text(encoding="utf-8").partition("\n| PyTorch |")[0]
     heads = ["PyTorch", "Python", "date", *PARTS]
     table = [f"| {' | '.join(heads)} |", f"| {' | '.join(['---'] * len(heads))} |"]
     for row in rows:
         cells = [_cell(row["parts"].get(part)) for part in PARTS]
         table.append(f"| {' | '.join([row['torch'], row['python'], row['date'], *cells])} |")
-    text = BEGINNING.format(python=PROMISE["PYTHON"], torch=PROMISE["TORCH"], fsdp2=PROMISE["FSDP2"])
-    if not rows:
-        table = ["No row has been written yet."]
     return "\n".join([text, *table, ""])
 
 

@@ -1,8 +1,7 @@
-"""Several facts about ranks in one world: starting the processes is most of a small test's time.
+"""Several facts about ranks in one world, since starting the processes is most of a small test's time.
 
-A fact is a function of the rank that asserts something. Facts run in turn on every rank; the first that fails fails
-its own test, and those after it are reported as not run. One that has a parameter `folder` is given an empty one, the
-same on every rank.
+A fact is a function of the rank that asserts something; one with a parameter `folder` is given an empty one. The first
+that fails fails its own test, and those after it are reported as not run.
 """
 
 from __future__ import annotations

@@ -119,14 +119,6 @@ def no_sync_round_the_backward_pass_alone_is_refused_in_join(rank: int) -> None:
 
 
 @facts
-def join_can_throw_on_every_rank_instead(rank: int) -> None:
-    ddp = wrap(scale())
-    with pytest.raises(RuntimeError, match="exhausted"), ddp.join(throw_on_early_termination=True):  # noqa: PT012 (which pass raises depends on the rank)
-        for _ in range(1 + 2 * rank):
-            ddp(ones(rank)).sum().backward()
-
-
-@facts
 def join_mirrors_a_hook_and_sparse_gradients(rank: int) -> None:
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         work = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)

@@ -38,6 +38,22 @@ def steps(ddp: Any, run: Callable[[int], object], count: int = 3) -> Any:
     return ddp
 
 
+def train(
+    make: Callable[[], nn.Module] = Branches,
+    run: Callable[[Any, Tensor], object] = lambda ddp, x: ddp(x).backward(),
+    prepare: Callable[[Any], object] = lambda ddp: None,
+    **options: Any,
+) -> Program:
+    """Return a program that does something to the wrapped model, and then takes steps."""
+
+    def program(wrap: Wrap, rank: int) -> Any:
+        ddp = wrap(make(), **options)
+        prepare(ddp)
+        return steps(ddp, lambda _: run(ddp, ones(rank)))
+
+    return program
+
+
 def branches(*uses: str, **options: Any) -> Program:
     """Return a program whose forward passes use these weights, one step after another."""
 
@@ -48,22 +64,18 @@ def branches(*uses: str, **options: Any) -> Program:
     return program
 
 
-def pair(first: Tensor, second: Tensor) -> list[Tensor]:
-    return [first, second]
-
-
-def overlapping(first: Tensor, second: Tensor) -> list[Tensor]:
-    return [first, first * second]
+def losses_of(ddp: Any, x: Tensor) -> list[Any]:
+    return [output.square().sum() for output in ddp(x)]
 
 
 def in_turn(retain: bool = False, overlap: bool = False, joint_at: tuple[int, ...] = (), **options: Any) -> Program:
     """Return a program with one backward pass for each output; at `joint_at`, one for both."""
 
     def program(wrap: Wrap, rank: int) -> Any:
-        ddp = wrap(Outputs(overlapping if overlap else pair), **options)
+        ddp = wrap(Outputs(lambda first, second: [first, first * second if overlap else second]), **options)
 
         def run(step: int) -> None:
-            losses = [output.square().sum() for output in ddp(ones(rank))]
+            losses = losses_of(ddp, ones(rank))
             for loss in [sum(losses)] if step in joint_at else losses:
                 loss.backward(retain_graph=retain)
 
@@ -72,60 +84,46 @@ def in_turn(retain: bool = False, overlap: bool = False, joint_at: tuple[int, ..
     return program
 
 
-def probed(wrap: Wrap, rank: int, **options: Any) -> Any:
+def pair() -> nn.Module:
+    return Outputs(lambda first, second: [first, second])
+
+
+def sum_and_difference() -> nn.Module:
+    return Outputs(lambda first, second: [first + second, first - second])
+
+
+def first_output(ddp: Any, x: Tensor) -> None:
+    losses_of(ddp, x)[0].backward()
+
+
+def only_of_one(ddp: Any, x: Tensor) -> None:
+    ddp(x).backward(inputs=[ddp.module.a.weight])
+
+
+def probe(ddp: Any, x: Tensor) -> None:
     """Take another output's gradients after the reduction, and throw them away."""
-    ddp = wrap(Outputs(lambda first, second: [first + second, first - second]), **options)
-
-    def run(_: int) -> None:
-        losses = [output.square().sum() for output in ddp(ones(rank))]
-        losses[0].backward(retain_graph=True)
-        losses[1].backward()
-        ddp.zero_grad()
-        sum(output.square().sum() for output in ddp(ones(rank))).backward()
-
-    return steps(ddp, run)
+    losses = losses_of(ddp, x)
+    losses[0].backward(retain_graph=True)
+    losses[1].backward()
+    ddp.zero_grad()
+    sum(losses_of(ddp, x)).backward()
 
 
-def in_turn_under_no_sync(wrap: Wrap, rank: int, **options: Any) -> Any:
+def second_under_no_sync(ddp: Any, x: Tensor) -> None:
     """Keep the gradients of the second output on the rank, without a word, until the next reduction takes them too."""
-    ddp = wrap(Outputs(pair), **options)
-
-    def run(_: int) -> None:
-        losses = [output.square().sum() for output in ddp(ones(rank))]
-        losses[0].backward(retain_graph=True)
-        with ddp.no_sync(), warnings.catch_warnings():
-            warnings.simplefilter("error")
-            losses[1].backward()
-        sum(output.square().sum() for output in ddp(ones(rank))).backward()
-
-    return steps(ddp, run)
+    losses = losses_of(ddp, x)
+    losses[0].backward(retain_graph=True)
+    with ddp.no_sync(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses[1].backward()
+    sum(losses_of(ddp, x)).backward()
 
 
-def one_output(**options: Any) -> Program:
-    def program(wrap: Wrap, rank: int) -> Any:
-        ddp = wrap(Outputs(pair), **options)
-        return steps(ddp, lambda _: ddp(ones(rank))[0].square().sum().backward())
-
-    return program
-
-
-def outside(before: bool, **options: Any) -> Program:
-    """Return a program with a penalty on a weight, whose backward pass comes just before the loss's, or within it."""
-
-    def program(wrap: Wrap, rank: int) -> Any:
-        ddp = wrap(Branches(), **options)
-
-        def run(_: int) -> None:
-            loss, penalty = ddp(ones(rank)), (rank + 1) * ddp.module.a.weight.square().sum()
-            if before:
-                penalty.backward()
-                loss.backward()
-            else:
-                (loss + penalty).backward()
-
-        return steps(ddp, run)
-
-    return program
+def outside(ddp: Any, x: Tensor, before: bool = True) -> None:
+    """Add a penalty on a weight, whose backward pass comes just before the loss's, or within it."""
+    loss, penalty = ddp(x), x.item() * ddp.module.a.weight.square().sum()
+    for each in (penalty, loss) if before else (loss + penalty,):
+        each.backward()
 
 
 class Reentrant(nn.Module):
@@ -138,79 +136,38 @@ class Reentrant(nn.Module):
         x = self.b(x)
         for _ in range(2):
             x = checkpoint(self.a, x, use_reentrant=True)
-        return x
+        return x.sum()
 
 
-def checkpointed_twice(wrap: Wrap, rank: int, **options: Any) -> Any:
-    ddp = wrap(Reentrant(), **options)
-    return steps(ddp, lambda _: ddp(ones(rank)).sum().backward())
+def first_under_no_sync(ddp: Any, x: Tensor) -> None:
+    with ddp.no_sync():
+        ddp(x).backward()
+    ddp(x).backward()
 
 
-def first_under_no_sync(wrap: Wrap, rank: int) -> Any:
-    ddp = wrap(Branches(), static_graph=True)
+def clear_another(ddp: Any) -> None:
+    """Let the later weight's gradient clear the earlier one's."""
+    later, earlier = ddp.module.a.weight, ddp.module.b.weight
+    later.register_post_accumulate_grad_hook(lambda _: setattr(earlier, "grad", None))
 
-    def run(_: int) -> None:
-        with ddp.no_sync():
-            ddp(ones(rank)).backward()
-        ddp(ones(rank)).backward()
 
-    return steps(ddp, run)
+def words(announced: bool) -> Program:
+    """Return a program whose embedding's gradient is sparse if it was announced to be dense, or the reverse."""
+
+    def program(wrap: Wrap, rank: int) -> Any:
+        model = Words()
+        model.words.sparse = announced
+        ddp = wrap(model)
+        model.words.sparse = not announced
+        return steps(ddp, lambda _: ddp(rank).backward())
+
+    return program
 
 
 def declared_static_late(wrap: Wrap, rank: int) -> Any:
-    ddp = wrap(Branches())
-    steps(ddp, lambda _: ddp(ones(rank)).backward())
+    ddp = train()(wrap, rank)
     ddp._set_static_graph()
     return ddp
-
-
-def only_for(wrap: Wrap, rank: int, **options: Any) -> Any:
-    """Compute the gradient of one weight alone."""
-    ddp = wrap(Branches(), **options)
-    return steps(ddp, lambda _: ddp(ones(rank)).backward(inputs=[ddp.module.a.weight]))
-
-
-def with_a_history(wrap: Wrap, rank: int) -> Any:
-    ddp = wrap(Branches())
-    return steps(ddp, lambda _: ddp(ones(rank)).square().backward(create_graph=True))
-
-
-def detached_views(wrap: Wrap, rank: int) -> Any:
-    ddp = wrap(Branches(), **VIEWS)
-    return steps(ddp, lambda _: [ddp(ones(rank)).backward(), ddp.module.a.weight.grad.detach_()])
-
-
-def cleared_in_the_backward_pass(wrap: Wrap, rank: int) -> Any:
-    ddp = wrap(Branches(), batched_grad_copy=True)
-    later, earlier = ddp.module.a.weight, ddp.module.b.weight
-    later.register_post_accumulate_grad_hook(lambda _: setattr(earlier, "grad", None))
-    return steps(ddp, lambda _: ddp(ones(rank)).backward())
-
-
-def frozen_once_wrapped(wrap: Wrap, rank: int) -> Any:
-    ddp = wrap(Branches())
-    ddp.module.a.requires_grad_(False)
-    return steps(ddp, lambda _: ddp(ones(rank)).backward())
-
-
-def replaced(wrap: Wrap, rank: int) -> Any:
-    ddp = wrap(Branches())
-    ddp.module.a = scale()
-    return steps(ddp, lambda _: ddp(ones(rank)).backward())
-
-
-def dense_where_a_sparse_one_was_announced(wrap: Wrap, rank: int) -> Any:
-    ddp = wrap(Words())
-    ddp.module.words.sparse = False
-    return steps(ddp, lambda _: ddp(rank).backward())
-
-
-def sparse_where_a_dense_one_was_announced(wrap: Wrap, rank: int) -> Any:
-    model = Words()
-    model.words.sparse = False
-    ddp = wrap(model)
-    model.words.sparse = True
-    return steps(ddp, lambda _: ddp(rank).backward())
 
 
 def early_end(wrap: Wrap, rank: int) -> Any:
@@ -219,44 +176,18 @@ def early_end(wrap: Wrap, rank: int) -> Any:
         return steps(ddp, lambda _: ddp(ones(rank)).backward(), 2 + rank)
 
 
-def pickled_with_a_group(wrap: Wrap, rank: int) -> Any:
-    ddp = wrap(scale(), process_group=dist.new_group())
-    ddp.__getstate__()
-    return ddp
-
-
 def mean(_state: object, bucket: Any) -> Any:
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0] / 2)
 
 
-def hooks(*functions: Any, **options: Any) -> Program:
-    def program(wrap: Wrap, rank: int) -> Any:
-        ddp = wrap(Branches(), **options)
-        for function in functions:
-            ddp.register_comm_hook(None, function)
-        return steps(ddp, lambda _: ddp(ones(rank)).backward())
-
-    return program
+def hooks(*functions: Any) -> Program:
+    return train(prepare=lambda ddp: [ddp.register_comm_hook(None, function) for function in functions])
 
 
 def done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
-
-
-def fails(_state: object, _bucket: object) -> Any:
-    raise ZeroDivisionError("of the hook")
-
-
-def buffer_hook(wrap: Wrap, rank: int) -> Any:
-    ddp = wrap(nn.BatchNorm1d(1))
-    ddp._register_buffer_comm_hook(None, 3)
-    return ddp
-
-
-def extra_weight(wrap: Wrap, rank: int) -> Any:
-    return wrap(nn.Sequential(*(scale() for _ in range(1 + rank))))
 
 
 READY = "ready only once.*name "
@@ -278,41 +209,54 @@ PROGRAMS: dict[str, tuple[Program, str | None]] = {
     "outputs in turn, static": (in_turn(**STATIC), READY + r"b\.weight.*add the losses up"),
     "outputs in turn, graph retained, static": (in_turn(retain=True, **STATIC), READY + r"b\.weight"),
     "outputs in turn later, static": (in_turn(joint_at=(0,), **STATIC), EQUAL),
-    "outputs in turn, the second under no_sync, searched for": (
-        functools.partial(in_turn_under_no_sync, **SEARCH),
-        EQUAL,
-    ),
-    "another output's gradients thrown away, searched for": (functools.partial(probed, **SEARCH), EQUAL),
-    "another output's gradients thrown away, static": (functools.partial(probed, **STATIC), EQUAL),
-    "an output never used": (one_output(), UNFINISHED + r"b\.weight"),
-    "an output never used, searched for": (one_output(**SEARCH), EQUAL),
-    "an output never used, static": (one_output(**STATIC), EQUAL),
-    "a weight outside forward": (outside(before=False), EQUAL),
-    "a weight outside forward, earlier": (outside(before=True), READY + r"a\.weight"),
-    "a weight outside forward, earlier, static": (outside(before=True, **STATIC), EQUAL),
-    "checkpointed twice": (checkpointed_twice, READY + r"a\.weight"),
-    "checkpointed twice, static": (functools.partial(checkpointed_twice, **STATIC), EQUAL),
-    "static: no_sync first": (first_under_no_sync, EQUAL),
+    "outputs in turn, the second under no_sync, searched for": (train(pair, second_under_no_sync, **SEARCH), EQUAL),
+    "another output's gradients thrown away, searched for": (train(sum_and_difference, probe, **SEARCH), EQUAL),
+    "another output's gradients thrown away, static": (train(sum_and_difference, probe, **STATIC), EQUAL),
+    "an output never used": (train(pair, first_output), UNFINISHED + r"b\.weight"),
+    "an output never used, searched for": (train(pair, first_output, **SEARCH), EQUAL),
+    "an output never used, static": (train(pair, first_output, **STATIC), EQUAL),
+    "a weight outside forward": (train(run=functools.partial(outside, before=False)), EQUAL),
+    "a weight outside forward, earlier": (train(run=outside), READY + r"a\.weight"),
+    "a weight outside forward, earlier, static": (train(run=outside, **STATIC), EQUAL),
+    "checkpointed twice": (train(Reentrant), READY + r"a\.weight"),
+    "checkpointed twice, static": (train(Reentrant, **STATIC), EQUAL),
+    "static: no_sync first": (train(run=first_under_no_sync, **STATIC), EQUAL),
     "static: declared late": (declared_static_late, "should be called before training loop starts"),
-    "gradients of one weight alone": (only_for, UNFINISHED + r"b\.weight"),
-    "gradients of one weight alone, static": (functools.partial(only_for, **STATIC), EQUAL),
-    "gradients with a history": (with_a_history, EQUAL),
-    "views detached": (detached_views, "Can't detach views in-place"),
-    "a gradient cleared": (cleared_in_the_backward_pass, EQUAL),
-    "frozen once wrapped": (frozen_once_wrapped, UNFINISHED + r"a\.weight"),
-    "replaced": (replaced, r"not averaged: 'a\.weight' on rank \d.*added or replaced afterwards"),
-    "dense for sparse": (dense_where_a_sparse_one_was_announced, r"'words\.weight': expected a sparse gradient"),
-    "sparse for dense": (sparse_where_a_dense_one_was_announced, r"'words\.weight' got a sparse gradient"),
+    "gradients of one weight alone": (train(run=only_of_one), UNFINISHED + r"b\.weight"),
+    "gradients of one weight alone, static": (train(run=only_of_one, **STATIC), EQUAL),
+    "gradients with a history": (train(run=lambda ddp, x: ddp(x).square().backward(create_graph=True)), EQUAL),
+    "views detached": (
+        train(run=lambda ddp, x: [ddp(x).backward(), ddp.module.a.weight.grad.detach_()], **VIEWS),
+        "Can't detach views in-place",
+    ),
+    "a gradient cleared": (train(prepare=clear_another, batched_grad_copy=True), EQUAL),
+    "frozen once wrapped": (
+        train(prepare=lambda ddp: ddp.module.a.requires_grad_(False)),
+        UNFINISHED + r"a\.weight",
+    ),
+    "replaced": (
+        train(prepare=lambda ddp: setattr(ddp.module, "a", scale())),
+        r"not averaged: 'a\.weight' on rank \d.*added or replaced afterwards",
+    ),
+    "dense for sparse": (words(announced=True), r"'words\.weight': expected a sparse gradient"),
+    "sparse for dense": (words(announced=False), r"'words\.weight' got a sparse gradient"),
     "a rank ends early": (early_end, "exhausted (all )?inputs"),
-    "pickled with a group": (pickled_with_a_group, "only supported when using DDP with the default process group"),
+    "pickled with a group": (
+        lambda wrap, rank: wrap(scale(), process_group=dist.new_group()).__getstate__(),
+        "only supported when using DDP with the default process group",
+    ),
     "two hooks": (hooks(mean, mean), EQUAL),
-    "a hook that raises": (hooks(fails), "of the hook"),
     "a hook without a future": (hooks(lambda state, bucket: 3), HOOK + "must return a torch.futures.Future"),
     "a hook's number": (hooks(lambda state, bucket: done(3)), HOOK + "got int"),
-    "a hook's empty list": (hooks(lambda state, bucket: done([])), HOOK + "got list"),
     "a hook's wrong size": (hooks(lambda state, bucket: done(torch.ones(0))), HOOK + r"got shape \(0,\)"),
-    "a buffer hook": (buffer_hook, r"buffer hook must be callable \(got int\)"),
-    "another number of weights": (extra_weight, "DDP expects same model across all ranks"),
+    "a buffer hook": (
+        lambda wrap, rank: wrap(nn.BatchNorm1d(1))._register_buffer_comm_hook(None, 3),
+        r"buffer hook must be callable \(got int\)",
+    ),
+    "another number of weights": (
+        lambda wrap, rank: wrap(nn.Sequential(*(scale() for _ in range(1 + rank)))),
+        "DDP expects same model across all ranks",
+    ),
 }
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,7 +14,6 @@ from torch.futures import Future
 import ddp_core
 from ddp_core import GradBucket
 from ddp_core.features.sparse import group_for_sparse_sums
-from tests import bounds
 from tests.ddp_core.facts import Facts
 from tests.ddp_core.models import MEAN, Words, grads, ones, scale, wrap
 
@@ -74,43 +71,22 @@ def for_pytorch(state: object, bucket: torch._C._distributed_c10d.GradBucket) ->
     return plain(state, bucket)
 
 
-class BucketLike(Protocol):
-    def buffer(self) -> Tensor: ...
-
-
-def duck_typed(state: object, bucket: BucketLike) -> Future[Tensor] | Tensor:
-    return plain(state, bucket)
-
-
 class Callable_:  # noqa: N801 (the name would hide typing's)
     """Hooks of every other shape."""
 
     def __call__(self, state: object, window: Any) -> Any:
         return plain(state, window)
 
-    def method(self, state: object, window: Any) -> Any:
-        return plain(state, window)
-
-    @staticmethod
-    def static(state: object, window: Any) -> Any:
-        return plain(state, window)
-
 
 SHAPES: dict[str, Callable[..., Any]] = {
     "function": plain,
     "lambda": lambda s, b: plain(s, b),  # noqa: PLW0108 (a lambda is what is tested)
-    "partial": functools.partial(plain),
-    "partial with a keyword": functools.partial(lambda s, b, scale: plain(s, b), scale=1),
     "callable object": Callable_(),
-    "bound method": Callable_().method,
-    "static method": Callable_.static,
     "any arguments": lambda *arguments: plain(*arguments),  # noqa: PLW0108 (see above)
     "defaults": lambda s, b, more=3: plain(s, b),
     "postponed annotations": postponed,
-    "postponed annotations of a partial": functools.partial(postponed),
     "annotations for a type checker alone": for_a_type_checker,
     "PyTorch's annotations": for_pytorch,
-    "protocol": duck_typed,
 }
 
 RETURNS: dict[str, Callable[..., Any]] = {
@@ -169,23 +145,6 @@ def hooks_are_replaced_and_removed_between_steps(rank: int) -> None:
     assert gradient() == MEAN
 
 
-def rounding_to_fp16() -> float:
-    """Return how far a mean that travels in fp16 may be off."""
-    terms = [grad for rank in range(2) for gradient in step(model_of_seed(), rank) for grad in gradient or []]
-    return bounds.of_mean(2, torch.float16) * max(map(abs, terms))
-
-
-@facts
-def the_hooks_of_pytorch_run_unmodified(rank: int) -> None:
-    expected = means(rank)
-    hooks = {default_hooks.allreduce_hook: 0.0, default_hooks.fp16_compress_hook: rounding_to_fp16()}
-    for hook, tolerance in hooks.items():
-        ddp = hooked(None, hook)
-        for _ in range(3):
-            for got, wanted in zip(step(ddp, rank), expected, strict=True):
-                assert got == pytest.approx(wanted, rel=0, abs=tolerance)
-
-
 @facts
 def a_hook_sees_a_sparse_gradient_alone(rank: int) -> None:
     seen: list[tuple[str, bool]] = []
@@ -204,37 +163,6 @@ def a_hook_sees_a_sparse_gradient_alone(rank: int) -> None:
     assert sorted(seen) == [("out.weight", False), ("words.weight", True)]
     assert ddp.module.words.weight.grad.to_dense().tolist() == [[0.5, 0.5], [0.5, 0.5], [0, 0], [0, 0]]
     assert grads(ddp)[1] == [1.0]
-
-
-@facts
-def a_hook_that_raises_is_named_now_and_by_the_next_forward_pass(rank: int) -> None:
-    def broken(state: object, bucket: object) -> Any:
-        raise LookupError("no such luck")
-
-    ddp = wrap(scale())
-    ddp.register_comm_hook(None, broken)
-    with pytest.raises(LookupError, match="no such luck") as caught:
-        ddp(ones()).sum().backward()
-    assert "broken" in "".join(caught.value.__notes__) and "(weight)" in "".join(caught.value.__notes__)
-    with pytest.raises(RuntimeError, match="LookupError: no such luck"):
-        ddp(ones())
-
-
-@facts
-def a_future_that_fails_passes_its_error_on_and_no_later_step_runs_until_the_module_is_wrapped_again(rank: int) -> None:
-    ddp = wrap(scale())
-    handle = ddp.register_comm_hook(None, lambda state, bucket: reduced(bucket).get_future().then(lambda _: 1 / 0))
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        ddp(ones(rank)).sum().backward()
-    with pytest.raises(RuntimeError, match="(?s)interrupted by.*ZeroDivisionError.*wrap again"):
-        torch.optim.SGD(ddp.parameters(), lr=1.0).step()
-    handle.remove()
-    with pytest.raises(RuntimeError, match="(?s)interrupted by.*ZeroDivisionError.*wrap again"):
-        ddp(ones(rank))
-    again = wrap(ddp.module)
-    again.zero_grad()
-    again(ones(rank)).sum().backward()
-    assert grads(again) == [[MEAN]]
 
 
 test_on_two_ranks = facts.tests()

@@ -72,19 +72,6 @@ def test_parameters_that_are_not_used_and_delayed_ones(works: str) -> None:
     assert grads(model) == [[1.0], [1.0]]
 
 
-@pytest.mark.usefixtures("alone")
-def test_pytorchs_own_hooks_run_on_such_a_group() -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
-        group, model = Lonely(), scale()
-        ddp = wrap(model, process_group=group)
-        ddp.register_comm_hook(group, hook)
-        ddp(ones()).backward()
-        assert grads(model) == [[1.0]]
-        assert group.calls["allreduce"] == 1
-
-
 @facts
 def ranks_are_averaged_and_compared(rank: int) -> None:
     assert dist.group.WORLD is not None

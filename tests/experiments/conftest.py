@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 
 from commhooks.experiments import launch
 from tests.experiments.forked_ranks import forking
-from tests.experiments.standing_ranks import StandingRanks
 
 # What ranks of these tests would each import for themselves: half a second for the digits alone.
 os.environ["WORLD_PRELOAD"] = (
@@ -24,13 +23,6 @@ def ranks_are_forked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "multiprocessing", forking())
         yield
-
-
-@pytest.fixture(scope="module")
-def standing() -> Iterator[StandingRanks]:
-    ranks = StandingRanks(timeout=120.0)
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 CLASSES, WIDTH = 40, 16
 ELEMENTS = CLASSES * WIDTH + 2 * WIDTH + WIDTH * WIDTH + WIDTH  # the tied weight once
@@ -38,3 +40,25 @@ def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
 def task() -> tuple[nn.Module, object, object]:
     """Return the model, random data and the loss."""
     return Odd(), [(torch.randint(CLASSES, (4,)), torch.randint(CLASSES, ())) for _ in range(200)], loss
+
+
+# Functions that are no tasks, each for another reason.
+
+
+def nothing() -> None:
+    """Return no task."""
+
+
+def no_scalar() -> tuple[Any, ...]:
+    """Return a task whose loss has a value for each example."""
+    return _task(lambda model, batch: model(batch[0]).sum(1))
+
+
+def fails() -> tuple[Any, ...]:
+    """Return a task whose model does not take its data."""
+    return _task(lambda model, batch: model(batch[0].T).mean())
+
+
+def _task(loss: Any) -> tuple[nn.Module, TensorDataset, Any]:
+    data: Tensor = torch.zeros(200, 3)
+    return nn.Linear(3, 2), TensorDataset(data), loss

@@ -18,7 +18,6 @@ from commhooks.experiments.tasks import load_task
 from commhooks.experiments.tasks.images import ResNet18
 from commhooks.lockstep import average_in_lockstep
 from experiments.studies.blocks import Picture, Table
-from experiments.studies.jobs import run_jobs
 from experiments.studies.lockstep import ACCURACY, LOSS, join_workers
 from experiments.studies.reproduce.ablation import Ablation, Trial, train_variants
 from experiments.studies.reproduce.comparing import between, compare, draw_differences, findings, show_ablation, table
@@ -33,19 +32,11 @@ ABLATION = Ablation(
 FEW = Ablation(tasks=(TASK,), variants={"SGD": "all-reduce", "half": "fp16"}, seeds=2, workers=2, processes=1)
 
 
-def rows(scores: Mapping[str, tuple[float, ...]], task: str = "digits", **changes: Any) -> list[dict[str, Any]]:
+def rows(scores: Mapping[str, tuple[float, ...]], task: str = "digits") -> list[dict[str, Any]]:
     """Return made-up runs with these accuracies, or losses, for seeds 0, 1, ..."""
     return [
-        {
-            "task": task,
-            "variant": variant,
-            "seed": seed,
-            "accuracy": value,
-            "loss": value,
-            "diverged": None,
-            "payload_bytes": 2500.0,
-        }
-        | changes
+        {"task": task, "variant": variant, "seed": seed, "accuracy": value, "loss": value}
+        | {"diverged": None, "payload_bytes": 2500.0}
         for variant, values in scores.items()
         for seed, value in enumerate(values)
     ]
@@ -66,10 +57,17 @@ def test_a_task_may_be_trained_under_another_optimizer() -> None:
     assert findings(compare(ABLATION, rows(SCORES, task=still), still)).startswith("On digits under sgd:")
 
 
-def test_a_mistake_in_an_optimizer_is_an_error_before_the_first_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tasks": (TASK, f"{TASK} under sgd:rate=0.1")}, "setting 'rate' is not known"),
+        ({"variants": {"SGD": "all-reduce", "low": "powersgd:rnk=1"}}, "rnk"),
+    ],
+)
+def test_a_mistake_is_an_error_before_the_first_run(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     said: list[str] = []
-    with pytest.raises(ValueError, match="setting 'rate' is not known"):
-        train_variants(dataclasses.replace(FEW, tasks=(TASK, f"{TASK} under sgd:rate=0.1")), notes(tmp_path, said))
+    with pytest.raises(ValueError, match=words):
+        train_variants(dataclasses.replace(FEW, **change), notes(tmp_path, said))
     assert not said
 
 
@@ -81,13 +79,9 @@ def test_differences_are_taken_seed_by_seed_and_said_in_a_sentence() -> None:
         "- With lower, accuracy is 10.10 points lower than with SGD (8.07 to 12.13, 3 seeds)."
     )
     assert [row[-1] for row in table(ABLATION, compared).rows] == ["—", "none seen", "worse"]
-
-
-def test_a_lower_loss_is_better() -> None:
-    compared = compare(ABLATION, rows(SCORES, task="lstm"), "lstm")
-    assert compared[0].score is LOSS
-    assert "validation loss is 0.101 nats lower than with SGD" in findings(compared)
-    assert [row[-1] for row in table(ABLATION, compared).rows] == ["—", "none seen", "better"]
+    of_losses = compare(ABLATION, rows(SCORES, task="lstm"), "lstm")
+    assert of_losses[0].score is LOSS and "validation loss is 0.101 nats lower than with SGD" in findings(of_losses)
+    assert [row[-1] for row in table(ABLATION, of_losses).rows] == ["—", "none seen", "better"]
 
 
 @pytest.mark.parametrize("change", [{"diverged": 31}, {"loss": None}])
@@ -125,37 +119,10 @@ def test_the_runs_of_a_seed_have_the_same_data_and_finished_ones_are_not_made_ag
     assert isinstance(blocks[0], Table) and "100" not in str(blocks[0].rows[1][3])
 
 
-def test_a_misspelt_hook_fails_before_anything_is_trained(tmp_path: Path) -> None:
-    said: list[str] = []
-    wrong = dataclasses.replace(FEW, variants={"SGD": "all-reduce", "low": "powersgd:rnk=1"})
-    with pytest.raises(ValueError, match="rnk"):
-        train_variants(wrong, notes(tmp_path, said))
-    assert said == []
-
-
-@dataclasses.dataclass(frozen=True)
-class Threads:
-    """A job that says how many threads it has."""
-
-    def run(self) -> int:
-        return torch.get_num_threads()
-
-
-def test_jobs_have_one_thread_and_this_process_gets_its_own_back() -> None:
-    before, found = torch.get_num_threads(), list[object]()
-    torch.set_num_threads(2)
-    try:
-        run_jobs([Threads()], 1, found.append, alone=[Threads()])
-        assert (found, torch.get_num_threads()) == ([1, 1], 2)
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(("hook", "floats"), [("all-reduce", 11_173_962), ("rank=1", 45_935), ("rank=7", 263_885)])
 def test_two_workers_send_as_much_for_resnet18_as_the_powersgd_paper_says(hook: str, floats: int) -> None:
     hook = hook if hook == "all-reduce" else f"powersgd:min_compression_rate=1,{hook}"
     model = ResNet18()
     exchangers = join_workers(model, make_hook(Spec.parse(hook)), 2)
-    gradient = {name: torch.ones_like(p) for name, p in model.named_parameters()}
-    average_in_lockstep(exchangers, [gradient] * 2)
+    average_in_lockstep(exchangers, [{name: torch.ones_like(p) for name, p in model.named_parameters()}] * 2)
     assert exchangers[0].statistics().payload_bytes == 4 * floats

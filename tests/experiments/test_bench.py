@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,13 @@ from typer.testing import CliRunner
 
 from commhooks.experiments.results.summary import Spread
 from commhooks.native import compiled, library
-from commhooks.native.library import VARIABLE
 from experiments.studies.app import app
 from experiments.studies.bench import codecs, powersgd
-from experiments.studies.bench.copies import EAGER, Worked, between_copies, in_copies
-from experiments.studies.bench.gate import BETTER, GONE, NEW, SAME, WORSE, changes, other_places
+from experiments.studies.bench.copies import EAGER, Worked
+from experiments.studies.bench.gate import BETTER, GONE, NEW, SAME, WORSE, changes
 from experiments.studies.bench.page import pages
-from experiments.studies.bench.real_step import CLOCKS, HOSTS, PEERS, rows_of
 from experiments.studies.bench.results import Measured, Results, read, write
-from experiments.studies.bench.rows import MET, MISSED, WITHIN, Row, compared, pooled, slack_of
+from experiments.studies.bench.rows import MET, MISSED, WITHIN, Row, compared
 from experiments.studies.bench.sections import SECTIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -49,11 +45,6 @@ def test_a_median_at_the_target_meets_it_and_the_slack_counts_only_above_it() ->
     assert row("a", 1.06).verdict == ""
 
 
-def test_the_slack_is_the_distance_of_the_farther_quartile_from_one() -> None:
-    assert slack_of(Spread(1.0, 0.9, 1.02)) == pytest.approx(0.1)
-    assert slack_of(Spread(1.05, 1.01, 1.2)) == pytest.approx(0.2)
-
-
 def test_ours_is_compared_round_by_round_with_both_turns_of_the_peer() -> None:
     seconds = {"ours": [2.0, 6.0], "theirs": [1.0, 2.0], "again": [3.0, 4.0]}
     spread, noise = compared(seconds)
@@ -67,11 +58,6 @@ def test_only_a_change_beyond_both_spreads_counts() -> None:
     assert kinds(stored, now) == {"worse": WORSE, "better": BETTER, "within": SAME, "wide": SAME}
 
 
-def test_an_exact_count_gets_worse_by_any_amount() -> None:
-    before, after = measured(row("bytes", 1.0, width=0.0)), measured(row("bytes", 1.001, width=0.0))
-    assert kinds({"hooks": before}, {"hooks": after}) == {"bytes": WORSE}
-
-
 def test_an_exact_count_that_the_file_rounded_has_not_changed(tmp_path: Path) -> None:
     now = {"hooks": measured(row("two thirds", 2 / 3, width=0.0), row("one third", 1 / 3, width=0.0))}
     write(tmp_path / "stored.json", now)
@@ -83,31 +69,6 @@ def test_rows_that_are_missing_on_either_side_are_named_and_other_sections_are_l
     assert kinds(stored, {"ddp": measured(row("fresh", 1.0))}) == {"old": GONE, "fresh": NEW}
 
 
-def test_another_machine_or_version_is_named_and_a_load_is_not() -> None:
-    here = {"ddp": measured(row("a", 1.0))}
-    assert other_places(here, here) == []
-    (machine,) = other_places(here, {"ddp": measured(row("a", 1.0), processor="another")})
-    (version,) = other_places(here, {"ddp": measured(row("a", 1.0), torch="2.14")})
-    assert "processor another" in machine
-    assert "torch 2.14" in version
-
-
-def test_what_a_hook_adds_to_noop_is_compared_with_what_the_all_reduce_adds() -> None:
-    launches = []
-    for added in (0.5, 0.7, 0.6):
-        seconds = {name: [2.0, 2.0, 9.0] for name in PEERS} | {"noop": [1.0, 0.1, 1.0], "fifo": [1 + added] * 3}
-        launches.append(dict.fromkeys(CLOCKS, seconds))
-    found = rows_of(launches, "fifo", "1 bucket", HOSTS)
-    assert [one.quantity.partition(" added")[0] for one in found] == ["CPU time", "wall time"]
-    for one in found:
-        assert (one.spread.median, one.spread.low, one.spread.high) == pytest.approx((0.6, 0.55, 0.65))
-        assert one.noise is not None and one.noise.median == 1.0
-
-
-def test_the_rounds_of_all_launches_are_pooled() -> None:
-    assert pooled([{"a": [1.0, 2.0]}, {"a": [3.0]}]) == {"a": [1.0, 2.0, 3.0]}
-
-
 def test_a_file_that_was_written_reads_the_same_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "benchmarks.json"
     results = {"ddp": measured(row("a", 1.0, target=1.0), dataclasses.replace(row("b", 2.0), noise=Spread(1, 1, 1)))}
@@ -116,30 +77,6 @@ def test_a_file_that_was_written_reads_the_same_and_a_damaged_one_is_refused(tmp
     path.write_text(path.read_text()[:-20])
     with pytest.raises(ValueError, match="expected results of the benchmarks, of format 1"):
         read(path)
-
-
-def test_the_overview_names_what_missed_by_most_and_is_made_from_the_file_alone() -> None:
-    missed = [row("near", 2.0, target=1.9), dataclasses.replace(row("slow", 1.5, target=1.0), note="It waits.")]
-    results = {"hooks": measured(*missed, row("fine", 0.9, target=1.0)), "ddp": measured(row("seen", 1.1))}
-    made = pages(results, "figures")
-    assert list(made) == ["figures.md", "figures/ddp.md", "figures/hooks.md"]
-    overview = made["figures.md"]
-    assert "| [Hooks and their twins in PyTorch](figures/hooks.md) | 3 | 3 | 1 | 0 | 2 | `" in overview
-    assert "Of 3 figures with a target, 1 met it, 0 did so within the spread, and 2 missed it." in overview
-    assert "PyTorch: slow: step time: 1.50 (1.49–1.51), target 1.00. It waits." in overview
-    assert "near: step time" not in overview
-    assert "Not measured yet: PowerSGD and its memory traffic, " in overview
-    for key in results:
-        assert SECTIONS[key].sentence in made[f"figures/{key}.md"]
-
-
-def test_rows_of_one_name_stand_side_by_side_on_a_wide_page() -> None:
-    rows = [dataclasses.replace(row("int8", 9.0, width=0.0, target=8.0), quantity="AVX-512")]
-    rows += [dataclasses.replace(row(name, 20.0, width=0.0), quantity="eager") for name in ("int8", "mxfp8")]
-    page = pages({"levels": measured(*rows)}, "figures")["figures/levels.md"]
-    assert "|  | AVX-512 | eager |" in page
-    assert "| int8 | 9.00, missed (8) | 20.00 |" in page
-    assert "| mxfp8 |  | 20.00 |" in page
 
 
 def test_what_must_be_moved_is_counted_in_copies() -> None:
@@ -154,37 +91,6 @@ def test_what_must_be_moved_is_counted_in_copies() -> None:
     code = 1 + 4 / 128  # bytes of an element, with its share of the block's scale
     assert floors["int8"] == pytest.approx((8 + 12 + 12 / 8 + (3 + 1 / 8) * code) / 8)
     assert floors["powersgd:rank=1"] == pytest.approx(28 / 8, abs=0.02)
-
-
-def test_the_unit_is_the_median_of_the_copies_around_the_work() -> None:
-    times, called = iter([0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 11.0, 11.0, 13.0, 13.0, 15.0, 15.0, 99.0]), list[str]()
-    taken = between_copies(lambda: called.append("work"), lambda: called.append("copy"), lambda: next(times))
-    assert called == ["copy"] * 3 + ["work"] + ["copy"] * 3
-    assert taken == 8.0 / 1.5
-
-
-def test_buckets_hold_all_gradients_in_order_in_about_equal_parts() -> None:
-    for shapes in powersgd.MODELS.values():
-        parts = powersgd.divided(shapes, 4)
-        assert [shape for part in parts for shape in part] == list(shapes)
-        sizes = [sum(math.prod(shape) for shape in part) for part in parts]
-        assert len(parts) == 4 and max(sizes) < 0.5 * sum(sizes)
-
-
-def test_a_level_is_in_use_during_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    worked, seen = Worked("all-reduce", [(8, 8)], 2), list[str]()
-    engine = worked.engines[0]
-    run = engine.run
-
-    def seeing(bucket: Any) -> Any:
-        seen.append(os.environ[VARIABLE])
-        return run(bucket)
-
-    monkeypatch.setattr(engine, "run", seeing)
-    found = in_copies(worked, (EAGER,), rounds=2)
-    assert set(seen) == {EAGER} and VARIABLE not in os.environ
-    assert list(found) == [EAGER] and found[EAGER].low > 0
 
 
 @pytest.mark.skipif(not compiled().levels, reason=str(compiled()))

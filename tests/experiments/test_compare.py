@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -63,32 +62,19 @@ def kept_in(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (out / "results").iterdir()}
 
 
-@dataclass
-class Continued:
-    """A comparison that had the result of one hook, and that another command went on with."""
-
-    out: Path
-    kept: dict[str, bytes]  # the results that were there
-    printed: str  # by the second command
-
-
 @pytest.fixture(scope="module")
-def continued(tmp_path_factory: pytest.TempPathFactory) -> Continued:
+def continued(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes], str]:
+    """Return a comparison's folder, the result that it had at first, and what the command that went on printed."""
     out = tmp_path_factory.mktemp("compare")
     compare(out, "--hook", HOOKS[0])
     kept = kept_in(out)
     (out / "results" / "digits.json.part").write_text(HALF_WRITTEN)
-    return Continued(out, kept, compare(out, *ALL_HOOKS))
+    return out, kept, compare(out, *ALL_HOOKS)
 
 
 @pytest.fixture(scope="module")
-def folder(continued: Continued) -> Path:
-    return continued.out
-
-
-@pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, RunResult]:
-    found = [RunResult.read(path) for path in (folder / "results").glob("*.json")]
+def results(continued: tuple[Path, dict[str, bytes], str]) -> dict[str, RunResult]:
+    found = [RunResult.read(path) for path in (continued[0] / "results").glob("*.json")]
     return {result.settings.hook.label: result for result in found}
 
 
@@ -105,38 +91,14 @@ def odd(made: list[RunResult]) -> dict[str, RunResult]:
     return dict(zip(ODD_HOOKS, made[3:], strict=True))
 
 
-def test_a_comparison_goes_on_with_what_it_has(continued: Continued) -> None:
-    assert f"{len(continued.kept)} of {len(HOOKS)} runs are finished already" in continued.printed
-    now = kept_in(continued.out)
+def test_a_comparison_goes_on_with_what_it_has(continued: tuple[Path, dict[str, bytes], str]) -> None:
+    out, kept, printed = continued
+    assert f"{len(kept)} of {len(HOOKS)} runs are finished already" in printed
+    now, page = kept_in(out), (out / "report.html").read_text()
     assert len(now) == len(HOOKS)  # and nothing half written
-    assert {name: now[name] for name in continued.kept} == continued.kept
-    assert not list(continued.out.glob("*.lock")), "the lock is of the process"
-
-
-@THOROUGH  # ranks that outlive a process that was killed: test_launch.py
-def test_a_killed_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """Kill the command when one seed is finished, and give the same command again, in this process."""
-    seeds = 2
-    words = [*ALL_HOOKS, "--seeds", str(seeds)]
-    command = [*COMPARE, *ASKED, *words, "--out", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as started:
-        assert started.stderr is not None
-        deadline = time.monotonic() + PATIENCE
-        while len(list((tmp_path / "results").glob("*.json"))) < len(HOOKS):
-            assert started.poll() is None, started.stderr.read()
-            assert time.monotonic() < deadline, "no result"
-            time.sleep(0.02)
-        ranks = psutil.Process(started.pid).children(recursive=True)
-        started.kill()
-    assert until(lambda: all(has_ended(rank.pid) for rank in ranks))
-    kept = {name: content for name, content in kept_in(tmp_path).items() if name.endswith(".json")}
-    assert len(HOOKS) <= len(kept) < len(HOOKS) * seeds
-    (tmp_path / "results" / "digits.json.part").write_text(HALF_WRITTEN)
-    printed = compare(tmp_path, *words)
-    assert f"{len(kept)} of {len(HOOKS) * seeds} runs are finished already" in printed
-    now = kept_in(tmp_path)
-    assert len(now) == len(HOOKS) * seeds
     assert {name: now[name] for name in kept} == kept
+    assert not list(out.glob("*.lock")), "the lock is of the process"
+    assert all(hook in page and hook.partition(":")[0] in printed for hook in HOOKS)
 
 
 def losses(result: RunResult) -> list[float]:
@@ -158,13 +120,6 @@ def test_a_hook_with_faster_steps_goes_on_until_it_has_the_target_or_the_baselin
             assert reached in {None, len(other.steps)} and total_seconds(other.steps[:-1]) < seconds
         assert reached or total_seconds(other.steps) >= seconds or len(other.steps) == 10 * STEPS
         assert other.evaluations[-1].step == len(other.steps) and other.replicas_identical
-
-
-def test_every_run_leaves_its_result_and_its_row(folder: Path, continued: Continued) -> None:
-    found = [RunResult.read(path) for path in (folder / "results").glob("*.json")]
-    assert sorted(one.settings.hook.label for one in found) == sorted(HOOKS)
-    assert all(hook in (folder / "report.html").read_text() for hook in HOOKS)
-    assert all(hook.partition(":")[0] in continued.printed for hook in HOOKS)
 
 
 def test_the_parts_of_every_step_add_up_to_it(results: dict[str, RunResult]) -> None:
@@ -251,17 +206,3 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         assert "stopped; the ranks are ended" in said
         assert until(lambda: all(has_ended(rank.pid) for rank in ranks))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@THOROUGH  # the installed command does it, too, in tests/frameworks/test_wheel.py
-def test_a_torchrun_world_is_joined_and_goes_on(tmp_path: Path, results: dict[str, RunResult]) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "commhooks.experiments"]
-    words = [*COMPARE[3:], *LINK, "--steps", str(STEPS), "--out", str(tmp_path / "out"), "--hook", "all-reduce"]
-    for more, said in ([], "all-reduce"), (["--hook", "fp16"], "1 of 2 runs are finished already"):
-        command = [sys.executable, *torchrun, *words, *more]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-        assert ended.returncode == 0, ended.stderr
-        assert said in ended.stdout
-    for path in (tmp_path / "out" / "results").glob("*.json"):
-        found = RunResult.read(path)
-        assert losses(found) == losses(results[found.settings.hook.label])

@@ -1,4 +1,4 @@
-"""What `commhooks env` tells, and what it must not tell."""
+"""What `commhooks env` tells and must not tell, and the choice of a device and a backend, which needs no device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import socket
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,10 @@ from typer.testing import CliRunner
 import commhooks
 from commhooks.experiments.commands.cli import app
 from commhooks.experiments.commit import commit_of_code
+from commhooks.experiments.devices import NCCL, backend_for, chosen
 from commhooks.experiments.environment import BACKENDS, environment, in_words
+from commhooks.experiments.links.link import LinkSettings
+from commhooks.experiments.sweeps.yaml_file import read_sweep
 from commhooks.native import compiled, library
 
 
@@ -88,3 +93,42 @@ def test_the_commit_is_that_of_the_checkout_that_tracks_the_file(tmp_path: Path)
     commit_of_code.cache_clear()
     tracked.write_text("2\n")
     assert commit_of_code(tracked) == git("rev-parse", "--short=12", "HEAD") + "+changes"
+
+
+GPUS: dict[str, Any] = {"is_available": lambda: True, "device_count": lambda: 2}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error(tmp_path: Path) -> None:
+    assert chosen("auto") == chosen(None) == "cpu"
+    with pytest.raises(
+        ValueError, match=r"device 'cuda': there is no GPU for use here.*leave --device out to train on"
+    ):
+        chosen("cuda")
+    with pytest.raises(ValueError, match="device 'gpu' is not known: expected cpu, cuda or auto"):
+        chosen("gpu")
+    (file := tmp_path / "sweep.yaml").write_text("task: digits:size=tiny\nsteps: 2\ndevice: auto\n")
+    assert [run.device for run in read_sweep(file).runs] == ["cpu"]
+    file.write_text("task: digits:size=tiny\nsteps: 2\ndevice: [cpu, cuda]\n")
+    with pytest.raises(ValueError, match="there is no GPU for use here"):
+        read_sweep(file)
+    assert [run.device for run in read_sweep(file, "cpu").runs] == ["cpu"]  # the command's replaces the file's
+
+
+@pytest.mark.parametrize(
+    ("device", "link", "ranks", "backend"),
+    [
+        ("cuda", "unlimited", 2, NCCL),
+        ("cuda", "real", 2, NCCL),
+        ("cuda", "real", 3, "gloo"),
+        ("cuda", "1Gbit/s", 2, "gloo"),
+        ("cuda", "latency=1ms", 2, "gloo"),
+        ("cuda", "hosts:1Gbit/s", 2, "gloo"),
+        ("cpu", "real", 2, "gloo"),
+    ],
+)
+def test_nccl_is_for_ranks_with_a_gpu_of_their_own_and_links_that_nobody_slows(
+    device: str, link: str, ranks: int, backend: str
+) -> None:
+    with mock.patch.multiple(torch.cuda, **GPUS):
+        assert backend_for(device, LinkSettings.parse(link), ranks) == backend

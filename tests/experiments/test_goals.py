@@ -90,17 +90,6 @@ def test_a_run_that_goes_on_has_the_same_steps_and_evaluation_as_one_that_ends_t
     assert ours.outcomes[0].moved_bytes == theirs.outcomes[0].moved_bytes
 
 
-def test_the_baseline_of_the_scene_sets_the_goal_and_does_not_go_on(alone: None, task: Spec) -> None:
-    found = trained(task, going_on=GoingOn(baseline=Spec("all-reduce"), times=3, target=1e-9))
-    first, other = found["all-reduce"], found["fp16"]
-    assert first.goal is None and len(first.steps) == STEPS
-    assert other.goal == Goal(loss=1e-9, seconds=sum(step.seconds for step in first.steps), steps=3 * STEPS)
-    had = [sum(step.seconds for step in other.steps[:n]) for n in range(len(other.steps) + 1)]
-    ended = len(other.steps)
-    assert ended == 3 * STEPS or had[ended] >= other.goal.seconds
-    assert ended == STEPS or had[ended - 1] < other.goal.seconds
-
-
 def test_ranks_take_the_steps_that_rank_0_decides(alone: None, task: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     left = [True, True, False]
 
@@ -157,22 +146,17 @@ def test_a_hook_that_is_added_later_has_the_goal_of_the_baseline_that_is_there(
 
 @pytest.mark.usefixtures("pictures_are_not_rendered")
 def test_a_busy_machine_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def on(cores: int, others: float | None, ranks: int = 2) -> RunResult:
-        one = result(ranks=ranks)
-        more = {} if others is None else {"used_by_others": others}
-        return dataclasses.replace(one, machine={**one.machine, "cores": cores, **more})
+    def on(cores: int, **more: float) -> RunResult:
+        return dataclasses.replace(one := result(), machine={**one.machine, "cores": cores, **more})
 
-    for run in (on(2, None), on(2, 0.1), on(16, 8.0), on(4, 1.9)):
+    for run in (on(2), on(2, used_by_others=0.1), on(16, used_by_others=8.0), on(2, load=3.1)):
         assert notes_about([run]) == []
-    uncounted = on(2, None)
-    loads = (3.1, 3.9, 9.0)  # of which the ranks and the process that started them are three
-    loaded = [dataclasses.replace(uncounted, machine={**uncounted.machine, "load": load}) for load in loads]
-    assert [len(notes_about([run])) for run in loaded] == [0, 1, 1]
-    assert "other programs used up to 2.0 of 2 cores)" in notes_about(loaded)[0]
-    (note,) = notes_about([on(2, 0.3), on(2, 1.4), on(16, 14.5)])
+    # Of a load that nobody counted, the ranks and the process that started them are three.
+    assert "other programs used up to 2.0 of 2 cores)" in notes_about([on(2, load=3.9), on(2, load=9.0)])[0]
+    (note,) = notes_about([on(2, used_by_others=1.4), on(16, used_by_others=14.5)])
     assert note.startswith("The machine was busy (other programs used up to 1.4 of 2 cores and 14.5 of 16 cores): ")
     (tmp_path / "results").mkdir()
-    on(2, 1.4).write(tmp_path / "results")
+    on(2, used_by_others=1.4).write(tmp_path / "results")
     report_again([tmp_path], tmp_path / "report", Console(width=200))
     assert capsys.readouterr().out.startswith("warning: The machine was busy")
     page = (tmp_path / "report" / "report.html").read_text()

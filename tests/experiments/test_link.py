@@ -21,8 +21,6 @@ from commhooks.language import Group
 @pytest.mark.parametrize(
     ("text", "settings", "label"),
     [
-        ("1Gbit/s", {"bits_per_second": 1e9}, "1Gbit/s"),
-        ("unlimited", {}, "unlimited"),
         ("emulated:", {}, "unlimited"),
         ("real", {"kind": "real"}, "real"),
         ("hosts:rate=100Mbit/s", {"kind": "hosts", "bits_per_second": 1e8}, "hosts:100Mbit/s"),
@@ -113,10 +111,14 @@ def test_the_link_is_between_machines() -> None:
 
 
 class FakeTime:
-    """A clock that only sleeping moves."""
+    """A clock that only sleeping moves, and communicators that are done after so many seconds of it."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    rank = 0
+    world_size = 2
+    result = torch.zeros(1)
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.now, self.seconds = 0.0, seconds
 
     def clock(self) -> float:
         return self.now
@@ -124,28 +126,14 @@ class FakeTime:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-
-class Instant:
-    """A communicator that is done after so many seconds of fake time."""
-
-    rank = 0
-    world_size = 2
-
-    def __init__(self, time: FakeTime, seconds: float = 0.0) -> None:
-        self._time = time
-        self._seconds = seconds
-        self.result = torch.zeros(1)
-
-    def start(self, collective: Collective) -> Instant:
+    def start(self, collective: Collective) -> FakeTime:
         return self
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        self._time.sleep(self._seconds)
+        self.sleep(self.seconds)
 
-
-def emulated(time: FakeTime, *, inner_seconds: float = 0.0) -> EmulatedLink:
-    link = LinkSettings(bits_per_second=8e6, framing=False)
-    return EmulatedLink(Instant(time, inner_seconds), link, clock=time.clock, sleep=time.sleep)
+    def link(self, text: str = "8Mbit/s,framing=off") -> EmulatedLink:
+        return EmulatedLink(self, LinkSettings.parse(text), clock=self.clock, sleep=self.sleep)
 
 
 def megabytes(count: float) -> Collective:
@@ -166,8 +154,8 @@ def megabytes(count: float) -> Collective:
 def test_a_collective_ends_with_its_bytes(
     size: float, inner_seconds: float, idle: float, compute: float, end: float
 ) -> None:
-    time = FakeTime()
-    link = emulated(time, inner_seconds=inner_seconds)
+    time = FakeTime(inner_seconds)
+    link = time.link()
     time.sleep(idle)
     pending = link.start(megabytes(size))
     time.sleep(compute)
@@ -176,32 +164,13 @@ def test_a_collective_ends_with_its_bytes(
 
 
 def test_transfers_queue_and_never_share_the_rate() -> None:
-    time = FakeTime()
-    link = emulated(time)
-    pending = [link.start(megabytes(1)) for _ in range(3)]
-    ends = []
-    for each in pending:
+    time, ends = FakeTime(), []
+    link = time.link()
+    for each in [link.start(megabytes(1)) for _ in range(3)]:
         each.wait()
         ends.append(time.now)
     assert ends == pytest.approx([1.0, 2.0, 3.0])
-
-
-@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0.01, 2)), min_size=1, max_size=8))
-def test_the_rate_is_never_exceeded(transfers: list[tuple[float, float]]) -> None:
-    time = FakeTime()
-    link = emulated(time)
-    begin, carried = time.now, 0.0
-    for idle, size in transfers:
-        time.sleep(idle)
-        collective = megabytes(size)
-        link.start(collective).wait()
-        carried += collective.ring_bytes(2) / 1e6
-        assert carried <= time.now - begin + 1e-6
-
-
-@pytest.mark.parametrize("text", ["unlimited", "hosts:1Mbit/s", "real"])
-def test_a_link_without_a_limit_and_one_of_another_kind_add_nothing(text: str) -> None:
-    time = FakeTime()
-    link = LinkSettings.parse(text)
-    EmulatedLink(Instant(time), link, clock=time.clock, sleep=time.sleep).start(megabytes(9)).wait()
-    assert time.now == 0.0
+    for text in ("unlimited", "hosts:1Mbit/s", "real"):
+        free = FakeTime()
+        free.link(text).start(megabytes(9)).wait()
+        assert free.now == 0.0, "without a limit, and of another kind, a link adds nothing"

@@ -1,4 +1,4 @@
-"""PyTorch's hooks and broadcasts over the emulated link: they take its time, and fail in words."""
+"""PyTorch's hooks and broadcasts over the emulated link take its time, and fail in words; every moment counts once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from torch import nn
 from torch.futures import Future
 
 import commhooks
+from commhooks.experiments.devices import Stopwatch
 from commhooks.experiments.links.gloo import Course, course_of
 from commhooks.experiments.links.link import EmulatedLink, LinkSettings, Wire
 from commhooks.experiments.links.linked_group import LinkedGroup, LinkedWork
 from commhooks.experiments.links.waits import WaitClock
 from commhooks.experiments.specs import Spec
+from commhooks.experiments.training.measure import StepClock
 from commhooks.experiments.training.registration import wrap_in_ddp
 from commhooks.experiments.training.stock import register_stock
 from tests.ddp_core.facts import Facts
@@ -105,35 +107,6 @@ def parameters_and_buffers_pass_the_link(rank: int) -> None:
 
 
 @facts
-def a_group_counts_what_a_ring_moves_and_when(rank: int) -> None:
-    waits = WaitClock()
-    group = linked(waits)
-    ddp = ddp_over(group, broadcast_buffers=False)
-    register_stock(ddp, Spec("torch.fp16"), group)
-    waits.take()
-    begin = waits.clock()
-    step(ddp)
-    ((first, last),) = waits.take()
-    assert begin < first < last < waits.clock()
-    counted = group.traffic["all-reduce"]
-    assert (counted.collectives, counted.payload_bytes, counted.moved_bytes) == (1, 2 * WEIGHTS, 2 * WEIGHTS)
-
-
-@facts
-def powersgd_of_one_bucket_sends_less_after_its_start(rank: int) -> None:
-    group = linked()
-    ddp = ddp_over(group, bucket_cap_mb=25)
-    register_stock(ddp, Spec.parse("torch.powersgd:start_powerSGD_iter=2"), group)
-    sent = []
-    for _ in range(4):
-        before = group.traffic["all-reduce"].payload_bytes if group.traffic.get("all-reduce") else 0
-        step(ddp)
-        sent.append(group.traffic["all-reduce"].payload_bytes - before)
-    assert sent[:2] == [BYTES, BYTES]
-    assert sent[2] == sent[3] == 4 * (60 + 60 + 60)  # P, Q and the bias
-
-
-@facts
 def powersgd_of_several_buckets_is_refused_before_it_can_abort(rank: int) -> None:
     for which in ("torch", "ours"):
         group = linked()
@@ -180,3 +153,34 @@ def test_a_pytorch_whose_class_hangs_over_an_emulated_link_is_refused(monkeypatc
     group: Any = LinkedGroup.__new__(LinkedGroup)
     with pytest.raises(ValueError, match=r"PyTorch 2\.6\.0.* hangs .* Use PyTorch 2\.8"):
         wrap_in_ddp(torch.nn.Linear(1, 1), "torch", None, group)
+
+
+def test_a_step_is_split_into_parts_that_add_up() -> None:
+    now = [0.0]
+    waits = WaitClock(clock=lambda: now[0])
+    model = nn.Linear(2, 2)
+
+    def buffers(module: nn.Module, inputs: object) -> None:
+        waits.note(now[0], now[0] + 0.5)
+        now[0] += 0.5
+
+    ddp = nn.Sequential(model)
+    ddp.register_forward_pre_hook(buffers)  # as a DDP waits for them: when it is called, before it calls the model
+    clock = StepClock(ddp, model, waits, Stopwatch(clock=waits.clock))
+    clock.begin()
+    now[0] = 1.0  # the loss prepares its batch
+    loss = ddp(torch.ones(1, 2)).sum()
+    now[0] = 3.0  # and calls the model twice
+    loss = loss + ddp(torch.ones(1, 2)).sum()
+    now[0] = 5.0  # forward and backward
+    loss.backward()
+    waits.note(4.5, 5.5)  # half of it hidden behind the backward pass
+    waits.note(6.0, 8.0)
+    waits.note(6.5, 7.5)  # beside another: every moment counts once
+    now[0] = 9.0
+    clock.backward_ended()
+    now[0] = 10.0  # the optimizer
+    split = clock.end()
+    clock.remove()
+    assert (split.compute, split.waiting, split.compression, split.hidden) == (5.0, 3.5, 1.5, 0.5)
+    assert split.compute + split.waiting + split.compression == pytest.approx(split.seconds)

@@ -16,14 +16,6 @@ from tests.experiments.synthetic import DENSE_BYTES, result
 HOOKS = ("all-reduce", "fp16", "powersgd:policy=fused,rank=1,start_after=5", "top-k:ratio=0.01")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def console(width: int = 80, *, terminal: bool = False) -> tuple[Console, StringIO]:
     out = StringIO()
     return Console(file=out, width=width, force_terminal=terminal, _environ={}), out
@@ -35,10 +27,8 @@ def drawn(live: Live, width: int) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def take(live: Live, run: RunResult, steps: slice, clock: Clock | None = None, seconds: float = 0.0) -> None:
+def take(live: Live, run: RunResult, steps: slice) -> None:
     for step in run.steps[steps]:
-        if clock is not None:
-            clock.now += seconds
         live(run.settings, StepDone(0, step))
 
 
@@ -46,7 +36,7 @@ def take(live: Live, run: RunResult, steps: slice, clock: Clock | None = None, s
 def test_every_hook_of_the_scene_has_a_row_that_fits(width: int) -> None:
     """All but the last have taken ten steps, and were evaluated."""
     runs = [result(hook) for hook in HOOKS]
-    live = Live([one.settings for one in runs], {}, console(width)[0], clock=Clock())
+    live = Live([one.settings for one in runs], {}, console(width)[0], clock=lambda: 0.0)
     for one in runs[:-1]:
         take(live, one, slice(10))
         live(one.settings, Evaluated(0, one.evaluations[0], None))
@@ -64,14 +54,14 @@ def test_every_hook_of_the_scene_has_a_row_that_fits(width: int) -> None:
     assert rows[0].split() == facts
     assert rows[-1].split() == [HOOKS[-1], "0/40"]
     assert (HOOKS[2] in rows[2]) == (width == 160)
-    unlimited = Live([(run := result(link="unlimited")).settings], {}, console()[0], clock=Clock())
+    unlimited = Live([(run := result(link="unlimited")).settings], {}, console()[0], clock=lambda: 0.0)
     take(unlimited, run, slice(1))
     assert "%" not in drawn(unlimited, 160)[1]
 
 
 def test_a_run_made_again_begins_anew_and_what_ended_is_counted() -> None:
     old, bad, good = result("fp16"), result("bad"), result()
-    live = Live([old.settings, bad.settings, good.settings], {old.settings: old}, console()[0], clock=Clock())
+    live = Live([old.settings, bad.settings, good.settings], {old.settings: old}, console()[0], clock=lambda: 0.0)
     take(live, good, slice(30))
     take(live, good, slice(1))
     live(bad.settings, RunFailed("Traceback:\nValueError: no"))
@@ -81,9 +71,13 @@ def test_a_run_made_again_begins_anew_and_what_ended_is_counted() -> None:
     assert [row.split()[:2] for row in rows] == [["fp16", "40/40"], ["bad", "failed"], ["all-reduce", "1/40"]]
 
 
-def test_without_a_terminal_every_run_leaves_one_line_and_with_quiet_none() -> None:
+def test_without_a_terminal_every_run_leaves_one_line_and_with_quiet_or_on_another_rank_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fast, slow = result(link="1Gbit/s"), result(link="10Mbit/s")
-    for quiet, lines in ((True, 0), (False, 2)):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, quiet, lines in (("0", True, 0), ("1", False, 0), ("0", False, 2)):
+        monkeypatch.setenv("RANK", rank)
         shown, out = console(40)
         with Live([fast.settings, slow.settings], {}, shown, quiet=quiet) as live:
             take(live, fast, slice(1))
@@ -94,17 +88,3 @@ def test_without_a_terminal_every_run_leaves_one_line_and_with_quiet_none() -> N
     assert first.startswith(f"gpt · all-reduce · seed 0 · link {fast.settings.link.label}: 40 steps in ")
     assert first.endswith("held-out loss 2.105")
     assert second.endswith(f"link {slow.settings.link.label}: failed: ValueError: no")
-
-
-def test_under_torchrun_only_rank_0_shows_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = result()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    shown = []
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        to, out = console(terminal=True)
-        with Live([run.settings], {}, to) as live:
-            live(run.settings, RunDone(0, run))
-        shown.append(out.getvalue())
-    assert "40 steps" in shown[0]
-    assert shown[1] == ""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from commhooks.experiments.report.findings import facts_of
+from commhooks.experiments.results.intervals import Estimate, Interval
 from commhooks.experiments.results.outcomes import Setting, settings_of
 from commhooks.experiments.results.summary import Typical, smoothed_losses, steps_to, total_seconds
 from commhooks.experiments.runs import RunResult
@@ -19,14 +22,6 @@ POWER = "powersgd:rank=4"
 def setting(runs: list[RunResult], **options: float) -> Setting:
     (found,) = settings_of(runs, **options)  # type: ignore[arg-type]  # "float": the only option used here is the target
     return found
-
-
-def without(hook: str, seed: int, runs: list[RunResult]) -> list[RunResult]:
-    return [one for one in runs if (one.settings.hook.label, one.settings.seed) != (hook, seed)]
-
-
-def with_diverged(hook: str, seed: int, runs: list[RunResult]) -> list[RunResult]:
-    return [diverged(one) if (one.settings.hook.label, one.settings.seed) == (hook, seed) else one for one in runs]
 
 
 GPT = results(tasks=("gpt",), seeds=SEEDS)
@@ -45,18 +40,19 @@ def test_the_baseline_comes_first_whatever_the_order_of_the_files() -> None:
     assert setting(GPT[::-1]).outcomes[0].hook == "all-reduce"
     (named,) = settings_of(GPT, baseline="fp16")
     assert named.outcomes[0].hook == "fp16" and set(named.versus) == {"all-reduce", POWER}
-
-
-def test_a_baseline_that_nobody_ran_is_refused_with_the_hooks_that_were_run() -> None:
     with pytest.raises(ValueError, match=r"baseline 'fp8' is none of the hooks that were run: all-reduce, fp16"):
         settings_of(GPT, baseline="fp8")
 
 
-def test_speed_ups_are_paired_by_seed() -> None:
-    found = setting(GPT).versus[POWER].step
+def test_speed_ups_are_paired_by_seed_and_a_missing_one_leaves_the_others() -> None:
     runs = {(one.settings.hook.label, one.settings.seed): one for one in GPT}
     typical = {key: Typical.of(run.steps).seconds for key, run in runs.items()}
-    assert found.by_seed == pytest.approx({seed: typical["all-reduce", seed] / typical[POWER, seed] for seed in SEEDS})
+    expected = {seed: typical["all-reduce", seed] / typical[POWER, seed] for seed in SEEDS}
+    assert setting(GPT).versus[POWER].step.by_seed == pytest.approx(expected)
+    del runs["all-reduce", 1], expected[1]
+    found = setting(list(runs.values()))
+    assert found.versus[POWER].step.by_seed == pytest.approx(expected)
+    assert found.versus[POWER].seeds == 2 and found.seeds == SEEDS
 
 
 def test_whole_runs_are_sums_over_their_steps() -> None:
@@ -71,13 +67,6 @@ def test_whole_runs_are_sums_over_their_steps() -> None:
     assert found.versus[POWER].run.by_seed == pytest.approx(
         {seed: taken[first][seed] / taken[power][seed] for seed in SEEDS}
     )
-
-
-def test_a_missing_seed_leaves_the_others_paired_and_is_said() -> None:
-    found = setting(without("all-reduce", 1, GPT))
-    assert set(found.versus[POWER].loss.by_seed) == {0, 2}
-    assert found.versus[POWER].seeds == 2
-    assert found.seeds == SEEDS
 
 
 def test_each_seed_has_the_target_of_its_own_baseline_so_that_the_baseline_always_reaches_it() -> None:
@@ -95,7 +84,9 @@ def test_each_seed_has_the_target_of_its_own_baseline_so_that_the_baseline_alway
 
 
 def test_a_diverged_run_is_counted_and_its_loss_is_not_averaged() -> None:
-    found = setting(with_diverged(POWER, 2, GPT))
+    found = setting(
+        [diverged(one) if one.settings.seed == 2 and one.settings.hook.label == POWER else one for one in GPT]
+    )
     outcome = found.outcomes[2]
     assert outcome.held_out_loss.seeds == 2 and math.isfinite(outcome.held_out_loss.mean)
     assert found.best == "fp16"  # though the other was faster with two seeds
@@ -116,3 +107,44 @@ def test_if_the_baselines_loss_did_not_fall_there_is_no_target() -> None:
     first = setting(rising).outcomes[0]
     assert all(map(math.isnan, first.targets.values())) and not first.reached
     assert set(setting(rising, target=2.1).outcomes[0].reached) == set(SEEDS)
+
+
+def test_an_interval_is_students() -> None:
+    values = np.random.default_rng(0).normal(1, 2, 12)
+    ours = Interval.of(values.tolist())
+    theirs = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high))
+
+
+def test_a_value_that_is_not_finite_makes_an_interval_unbounded() -> None:
+    found = Interval.of([1.0, math.nan])
+    assert (found.low, found.high, found.sign) == (-math.inf, math.inf, 0)
+
+
+def test_two_seeds_have_their_values_and_no_interval_and_a_sign_if_they_agree() -> None:
+    near, apart = Estimate.of_ratios({0: 1.1, 1: 9.5}), Estimate.of_ratios({0: 0.5, 1: 21.0})
+    assert (near.interval, near.sign, dict(near.by_seed)) == (None, 1, {0: 1.1, 1: 9.5})
+    assert (apart.interval, apart.sign) == (None, 0)
+    assert (Estimate.of({0: -0.2, 1: -0.1}).sign, Estimate.of({0: -0.2, 1: 0.1}).sign) == (-1, 0)
+
+
+def test_a_seed_without_a_number_is_left_out_and_can_be_counted() -> None:
+    found = Estimate.of({0: 1.0, 1: math.nan, 2: 3.0})
+    assert (found.mean, found.seeds, dict(found.by_seed)) == (2.0, 2, {0: 1.0, 2: 3.0})
+    assert math.isnan(Estimate.of({0: math.inf}).mean)
+
+
+def test_the_interval_of_ratios_does_not_depend_on_which_is_divided_by_which() -> None:
+    values = {0: 1.5, 1: 2.0, 2: 2.4}
+    ours, theirs = Estimate.of_ratios(values), Estimate.of_ratios({seed: 1 / one for seed, one in values.items()})
+    assert ours.interval is not None and theirs.interval is not None
+    assert (ours.mean, ours.interval.low, ours.interval.high) == pytest.approx(
+        (1 / theirs.mean, 1 / theirs.interval.high, 1 / theirs.interval.low)
+    )
+
+
+def test_the_interval_of_ratios_covers_the_truth_about_as_often_as_it_says() -> None:
+    draws = np.exp(np.random.default_rng(1).normal(math.log(3), 0.2, (600, 3)))
+    found = [Estimate.of_ratios(dict(enumerate(row))).interval for row in draws]
+    covered = sum(one is not None and one.low <= 3 <= one.high for one in found)
+    assert 0.92 < covered / 600 < 0.98  # 95 % with a standard deviation of 0.9 %

@@ -106,10 +106,7 @@ FOREIGN = {
         "tensorboard/mine/events.out.tfevents.1.host", "tensorboard/digits/fp16/mine/events.out.tfevents.1.host",
         "tensorboard/digits/fp16/seed-0/notes.txt",
     ),
-    "a report": (
-        "thesis.tex", "report.html", "plots/mine.png", f"plots/more/digits.{KIND}.png", "results/digits.json",
-        "tensorboard/mine/events.out.tfevents.1.host",
-    ),
+    "a report": ("thesis.tex", "plots/mine.png", "results/digits.json", "tensorboard/mine/events.out.tfevents.1.host"),
     # No result is there, so nothing says whose what has a comparison's names is.
     "nothing": (f"plots/digits.{KIND}.png", "tensorboard/digits.fp16/events.out.tfevents.1.host"),
 }  # fmt: skip
@@ -123,9 +120,7 @@ def test_a_folder_with_other_files_is_left_alone(there: str, foreign: str, out: 
     ours = next((out / "results").glob("digits.fp16.*")).read_text()
     (folder / foreign).write_text(ours if "put-by" in foreign else '["years of work"]')
     before = files(folder)
-    with pytest.raises(
-        ValueError, match=rf"{folder} holds files of another kind \(({re.escape(foreign)}|plots/more and 1 more)\)"
-    ):
+    with pytest.raises(ValueError, match=rf"{folder} holds files of another kind \({re.escape(foreign)}\)"):
         prepare_folder(folder, overwrite=there != "a report")
     assert files(folder) == before
 
@@ -153,30 +148,29 @@ with claimed(pathlib.Path({str(tmp_path)!r})):
     assert not (tmp_path / LOCK).exists()
 
 
-def _make_a_dangling_link(path: Path) -> None:
-    path.symlink_to(path.with_name("nowhere"))
-
-
 def _make_a_pipe_among_results(path: Path) -> None:
     (path / "results").mkdir(parents=True)
     os.mkfifo(path / "results" / "digits.fp16.json")
 
 
-def _make_a_folder_where_a_file_belongs(path: Path) -> None:
-    (path / "report.html").mkdir(parents=True)
-
-
 @pytest.mark.parametrize(
-    "make", [Path.touch, _make_a_dangling_link, _make_a_pipe_among_results, _make_a_folder_where_a_file_belongs]
+    ("make", "below"),
+    [
+        (Path.touch, ""),
+        (Path.touch, "below"),
+        (lambda path: path.symlink_to(path.with_name("nowhere")), ""),
+        (lambda path: (path / "report.html").mkdir(parents=True), ""),
+        (_make_a_pipe_among_results, ""),
+    ],
+    ids=["a file", "inside a file", "a link to nothing", "a folder for a file", "a pipe for a result"],
 )
 def test_what_cannot_be_written_to_is_refused_before_training(
-    make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[Path], object], below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path / "out")
-    for folder in (tmp_path / "out", *([tmp_path / "out" / "below"] if make is Path.touch else [])):
-        ended, trained = run(monkeypatch, "--out", str(folder), "--overwrite")
-        assert (ended.exit_code, trained) == (2, False)
-        assert f"error: out: {folder} " in ended.output
+    ended, trained = run(monkeypatch, "--out", str(tmp_path / "out" / below), "--overwrite")
+    assert (ended.exit_code, trained) == (2, False)
+    assert f"error: out: {tmp_path / 'out' / below} " in ended.output
 
 
 @pytest.mark.parametrize("written", ["results", "failures", "report.html", "plots/a.step-time.pdf", "tables/a.csv"])

@@ -79,14 +79,12 @@ def returning(expression: str) -> str:
     ("expression", "message"),
     [
         ("model, data", r"expected a Task, or a tuple \(model, data, loss\) to be returned \(got a tuple of 2\)"),
-        ("None", "got NoneType"),
         ("len, data, loss", "model must be a torch.nn.Module"),
         ("nn.LazyLinear(2), data, loss", "'weight' has no shape yet; pass one batch"),
         ("nn.Linear(2, 2, device='meta'), data, loss", "is on meta; return the model on the CPU"),
         ("model, DataLoader(data), loss", "is a DataLoader; return its dataset"),
         ("model, Endless(), loss", "is an IterableDataset, which cannot be divided"),
         ("model, Unmeasured(), loss", "define __len__ in Unmeasured"),
-        ("model, 7, loss", r"must be a torch.utils.data.Dataset, or a function .* \(got int\)"),
         ("model, data.tensors, loss", r"return torch.utils.data.TensorDataset\(\*tensors\)"),
         ("model, TensorDataset(torch.zeros(9)), loss", "data has 9 examples; expected at least 10"),
         (f"{A_TASK}held_out=data.tensors)", "held_out is a tuple of tensors"),
@@ -94,40 +92,25 @@ def returning(expression: str) -> str:
         (f"{A_TASK}optimizer=adam(model))", "optimizer must be a function .got Adam."),
         ("model, data, nn.CrossEntropyLoss()", r"loss is called as loss\(model, batch\), which CrossEntropyLoss"),
         ("model, data, undefined", r"its function failed: NameError: .*mine.py, line \d+\)"),
-    ],
-    ids=lambda value: value if "(" not in value else re.sub(r"\W+", "-", value)[:40],
-)
-def test_what_cannot_be_a_task_is_refused_when_it_is_loaded(expression: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_task(write(tmp_path, returning(expression)))
-
-
-@pytest.mark.parametrize(
-    ("expression", "message"),
-    [
         ("model, data, lambda outputs, targets: F.cross_entropy(outputs, targets)", "a list of .32, 4. float32.*int64"),
         ("model, data, lambda model, batch: model(batch[0])", r"a scalar tensor.*\(got a tensor of shape \(32, 2\)\)"),
-        ("model, data, lambda model, batch: loss(model, batch).item()", r"a scalar tensor.*\(got float\)"),
         ("model, data, lambda model, batch: loss(model, batch).detach()", "has no gradient"),
-        ("model, data, lambda batch: 1.0", r"takes 1 positional argument.*mine.py|TypeError"),
         (f"{A_TASK}evaluate=lambda m: 0.5)", "dict of numbers with 'loss' .got float."),
-        (f"{A_TASK}evaluate=lambda m: {{'acc': 1}})", "with 'loss' .got acc."),
         (f"{A_TASK}evaluate=lambda m: 1 / 0)", "its evaluation failed: ZeroDivision"),
         (f"{A_TASK}optimizer=lambda m: m)", "must return a torch.optim.Optimizer"),
         (f"{A_TASK}schedule=lambda step: 1)", "its optimizer or schedule failed: Type"),
-        (f"{A_TASK}batch_size=33)", "a step of 2 × 33 examples is more than the 36 there are"),
+        (f"{A_TASK}batch_size=37)", "a step of 1 × 37 examples is more than the 36 there are"),
         ("model, Broken(data), loss", "its first batch failed: KeyError: 'pixels' .*mine.py, line"),
         ("Half(), data, loss", "does not depend on 2 of the model's parameters .unused.weight, unused.bias."),
         ("model, [torch.zeros(n) for n in range(40)], loss", "cannot be made into a batch .*a Task with `collate`"),
     ],
     ids=lambda value: re.sub(r"\W+", "-", value)[:40],
 )
-def test_what_fails_on_the_first_batch_is_refused_before_anything_starts(
+def test_what_cannot_be_a_task_is_refused_when_it_is_loaded_or_checked(
     expression: str, message: str, tmp_path: Path
 ) -> None:
-    task = load_task(write(tmp_path, returning(expression)))
     with pytest.raises(ValueError, match=message):
-        task.check(1 if "33" not in expression else 2)
+        load_task(write(tmp_path, returning(expression))).check(1)
 
 
 @pytest.mark.parametrize(
@@ -155,23 +138,20 @@ def test_what_works_trains(body: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("text", "message"),
     [
-        ("mine.py", "from . import other", "relative import.*import its neighbours by name"),
-        ("mine.py", "import not_there", r"ModuleNotFoundError: No module named 'not_there' \(.*mine.py, line 1\)"),
-        ("mine.py", "x = 1\ny = x / 0", r"ZeroDivisionError: division by zero \(.*mine.py, line 2\)"),
-        ("mine.py", "def task(:", "SyntaxError"),
-        ("mine.py", "raise SystemExit(3)", r"ended the program \(exit code 3\); put what a script runs under"),
-        ("mine.py", "def other(): ...", "function 'task' is not known: expected one of other"),
-        ("mine.py", "def task(width): ...", "needs width; write '.*mine.py:task:width=...'"),
-        ("mine.py", "def task(x, /): ...", "must accept its arguments by name"),
-        ("mine.txt", "def task(): ...", "does not parse|is not known"),
+        ("from . import other", "relative import.*import its neighbours by name"),
+        ("import not_there", r"ModuleNotFoundError: No module named 'not_there' \(.*mine.py, line 1\)"),
+        ("x = 1\ny = x / 0", r"ZeroDivisionError: division by zero \(.*mine.py, line 2\)"),
+        ("raise SystemExit(3)", r"ended the program \(exit code 3\); put what a script runs under"),
+        ("def task(width): ...", "needs width; write '.*mine.py:task:width=...'"),
+        ("def task(x, /): ...", "must accept its arguments by name"),
     ],
 )
-def test_a_file_that_cannot_be_used_says_why_and_where(name: str, text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
+def test_a_file_that_cannot_be_used_says_why_and_where(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ValueError, match=message):
-        load_task(f"{tmp_path / name}:task")
+        load_task(f"{tmp_path / 'mine.py'}:task")
 
 
 def test_a_seed_decides_about_every_generator_and_leaves_them_as_they_were(tmp_path: Path) -> None:

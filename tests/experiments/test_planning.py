@@ -90,25 +90,6 @@ def test_a_plan_says_what_fsdp2_would_take(files: list[str], tmp_path: Path) -> 
     assert "computed, not measured: commhooks compare --sharded" in text
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("probe --seconds 5", "probing the link unlimited between 2 ranks for up to 5 s"),
-        ("plan --task gpt", "measuring on 2 ranks for up to 100 s"),
-        ("profile --task gpt", "measuring gpt on 2 ranks for up to 60 s"),
-    ],
-)
-def test_what_is_measured_and_for_how_long_is_said_first(
-    line: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("measurements", "request"):
-        monkeypatch.setattr(f"commhooks.experiments.planning.{module}.measure", lambda *_: None)
-    assert said(*line.split()) == f"{expected} ..."
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert said(*line.split()) == ""
-
-
 def test_a_task_is_measured_on_two_ranks_and_validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With real ranks, an emulated link, and real steps: what is asked of them comes back in one file."""
     monkeypatch.setattr("commhooks.experiments.planning.request.REAL_SECONDS", 0.5)

@@ -91,14 +91,7 @@ def test_what_was_saved_is_not_promised_beside_a_run_that_cannot_be_continued(tm
     assert said == (runs[0], "it takes turns with a run that cannot be continued")
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        settings("torch.powersgd:matrix_approximation_rank=2"),
-        settings("fp16", compute="10ms"),
-        settings("fp16", link="hosts:100Mbit/s+10Mbit/s@10s"),
-    ],
-    ids=lambda run: run.hook.label,
-)
-def test_what_cannot_go_on_is_not_saved(run: RunSettings) -> None:
-    assert not can_continue(run)
+def test_what_cannot_go_on_is_not_saved() -> None:
+    assert not can_continue(settings("torch.powersgd:matrix_approximation_rank=2"))
+    assert not can_continue(settings("fp16", compute="10ms"))
+    assert not can_continue(settings("fp16", link="hosts:100Mbit/s+10Mbit/s@10s"))

@@ -19,7 +19,7 @@ from commhooks.experiments.tasks.optimizers import make_optimizer
 from commhooks.experiments.training.stock import check_stock
 from experiments.studies.leaderboard.contenders import contenders
 from tests.experiments.test_ablation import ABLATION
-from tests.experiments.test_plan import planned
+from tests.experiments.test_runs import planned
 from tests.experiments.test_seldom import STEPS
 
 NOT_A_RATE = "does not parse: expected a number and a unit, such as '100Mbit/s'"
@@ -74,20 +74,16 @@ REFUSED: dict[Callable[..., object], list[tuple[Any, str]]] = {
     parse_latency: [(text, NOT_A_LATENCY) for text in ("", "5", "5min", "-1ms")],
     LinkSettings: [
         ({"bits_per_second": 0.0}, "bits_per_second must be in"),
-        ({"kind": "host"}, "kind must be one of emulated, hosts, real"),
         ({"schedule": ((30.0, 1e6), (20.0, 1e6))}, ASCENDING),
         ({"schedule": ((1.0, 1e6),), "down_bits_per_second": 1e6}, "leave out down_bits_per_second"),
         ({"kind": "hosts", "latency_seconds": 0.1}, "'hosts' takes no latency: tc .*Use kind 'emulated'"),
         ({"kind": "real", "bits_per_second": 1e6}, "'real' takes no rate: it is used as it is"),
-        ({"kind": "real", "framing": False}, "'real' takes no framing"),
     ],
     LinkSettings.parse: [
         ("", "empty text; expected '100Mbit/s'"),
         ("host:1Mbit/s", "kind 'host' is not known: .*did you mean 'hosts'"),
         ("1Mbit/s,latncy=5ms", "key 'latncy' is not known: .*did you mean 'latency'"),
         ("1Mbit/s+2Mbit/s", "says when it begins"),
-        ("1Mbit/s+2Mbit/s@soon", "time 'soon' does not parse"),
-        ("fast", "rate 'fast' does not parse"),
         ("1Mbit/s,down=unlimited", "receives without a limit is not modelled"),
     ],
     Spec.parse: [
@@ -96,7 +92,6 @@ REFUSED: dict[Callable[..., object], list[tuple[Any, str]]] = {
     ],
     stock: [
         ("torch.bf16", "by its name, only with NCCL.*'torch.fp16' runs"),
-        ("torch.fp16:rank=4", "'torch.fp16' has no settings"),
         ("torch.powersgd:rank=4", "there is no setting 'rank'.*matrix_approximation_rank"),
         ("torch.powersgd:matrix_approximation_rank=0", "must be at least 1"),
     ],
@@ -105,86 +100,62 @@ REFUSED: dict[Callable[..., object], list[tuple[Any, str]]] = {
         ("lbfgs", "cannot be used here"),
         ("adam:betas=0.9", r"must be 2 numbers joined by '\+', such as 0.9\+0.999"),
         ("sgd:lr=fast", "lr must be a finite number, such as 0.001 .got fast."),
-        ("sgd:nesterov=1", "must be true or false"),
     ],
     load_task: [
         ("imagenet", "expected one of .*digits, gpt"),
-        ("digit", "did you mean 'digits'"),
         ("digits:small", "settings of a built-in task have names, such as 'digits:size=small'"),
         ("digits:size=small,chanels=3", "has no parameter 'chanels'; it has .*channels"),
-        *(
-            (f"{task}:size=huge", "size 'huge' .* expected one of tiny, small, medium,( base,)? large")
-            for task in ("digits", "gpt", "lstm")
-        ),
+        ("gpt:size=huge", "size 'huge' .* expected one of tiny, small, medium,( base,)? large"),
         ("gpt:width=100,heads=8", "8 heads do not divide a width of 100"),
         ("digits:network=lenet", "network must be one of cnn, mlp, resnet, resnet18, vgg"),
         *((f"digits:skew={skew}", f"skew must be between 0 and 1 .got {skew}") for skew in ("-0.1", "1.5")),
         ("nowhere.py:task", r"there is no file nowhere.py \(the current folder is"),
         ("no_such_module:task", "no module 'no_such_module'.*or a file"),
         ("json:nothing", r"function 'nothing' is not known: expected one of .*dump"),
-        ("mine.py", "is a file; name its function, too: 'mine.py:function'"),
     ],
     planned: [
         ({"hooks": ["powersgd:rnak=4"]}, r"has no setting 'rnak'; it takes .*rank.*Did you mean 'rank'"),
         ({"hooks": ["powersgd:skip=haed"]}, "'haed' must match a parameter's name"),
         ({"hooks": []}, "name at least one task, one hook"),
-        ({"hooks": ["int8:gather=int8"]}, "leave out gather"),
-        ({"tasks": ["digits:size=vast"]}, "expected one of tiny, small, medium, large"),
-        ({"ranks": [0]}, "at least 1"),
         ({"seeds": [0, 0]}, "0 is given twice"),
-        ({"optimizers": ["sgd:rl=0.1"]}, "rl"),
-        ({"compute": "200"}, "compute '200' does not parse.*'200ms'"),
-        ({"tasks": ["tests/experiments/no_tasks.py:nothing"]}, "expected a Task, or a tuple"),
-        ({"tasks": ["tests/experiments/no_tasks.py:no_scalar"]}, "the mean over the batch .got a tensor"),
-        ({"tasks": ["tests/experiments/no_tasks.py:fails"]}, "on the first batch, .*: RuntimeError"),
+        ({"tasks": ["tests/experiments/odd_task.py:nothing"]}, "expected a Task, or a tuple"),
+        ({"tasks": ["tests/experiments/odd_task.py:no_scalar"]}, "the mean over the batch .got a tensor"),
+        ({"tasks": ["tests/experiments/odd_task.py:fails"]}, "on the first batch, .*: RuntimeError"),
         ({"links": ["hosts:50kbit/s"]}, "link 'hosts:50kbit/s': .* at least 0.1 Mbit/s .* .got 50 kbit/s"),
         (
             {"links": ["hosts:50kbit/s"], "compute": "1x"},
             "with compute 1x, by which its rates are multiplied: .* .got 50 kbit/s",
         ),
-        ({"links": ["hosts:1Mbit/s"], "compute": "0.01x"}, "with compute 0.01x, .* .got 10 kbit/s"),
-        ({"links": ["hosts:1Mbit/s"], "ranks": [251]}, r"1 to 250 hosts, one address each \(got 251\)"),
     ],
     seldom: [
         (":evry=3", "setting 'evry' is not known: .*; did you mean 'every'?"),
         (":every=0", "every must be an int of at least 1"),
         (":every=15", "a run of 14 steps ends before the first round; let it take at least 15"),
         (":every=4,delay=4", "delay must be an int from 0 to 3"),
-        (":every=4,outer=(sgd:rate=1,momentum=1)", "momentum must be in"),
         (":every=4,outer=best", "outer='best'.: expected auto, average, published"),
         (":every=4,compressor=inty4", "Did you mean 'int4'"),
-        (":every=4,compressor=torch.fp16", "'torch.fp16' is not known"),
         (":every=4,compressor=(int4:policy=fused)", "policy has no effect"),
-        (":every=4,policy=fused", "'policy' is not known"),
     ],
     sharded: [
         ({"hooks": ["dgc:ratio=0.1"]}, rf"{NO_SHARDS}.*torch.none \(plain FSDP2\) and all-reduce, bf16"),
         *(({"hooks": [hook]}, NO_SHARDS) for hook in ("powersgd", "diloco:every=4", "torch.fp16")),
         ({"hooks": ["int8:policy=fused"]}, "policy has no effect"),
         ({"hooks": ["int8:gather=powersgd"]}, "other compressors average gradients"),
-        ({"hooks": ["torch.none:gather=int8"]}, "no setting 'gather'"),
         ({"ranks": [1]}, "one rank has no shards to exchange"),
         ({"bucket_cap_mb": 4}, "leave out bucket_cap_mb"),
     ],
     run: [
-        ({"ranks": 0}, "ranks"),
-        ({"steps": 0}, "steps"),
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb"),
-        *(
-            ({"compute": text}, "compute .* does not parse")
-            for text in ("", "fast", "200", "0ms", "0x", "-1s", "200ms2")
-        ),
+        *(({"compute": text}, "compute .* does not parse") for text in ("", "fast", "200", "0ms", "0x", "-1s", "1s2")),
     ],
     RunSettings.from_dict: [
         ([{"task": "gpt", "hok": "fp16"}], "setting 'hok' is not known: .*did you mean 'hook'"),
         ([{"hook": "fp16"}], "a run needs a task"),
-        ([{"task": 5}], r"task must be text \(got 5\)"),
         ([{"task": "gpt", "steps": "ten"}], r"steps must be a whole number \(got 'ten'\)"),
     ],
     cluster: [
         ({"hosts": 0}, r"a cluster has 1 to 250 hosts, one address each \(got 0\)"),
         ({"hosts": 2, "up": 50.0}, r"at least 0.1 Mbit/s and below 1 Tbit/s, or unlimited \(got 50 bit/s\)"),
-        ({"hosts": 2, "down": 2e12}, r"\(got 2 Tbit/s\)"),
         ({"hosts": 2, "name": "../demo"}, "cluster name '../demo': expected at most 40 lower-case letters"),
     ],
     followed: [
@@ -193,8 +164,6 @@ REFUSED: dict[Callable[..., object], list[tuple[Any, str]]] = {
     contending: [(["topk"], "did you mean 'top-k'"), (["top-k", "top-k"], "asked for twice")],
     ablation: [
         ({"seeds": 1}, "seeds must be at least 2"),
-        ({"variants": {"SGD": "all-reduce"}, "against": {}}, "two variants"),
-        ({"against": {"lower": "lowest"}}, "'lowest' is compared"),
     ],
 }
 

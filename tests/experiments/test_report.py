@@ -1,17 +1,23 @@
-"""What a person gets to see: the page, its pictures and tables, and the terminal."""
+"""What a person gets to see: the page, its pictures and tables, and the terminal; and the JSON."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from commhooks.experiments.commands.cli import app
+from commhooks.experiments.report.as_json import FORMAT, SCHEMA, as_text, summary
 from commhooks.experiments.report.findings import finding
 from commhooks.experiments.report.lines import lines_of
 from commhooks.experiments.report.table import print_tables
@@ -44,18 +50,6 @@ def open_verdict(lacks: str, longer: float) -> Judged:
     return Judged(Verdict.OPEN, "nobody knows", some, some, some, 0.01, lacks=lacks, longer=longer)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the report of two links, three seeds, a hook that diverges, one without a seed, and runs that failed."""
-    out = tmp_path_factory.mktemp("report") / "new"
-    found = results(tasks=("gpt",), seeds=SEEDS, links=("100Mbit/s", "1Gbit/s"))
-    found += [diverged(result(OF_A_PERSON, ratio=50, seed=seed)) for seed in (0, 1)]
-    failures = {dataclasses.replace(FAILED, seed=n): "Traceback\n  File\nRuntimeError: <gloo> closed" for n in SEEDS}
-    more: dict[str, Any] = {"command": "commhooks compare <x>", "notes": ["4 ranks share 2 cores"]}
-    write(found, out, baseline=None, target_loss=None, failures=failures, **more)
-    return out
-
-
 class Links(HTMLParser):
     """Collects what a page would fetch, and its text in order, with what is folded apart."""
 
@@ -77,8 +71,13 @@ class Links(HTMLParser):
 
 
 @pytest.mark.a_row  # a page with all its pictures takes seconds
-def test_the_page_shows_a_picture_a_table_and_a_sentence_for_each_setting_and_folds_the_rest(folder: Path) -> None:
-    text = (folder / "report.html").read_text()
+def test_the_page_shows_a_picture_a_table_and_a_sentence_for_each_setting_and_folds_the_rest(tmp_path: Path) -> None:
+    """Of two links, three seeds, a hook that diverges, one without a seed, and runs that failed."""
+    found = results(tasks=("gpt",), seeds=SEEDS, links=("100Mbit/s", "1Gbit/s"))
+    found += [diverged(result(OF_A_PERSON, ratio=50, seed=seed)) for seed in (0, 1)]
+    failures = {dataclasses.replace(FAILED, seed=n): "Traceback\n  File\nRuntimeError: <gloo> closed" for n in SEEDS}
+    more: dict[str, Any] = {"command": "commhooks compare <x>", "notes": ["4 ranks share 2 cores"]}
+    text = write(found, tmp_path, baseline=None, target_loss=None, failures=failures, **more).read_text()
     shown = Links()
     shown.feed(text)
     assert len(shown.fetched) == 2 * 7 + 1  # the pictures of each setting, and one across them
@@ -153,3 +152,89 @@ def test_lines_are_in_the_order_of_verdicts_and_name_what_went_wrong() -> None:
     assert "no seed in common" in alone[1].warning and not alone[1].verdict
     later = [result(), stepwise(result("fp16"), lambda step: {"ended": step.ended + 1e6})]
     assert lines_of(setting(later))[1].warning == "made at another time"
+
+
+def refused(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def parsed(runs: list[RunResult], failures: dict[RunSettings, str] | None = None, **more: Any) -> dict[str, Any]:
+    """Return the summary of runs, written as text, read strictly, and checked by the schema."""
+    options = {"baseline": None, "target_loss": None, "command": "commhooks report x", "notes": ["busy"]} | more
+    text = as_text(summary(runs, failures=failures or {}, **options))
+    found: dict[str, Any] = json.loads(text, parse_constant=refused)
+    validator().validate(found)
+    return found
+
+
+@functools.cache
+def validator() -> Any:
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def silent() -> list[RunResult]:
+    """Return runs of a single rank, which moves nothing."""
+    return [stepwise(one, lambda _: {"moved_bytes": 0}) for one in (result(), result("fp16", ratio=2))]
+
+
+CASES = {
+    "several settings, three seeds": results(seeds=SEEDS, links=("100Mbit/s", "1Gbit/s")),
+    "one seed": results(tasks=("gpt",)),
+    "two seeds, one without a partner": [*results(tasks=("gpt",), seeds=(0, 1))[:-1], result("sign", seed=1)],
+    "a hook that diverged": [*results(tasks=("gpt",)), diverged(result("top-k:ratio=0.01", ratio=50))],
+    "a baseline that diverged": [diverged(result()), result("fp16", ratio=2)],
+    "nothing moved": silent(),
+    "nothing probed": [dataclasses.replace(one, probes=()) for one in results(tasks=("gpt",))],
+    "no baseline in one setting": [*results(tasks=("gpt",)), result("fp16", task="digits", ratio=2)],
+    "seldom": [result(), result("diloco:every=5", ratio=5)],
+    "no limit of the rate": [result(link="unlimited"), result("fp16", link="unlimited")],
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_the_json_fits_its_schema(what: str) -> None:
+    found = parsed(CASES[what], {FAILED: "Traceback\nRuntimeError: closed"})
+    assert found["format"] == FORMAT and found["warnings"] == ["busy"]
+    assert found["failures"][0]["reason"] == "RuntimeError: closed"
+
+
+def test_the_figures_are_those_of_the_report() -> None:
+    runs = [dataclasses.replace(one, commit="0123456789ab") for one in results(tasks=("gpt",), seeds=SEEDS)]
+    (one,), (setting,) = parsed(runs)["settings"], settings_of(runs)
+    assert (one["finding"], one["seeds"]) == (finding(setting), [0, 1, 2])
+    assert one["link"]["rate_bits_per_second"] == 1e8
+    assert one["made_with"][0]["commit"] == "0123456789ab" and len(one["made_with"]) == 1
+    first, _, power = one["hooks"]
+    assert (first["verdict"], first["against_baseline"], power["verdict"]["verdict"]) == (None, None, "pays")
+    judged = setting.judged["powersgd:rank=4"]
+    assert power["verdict"]["step_speed_up"]["interval_95"] == [judged.speed_up.low, judged.speed_up.high]
+    outcome, versus = setting.outcomes[2], setting.versus["powersgd:rank=4"]
+    assert power["step_seconds"]["mean"] == outcome.step.mean
+    assert power["step_seconds"]["interval_95"] == list(outcome.step.ends)
+    assert power["moved_bytes"]["by_seed"] == {"0": 8e6, "1": 8e6, "2": 8e6}
+    speed_up = power["against_baseline"]["step_speed_up"]
+    assert speed_up["mean"] == pytest.approx(first["step_seconds"]["mean"] / power["step_seconds"]["mean"])
+    difference = power["against_baseline"]["held_out_loss_difference_at_equal_steps"]
+    assert difference["mean"] == versus.loss.mean
+
+
+def test_what_is_not_finite_is_text_and_what_was_not_measured_is_null() -> None:
+    assert parsed(silent())["settings"][0]["hooks"][1]["dense_bytes_over_moved"] == "inf"
+    broken = parsed(CASES["a hook that diverged"])["settings"][0]["hooks"][-1]
+    assert (broken["diverged_seeds"], broken["held_out_loss"], broken["verdict"]["verdict"]) == ([0], None, "diverged")
+    first = parsed(CASES["nothing probed"])["settings"][0]["hooks"][0]
+    assert first["gradient_error_over_norm"] is None
+
+
+@pytest.mark.usefixtures("pictures_are_not_rendered")
+def test_the_command_writes_it_to_a_file_or_alone_to_standard_output(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    for one in results(tasks=("gpt",)):
+        one.write(tmp_path / "results")
+    for where, written in (("-", None), (str(tmp_path / "summary.json"), tmp_path / "summary.json")):
+        ended = CliRunner().invoke(app, ["report", str(tmp_path), "--json", where])
+        assert ended.exit_code == 0 and "over time" in ended.output
+        text = written.read_text() if written else ended.stdout
+        validator().validate(json.loads(text, parse_constant=refused))

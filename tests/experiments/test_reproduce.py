@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,18 +14,14 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
-from typer.testing import CliRunner
 
 import experiments.studies.reproduce as registry
-from commhooks.experiments.launch import run_world
 from commhooks.experiments.machine import versions
-from experiments.studies.app import app
 from experiments.studies.blocks import Block, Picture, Table, markdown
 from experiments.studies.reproduce import MODULES, Reproduction, load_reproduction
 from experiments.studies.reproduce.notes import PARTS, Notes
 from experiments.studies.reproduce.results import MEASURED, RESULTS, Results, page
 from experiments.studies.reproduce.running import Request, reproduce
-from tests.experiments.standing_ranks import StandingRanks
 from tests.tiers import thorough
 
 ROOT = Path(__file__).parent.parent.parent
@@ -110,135 +105,83 @@ def test_what_was_measured_is_shown_kept_and_not_measured_twice(made_up: MadeUp,
 
 
 def test_an_interrupted_one_continues_and_other_settings_do_not_take_its_parts(made_up: MadeUp, tmp_path: Path) -> None:
-    made_up.fails = True
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path)
-    with (tmp_path / PARTS).open("a") as file:
-        file.write('["part 2", 0.')  # half a line, as of a process that was killed
-    made_up.fails = False
-    with pytest.raises(ValueError, match="other settings or versions"):
-        run(tmp_path, seeds=4)
-    assert "1 part finished already" in run(tmp_path)
-    assert made_up.made == [1, 2]
-    with pytest.raises(ValueError, match=r"with other settings: parts \[1, 2\], not \[1\];"):
-        run(tmp_path, size="tiny")
-
-
-def test_results_of_another_version_are_shown_with_a_note_and_other_formats_are_rejected(
-    made_up: MadeUp, tmp_path: Path
-) -> None:
-    run(tmp_path)
-    old = Results.read(tmp_path / RESULTS)
-    dataclasses.replace(old, versions=versions() | {"torch": "1.0"}).write(tmp_path)
-    assert "other versions" in run(tmp_path) and made_up.made == [1, 2]
-    (tmp_path / RESULTS).write_text((tmp_path / RESULTS).read_text().replace('"format": 1', '"format": 99'))
-    with pytest.raises(ValueError, match="its format is 99, not 1"):
-        run(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"measured": {}}, r"does not hold what made-up shows \(KeyError: 'values'\)"),
-        ({"measured": {"values": ["many", None]}}, "does not hold what made-up shows"),
-        ({"machine": {}}, "does not hold what made-up shows"),
-        ({"seconds": None}, r"expected <class 'float'> \(got None\)"),
-        ({"versions": "none"}, r"expected .*Mapping\[str, str\] \(got 'none'\)"),
-        ({"measured": [1]}, r"expected .*Mapping\[str, typing.Any\] \(got \[1\]\)"),
-    ],
-)
-def test_results_that_were_edited_are_rejected_in_words(
-    made_up: MadeUp, tmp_path: Path, change: dict[str, Any], said: str
-) -> None:
-    run(tmp_path)
-    damaged = json.loads((tmp_path / RESULTS).read_text()) | change
-    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in damaged.items())
-    (tmp_path / RESULTS).write_text(f"{{\n{lines}\n}}\n")
-    with pytest.raises(ValueError, match=f"{said}.*--overwrite"):
-        run(tmp_path)
-    assert "0.333" in run(tmp_path, overwrite=True)
-
-
-@pytest.mark.parametrize("line", ["nonsense", '["part 1", 1]', '["part 1", 1, "soon"]', '[["part 1"], 1, 2]'])
-def test_parts_that_were_edited_are_rejected_in_words(made_up: MadeUp, tmp_path: Path, line: str) -> None:
-    made_up.fails = True
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path)
-    made_up.fails = False
-    head, _ = (tmp_path / PARTS).read_text().splitlines()
-    (tmp_path / PARTS).write_text(f"{head}\n{line}\n")
-    with pytest.raises(ValueError, match=r"parts\.jsonl, line 2: expected a key.*--overwrite"):
-        run(tmp_path)
-    assert "0.333" in run(tmp_path, overwrite=True)
-
-
-def test_a_refused_command_leaves_no_folder_and_takes_no_results(
-    made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(tmp_path / "old")
-    before = {path: path.read_bytes() for path in (tmp_path / "old").iterdir()}
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for out in ("old", "new"):
-        with pytest.raises(ValueError, match="without torchrun"):
-            run(tmp_path / out, overwrite=True)
-    assert {path: path.read_bytes() for path in (tmp_path / "old").iterdir()} == before
-    assert not (tmp_path / "new").exists()
-
-
-def test_an_interrupted_overwriting_continues_without_the_option(made_up: MadeUp, tmp_path: Path) -> None:
     run(tmp_path, size="tiny")
     made_up.fails = True
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, overwrite=True)
     made_up.fails = False
+    parts = (tmp_path / PARTS).read_text()
+    for damaged in ("nonsense", '["part 1", 1]', '["part 1", 1, "soon"]', '[["part 1"], 1, 2]'):
+        (tmp_path / PARTS).write_text(f"{parts.splitlines()[0]}\n{damaged}\n")
+        with pytest.raises(ValueError, match=r"parts\.jsonl, line 2: expected a key.*--overwrite"):
+            run(tmp_path)
+    (tmp_path / PARTS).write_text(parts + '["part 2", 0.')  # half a line, as of a process that was killed
+    with pytest.raises(ValueError, match="other settings or versions"):
+        run(tmp_path, seeds=4)
     assert "1 part finished already" in run(tmp_path)
     assert made_up.made == [1, 1, 2] and not (tmp_path / PARTS).exists()
+    with pytest.raises(ValueError, match=r"with other settings: parts \[1, 2\], not \[1\];"):
+        run(tmp_path, size="tiny")
+
+
+def test_results_of_another_version_are_shown_with_a_note_and_edited_ones_are_rejected(
+    made_up: MadeUp, tmp_path: Path
+) -> None:
+    run(tmp_path)
+    file = tmp_path / RESULTS
+    dataclasses.replace(Results.read(file), versions=versions() | {"torch": "1.0"}).write(tmp_path)
+    assert "other versions" in run(tmp_path) and made_up.made == [1, 2]
+    good = json.loads(file.read_text())
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"format": 99}, "its format is 99, not 1"),
+        ({"measured": {}}, r"does not hold what made-up shows \(KeyError: 'values'\).*--overwrite"),
+        ({"measured": {"values": ["many", None]}}, "does not hold what made-up shows.*--overwrite"),
+        ({"machine": {}}, "does not hold what made-up shows.*--overwrite"),
+        ({"seconds": None}, r"expected <class 'float'> \(got None\).*--overwrite"),
+        ({"versions": "none"}, r"expected .*Mapping\[str, str\] \(got 'none'\).*--overwrite"),
+    ]
+    for change, said in changes:
+        lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in (good | change).items())
+        file.write_text(f"{{\n{lines}\n}}\n")
+        with pytest.raises(ValueError, match=said):
+            run(tmp_path)
+    assert "0.333" in run(tmp_path, overwrite=True)
 
 
 def test_what_cannot_work_is_rejected_before_anything_is_measured(
     made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for changes, said in (
-        ({"size": "huge"}, "default, tiny"),
-        ({"link": "real"}, "hosts, emulated"),
-        ({"seeds": 1}, "at least 2"),
-        ({"seeds": 10**9}, "at most 1,000"),
-        ({"docs": tmp_path / "missing"}, "there is no folder"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            run(tmp_path, **changes)
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(ValueError, match=r"needs root.*--link emulated"):
-        run(tmp_path, link="hosts")
     stranger = tmp_path / "letters"
     stranger.mkdir()
     (stranger / "letter.txt").write_text("Dear ...")
-    with pytest.raises(ValueError, match="another kind"):
-        run(stranger, overwrite=True)
-    assert made_up.made == [] and (stranger / "letter.txt").is_file()
-
-
-def test_without_a_name_all_are_listed() -> None:
-    lines = CliRunner().invoke(app, ["reproduce"]).output.splitlines()
-    assert [line.split()[0] for line in lines] == list(MODULES)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    asked: dict[str, Any] = {"out": tmp_path / "new"}
+    for changes, said in (
+        ({"size": "huge"}, "default, tiny"),
+        ({"link": "real"}, "hosts, emulated"),
+        ({"link": "hosts"}, "needs root.*--link emulated"),
+        ({"seeds": 1}, "at least 2"),
+        ({"seeds": 10**9}, "at most 1,000"),
+        ({"docs": tmp_path / "missing"}, "there is no folder"),
+        ({"out": stranger, "overwrite": True}, "another kind"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run(**asked | changes)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="without torchrun"):
+        run(tmp_path / "new", overwrite=True)
+    assert made_up.made == [] and (stranger / "letter.txt").is_file() and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("name", thorough(MODULES, unless=lambda name: name in OF_EACH_WAY))
-def test_every_reproduction_runs_at_its_tiny_size(
-    name: str, tmp_path: Path, standing: StandingRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load_reproduction(name)
-    for module in [module for module in sys.modules.values() if getattr(module, "run_world", None) is run_world]:
-        if module.__name__.startswith("experiments.studies."):
-            monkeypatch.setattr(module, "run_world", standing.run)
+def test_every_reproduction_runs_at_its_tiny_size(name: str, tmp_path: Path) -> None:
     found = reproduce(Request(name=name, size="tiny", out=tmp_path), Console(quiet=True))
     blocks = load_reproduction(name).show(load_reproduction(name).sizes["tiny"], found.measured)
     assert any(isinstance(block, str) for block in blocks), "a finding in a sentence"
-    assert any(isinstance(block, Table) and block.rows for block in blocks)
-    for block in blocks:
-        if isinstance(block, Table):
-            assert {len(row) for row in block.rows} == {len(block.columns)}
+    tables = [block for block in blocks if isinstance(block, Table)]
+    assert any(block.rows for block in tables)
+    assert all({len(row) for row in block.rows} == {len(block.columns)} for block in tables)
     assert len(list(tmp_path.glob("*.png"))) == sum(isinstance(block, Picture) for block in blocks)
 
 

@@ -60,15 +60,6 @@ def test_utilisation_is_a_step_without_communication_over_one_with_it_however_lo
     assert "The goal of 90.0 % is missed." in shown(scene(streamed=3.5))[-1]
 
 
-def test_each_turn_is_compared_with_what_was_measured_around_it() -> None:
-    """A machine that becomes half as fast changes nothing."""
-    measured = scene()
-    for name in ("nothing", "seconds"):
-        values = measured["limited"][STREAMED][name]
-        measured["limited"][STREAMED][name] = values[:4] + [2 * value for value in values[4:]]
-    assert shown(measured)[0][STREAMED][3] == "93.8 % (94 to 94)"
-
-
 def test_predictions_are_those_of_the_step_time_model_with_the_fragments_as_they_are() -> None:
     """Hooks of every step take the link's part in addition; a fragment of half the parameters is hidden in 0.5 s."""
     times, _, _ = shown(scene())
@@ -80,21 +71,6 @@ def test_predictions_are_those_of_the_step_time_model_with_the_fragments_as_they
     measured["limited"][STREAMED]["shares"] = [0.0, 0.0, 1.0]
     lost = exchange - 5 * A_STEP
     assert float(shown(measured)[0][STREAMED][4].split()[0]) == pytest.approx(100 * 3 / (3 + lost), abs=0.06)
-
-
-def test_the_step_from_which_on_the_goal_is_predicted_is_given() -> None:
-    """Of an exchange in one fragment five steps are hidden: 30·s / (30·s + exchange - 5·s) is 0.9."""
-    exchange = 8 * (1.5 * 400_000 * (1514 / 1448 + 66 / 1448 / 2) + 12 * 390) / 10e6
-    measured = scene()
-    measured["limited"][STREAMED]["shares"] = [0.0, 0.0, 1.0]
-    step = exchange / (5 + 30 * (1 / 0.9 - 1))
-    assert f"needs a step of at least {1e3 * step:.1f} ms with `{STREAMED}`." in shown(measured)[-1]
-
-
-def test_what_is_lost_without_a_limit_is_shown_beside_what_is_lost_with_it() -> None:
-    text = shown(scene())[-1]
-    assert f"- `{STREAMED}`: 100.0 % without a limit, 93.8 % with it. In a round 0.50 s are spent in the" in text
-    assert "use a mean (0.20 s without a limit), and 10.0 ms in all others." in text
 
 
 def test_the_interfaces_counters_are_compared_after_packet_headers() -> None:

@@ -1,17 +1,22 @@
-"""Runs as data: hooks as text, settings, results as files, and what a summary makes of them."""
+"""Runs: how they are planned, their settings, results as files, and what a summary makes of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commhooks.experiments.hooks import make_hook
+from commhooks.experiments.links.link import LinkSettings
 from commhooks.experiments.results.summary import Typical, steps_to
 from commhooks.experiments.runs import RunResult, RunSettings
+from commhooks.experiments.specs import Spec
+from commhooks.experiments.sweeps.plan import crowded, in_turn, plan
 from tests.experiments.synthetic import result
 
 
@@ -73,15 +78,13 @@ def test_a_result_with_numbers_that_are_not_finite_is_json_and_survives(tmp_path
     [
         (("steps", "seconds", 2), -0.1, "steps: seconds must be above zero and finite"),
         (("steps", "waiting", 2), -5.0, r"step 3: compute \+ compression \+ waiting must be above zero"),
-        (("steps", "moved_bytes", 0), -1, "steps: moved_bytes must be at least zero and finite"),
         (("steps", "moved_bytes"), [], "steps: moved_bytes has 0 values, others have 40"),
         (("steps", "loss", 0), True, "steps: loss must be of type float"),
-        (("probes", 0, "layers", "name", 0), 1.5, "probes: name must be of type str"),
         (("evaluations", 0, "metrics", "accuracy"), "1.5", "evaluations: accuracy must be of type int or float"),
         (("evaluations", 0), {"step": 1}, "evaluations: .*missing 1 required .*'loss'"),
         (("goal",), {"loss": 1.0, "seconds": -1.0, "steps": 40}, "goal: seconds must be above zero"),
         (("machine",), {"processor": "x", "system": "y"}, "machine: 'cores'"),
-        (("dilation",), 0, "dilation must be above zero"),
+        (("format",), 0, "it is of format 0, "),
         (("parameters",), 10**400, "parameters must be at least zero and finite"),
     ],
 )
@@ -95,13 +98,6 @@ def test_a_value_that_nothing_can_have_is_refused_with_file_and_field(
     inside[place[-1]] = value
     path.write_text(json.dumps(raw))
     with pytest.raises(ValueError, match=rf"{path}: expected a result file of format 2 \({words}.*; move it away"):
-        RunResult.read(path)
-
-
-def test_a_result_of_another_format_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "old.json"
-    path.write_text('{"format": 0}')
-    with pytest.raises(ValueError, match=r"old\.json: expected .* of format 2 \(it is of format 0, .*; move it away"):
         RunResult.read(path)
 
 
@@ -123,3 +119,69 @@ def test_a_target_is_reached_after_the_first_ten_steps_whose_mean_is_at_or_below
     assert [steps_to(target, steps) for target in (3.6, 3.5, 1.1, 1.0)] == [10, 12, 20, None]
     assert [steps_to(2.0, steps[:count]) for count in (3, 5)] == [None, None]
     assert steps_to(3.2, steps[:5]) == 5  # of a run with fewer, all
+
+
+def planned(**changes: Any) -> tuple[RunSettings, ...]:
+    asked: dict[str, Any] = {"tasks": ["digits:size=small"], "hooks": ["all-reduce"], "links": [LinkSettings()]}
+    return plan(**{**asked, **changes})
+
+
+def test_what_takes_turns_stays_together() -> None:
+    """Of everything that varies, the hook varies fastest: runs that differ in nothing else train in turns."""
+    tasks = ["gpt:size=small", "digits:size=small"]
+    many = planned(tasks=tasks, hooks=["fp16", "bf16"], seeds=[0, 1], links=["1Gbit/s", "10Mbit/s"], ranks=[2, 3])
+    assert len(many) == 32 and [run.task.label for run in many[::16]] == tasks
+    assert {run.steps for run in many} == {40}  # the tasks' own
+    assert [run.hook.label for run in many] == ["fp16", "bf16"] * 16
+    assert all(one.scene == other.scene for one, other in zip(many[::2], many[1::2], strict=True))
+    assert in_turn(many) == in_turn((*many[::2], *many[1::2])) == many
+    with pytest.raises(ValueError, match="listed twice"):
+        in_turn((*many, many[3]))
+
+
+def test_hooks_that_do_not_suit_the_optimizer_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {
+        "hooks": ["all-reduce", "dgc"],
+        "tasks": ["digits:size=tiny"],
+        "optimizers": ["sgd:lr=0.1", None],
+    }
+    told = "digits:size=tiny: dgc with SGD: momentum is applied twice, by both; give the optimizer a momentum of 0"
+    with pytest.warns(UserWarning, match=told) as heard:  # digits' own optimizer has momentum
+        planned(**asked, seeds=[0, 1])
+    assert len(heard) == 1
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned(**asked, ranks=[2])  # torchrun's rank 0 says it
+
+
+def test_ranks_that_share_cores_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    assert crowded(planned()) is None
+    warning = crowded(planned(ranks=[4]))
+    assert warning is not None and "4 ranks share 2 cores" in warning and "--compute 200ms" in warning
+    assert crowded(planned(ranks=[4], compute="200ms")) is None
+    assert crowded((*planned(ranks=[2]), *planned(ranks=[4], compute="200ms"))) is None
+    assert crowded(planned(ranks=[4]), 4) is None
+    assert crowded(planned(ranks=[4], links=["real"])) is None
+
+
+def test_a_rate_that_hosts_can_have_once_it_is_slowed_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commhooks.experiments.sweeps.plan.why_not", lambda: None)
+    for link, compute in (("hosts:50kbit/s", "4x"), ("hosts:50kbit/s", "200ms"), ("hosts:unlimited", None)):
+        assert planned(links=[link], compute=compute)
+
+
+def test_under_torchrun_its_world_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert planned()[0].ranks == 3
+    with pytest.raises(ValueError, match="torchrun started 3"):
+        planned(ranks=[2])
+
+
+def test_what_is_random_in_a_hook_follows_the_seed_of_the_run() -> None:
+    spec = Spec.parse("powersgd:rank=2")
+    assert make_hook(spec, seed=7) == make_hook(Spec.parse("powersgd:rank=2,seed=7"))
+    assert make_hook(spec, seed=7) != make_hook(spec, seed=8)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 import commhooks
 from commhooks.exchange.checks import read_text
@@ -106,29 +104,18 @@ def test_diloco_is_read_where_models_are_trained_and_refused_in_one_sentence_whe
     (run,) = plan(["digits:size=tiny"], [text], links=["10Mbit/s"], steps=30)
     inside = settings_of(run.hook)["compressor"]
     assert inside == read_hook("own.py:Bytes:block=64").compressor
-    model = nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    diloco = commhooks.DiLoCo(
-        model,
-        optimizer,
-        every=30,
-        compressor="own.py:Bytes:block=64",
-        connection=commhooks.lockstep.lockstep_connections(1)[0],
-    )
-    assert next(iter(diloco.exchange.values())).compressor == with_feedback(inside)
-    diloco.close()
     for place in (attached, planned, checked):
         with pytest.raises(ValueError, match="DiLoCo averages models, not gradients, so it is no compressor"):
             place(text)
 
 
 def test_what_only_attaching_knows_is_refused_elsewhere_and_twice() -> None:
-    with pytest.raises(ValueError, match="policy is given twice, in the text and beside it"):
-        read_text("attach", "int8:policy=fused", Options(policy="fifo"))
-    with pytest.raises(ValueError, match="gather is the form of a sharded model's parameters"):
-        attached("int8:gather=int8")
-    with pytest.raises(ValueError, match="policy is no setting of a compressor, but of attaching one"):
-        commhooks.make_compressor("int8:policy=fused")
-    for place in (attached, *PLACES):
-        with pytest.raises(ValueError, match="policy must be one of fifo, fused"):
-            place("int8:policy=sometimes")
+    refused: list[tuple[Callable[..., object], str, str]] = [
+        (lambda text: read_text("attach", text, Options(policy="fifo")), "int8:policy=fused", "policy is given twice"),
+        (attached, "int8:gather=int8", "gather is the form of a sharded model's parameters"),
+        (commhooks.make_compressor, "int8:policy=fused", "policy is no setting of a compressor, but of attaching one"),
+        *((place, "int8:policy=sometimes", "policy must be one of fifo, fused") for place in (attached, *PLACES)),
+    ]
+    for call, text, words in refused:
+        with pytest.raises(ValueError, match=words):
+            call(text)

@@ -11,29 +11,9 @@ import torch
 import torch.distributed as dist
 
 from commhooks.experiments.launch import Tell, WorldError
-from experiments.studies.medians import Ratio, milliseconds
-from experiments.studies.ranks import on_ranks, same_step
+from experiments.studies.medians import Ratio
+from experiments.studies.ranks import on_ranks
 from experiments.studies.turns import Order, drawn, forth_and_back, in_turns, on_slowest, rotated, turns_of
-
-
-def test_every_contender_has_one_turn_a_round_and_warming_up_does_not_count() -> None:
-    ticks = iter(range(1000))
-    called: list[str] = []
-    contenders = {name: partial(called.append, name) for name in "ab"}
-    seconds = in_turns(contenders, 3, calls=2, warm_up=1, clock=lambda: float(next(ticks)))
-    assert seconds == {"a": [0.5] * 3, "b": [0.5] * 3}
-    assert sorted(called) == ["a"] * 8 + ["b"] * 8
-
-
-def test_what_is_prepared_is_prepared_before_each_turn_and_not_timed() -> None:
-    clock = [0.0]
-
-    def pass_time(seconds: float) -> None:
-        clock[0] += seconds
-
-    contenders = {"one": partial(pass_time, 1.0), "two": partial(pass_time, 2.0)}
-    seconds = in_turns(contenders, 2, warm_up=0, clock=lambda: clock[0], prepare=lambda _: pass_time(10.0))
-    assert seconds == {"one": [1.0, 1.0], "two": [2.0, 2.0]} and clock == [46.0]
 
 
 @pytest.mark.parametrize(
@@ -74,20 +54,6 @@ def fail(tell: Tell) -> None:
         raise LookupError("the needle is not in the haystack")
 
 
-def steps(tell: Tell) -> tuple[int, list[float], bool]:
-    """Take two steps on one batch; return the parameters, the losses before them, and whether gradients are left."""
-    stepper = same_step("gpt:size=tiny")
-    losses = []
-    for _ in range(2):
-        with torch.no_grad():
-            losses.append(float(stepper.task.loss(stepper.task.model, stepper.task.batch(0, 0, 1))))
-        stepper()
-    left = any(parameter.grad is not None for parameter in stepper.task.model.parameters())
-    parameters = stepper.parameters
-    stepper.close()
-    return parameters, losses, left
-
-
 def test_a_turn_counts_as_on_the_slowest_rank_and_rank_0_returns_and_tells() -> None:
     told: list[str] = []
     taken, slowest, threads = on_ranks(partial(slow_on_one, 0.05), 2, told.append)
@@ -100,11 +66,6 @@ def test_a_turn_counts_as_on_the_slowest_rank_and_rank_0_returns_and_tells() -> 
 def test_a_rank_that_fails_fails_the_call() -> None:
     with pytest.raises(WorldError, match="the needle is not in the haystack"):
         on_ranks(fail, 2, print)
-
-
-def test_a_step_trains_and_drops_its_gradients() -> None:
-    parameters, (first, second), left = on_ranks(steps, 1, print)
-    assert parameters > 0 and second < first and not left
 
 
 def around(seconds: float) -> list[float]:
@@ -136,7 +97,3 @@ def test_too_few_turns_have_no_finite_interval() -> None:
     ratio = Ratio.of([2.0] * 5, [1.0] * 5)
     assert ratio.sign == 0 and "too few turns" in ratio.text
     assert Ratio.of([2.0] * 6, [1.0] * 6).sign == 1
-
-
-def test_milliseconds_have_quartiles() -> None:
-    assert milliseconds([0.1, 0.2, 0.3]) == "200 (150 to 250)"

@@ -15,13 +15,12 @@ import commhooks
 from commhooks.experiments.commands.cli import app
 from commhooks.experiments.runs import RunResult
 from commhooks.wrappers.hierarchical import is_hierarchical
-from ddp_core.features.unused import Usage
 from tests import bounds
 from tests.cases import CASES, Case
 from tests.commhooks.mirrored import largest_error
 from tests.commhooks.models import Given, Shape, gradients_of, wrap
 from tests.commhooks.workers import Workers, largest, normal, zeros
-from tests.gpu.late import LATE, late, very_late
+from tests.gpu.late import late, very_late
 from tests.virtual_device.device import is_installed
 from tests.world import run_world
 
@@ -68,14 +67,6 @@ def test_state_goes_from_a_gpu_to_the_cpu_and_back(residuals: str) -> None:
     run_world(_there_and_back, 1, residuals, backend="cpu:gloo,cuda:nccl", timeout=120.0)
 
 
-@pytest.mark.parametrize("residuals", ["bf16", "host"])
-@pytest.mark.parametrize("policy", ["fifo", "fused"])
-def test_residuals_that_are_kept_otherwise_go_through_steps_on_a_late_device(policy: str, residuals: str) -> None:
-    worst = run_world(_with_other_residuals, 1, policy, residuals, backend="nccl", timeout=240.0)[0]
-    # In the host's memory nothing is rounded; bf16 is held to its rounding in test_streams.py.
-    assert worst == 0 if residuals == "host" else math.isfinite(worst)
-
-
 @pytest.mark.parametrize("policy", ["fifo", "fused"])
 def test_a_collective_that_takes_too_long_on_nccl_is_an_error_that_names_hook_timeout(policy: str) -> None:
     for text in run_world(_takes_too_long, 1, policy, backend="nccl", timeout=120.0, check_exit=False):
@@ -85,10 +76,6 @@ def test_a_collective_that_takes_too_long_on_nccl_is_an_error_that_names_hook_ti
 
 def test_with_a_hook_timeout_that_is_kept_nothing_else_changes() -> None:
     run_world(_takes_not_too_long, 1, backend="nccl", timeout=120.0)
-
-
-def test_counts_of_used_parameters_make_nobody_wait() -> None:
-    run_world(_counts_usage, 1, backend="nccl", timeout=120.0)
 
 
 @pytest.mark.skipif(is_installed(), reason="tests/virtual_device/test_commands.py has whole commands on that device")
@@ -176,31 +163,6 @@ def _synchronises_nowhere(rank: int, kind: str, guarded: bool) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _with_other_residuals(rank: int, policy: Any, residuals: Any) -> float:
-    """Train with residuals in fp32 and with others, in turns; return the largest relative distance of the means."""
-    storages: list[Any] = ["fp32", residuals]
-    models = {storage: _given("core") for storage in storages}
-    hooks = {
-        storage: commhooks.attach(model, "powersgd", policy=policy, residuals=storage, atomic=True,
-                                  wrap_communicator=late)
-        for storage, model in models.items()
-    }  # fmt: skip
-    worst = 0.0
-    for step in range(STEPS):
-        means = {}
-        for storage, model in models.items():
-            hooks[storage].set_grad_scale(2.0**step)  # exact, so residuals that follow it stay the same
-            model.zero_grad()
-            model(*[gradient.cuda() * 2.0**step for gradient in normal(zeros(*SHAPES), 1, seed=step)[0]]).backward()
-            means[storage] = gradients_of(model)
-        for ours, theirs in zip(means[residuals], means["fp32"], strict=True):
-            distance = (ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)
-            worst = max(worst, float(distance))
-    counted = hooks[residuals].statistics()
-    assert counted.buckets_on_gpu == counted.buckets > 0
-    return worst
-
-
 def _takes_too_long(rank: int, policy: Any) -> str:
     model = _given("core")
     gradients = [gradient.cuda() for gradient in normal(zeros(*SHAPES), 1, seed=0)[0]]
@@ -224,14 +186,3 @@ def _takes_not_too_long(rank: int) -> None:
             model(*gradients).backward()
         for ours, theirs in zip(gradients_of(watched), gradients_of(plain), strict=True):
             assert torch.equal(ours, theirs)
-
-
-def _counts_usage(rank: int) -> None:
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    assert Usage([0, 1, 1], group, torch.device("cuda", 0)).unused() == {0}  # and NCCL is there
-    torch.cuda._sleep(LATE)
-    torch.cuda.set_sync_debug_mode("error")
-    usage = Usage([1, 0, 1], group, torch.device("cuda", 0))
-    torch.cuda.set_sync_debug_mode("default")
-    assert usage.unused() == {1}

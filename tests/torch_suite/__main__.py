@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,8 +42,6 @@ def main() -> int:
         verdicts[test] = running.verdict(pair.get("ours"), pair.get("torch"))
         print_pair(test, pair, verdicts[test], options.verbose)
     print_summary(results, verdicts)
-    if options.json:
-        write_json(options.json, results, verdicts, options.world_size)
     return 1 if set(verdicts.values()) & {"MISSING", "STALE"} else 0
 
 
@@ -62,7 +58,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("-k", default="", metavar="PATTERN", help="run tests whose name this regular expression finds")
     parser.add_argument("--jobs", type=int, default=1, help="tests at the same time (default 1)")
     parser.add_argument("--world-size", type=int, default=2, help="ranks per test (default 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results here")
     parser.add_argument("-v", "--verbose", action="store_true", help="show the ranks' tracebacks")
     return parser.parse_args()
 
@@ -94,17 +89,6 @@ def print_summary(results: dict[str, dict[str, Result]], verdicts: dict[str, str
             print(f"  {verdict} {test}")
         if verdict == "excluded":
             print(f"  {verdict} {test}: {EXCLUDED[test]}")
-
-
-def write_json(path: Path, results: dict[str, dict[str, Result]], verdicts: dict[str, str], world_size: int) -> None:
-    """Write every result, with the tracebacks."""
-    content = {
-        "torch": torch.__version__,
-        "world_size": world_size,
-        "verdicts": verdicts,
-        "results": [result.as_dict() for pair in results.values() for result in pair.values()],
-    }
-    path.write_text(json.dumps(content, indent=1))
 
 
 if __name__ == "__main__":

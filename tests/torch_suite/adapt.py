@@ -1,7 +1,6 @@
 """Let tests that were written for one GPU a rank run on the CPU.
 
-Before the suite is imported, its decorators that ask for GPUs are replaced by ones that ask for nothing. While a test
-runs, every CUDA device becomes the CPU, and `device_ids=[rank]` is dropped when a model is wrapped.
+Decorators that ask for GPUs are replaced before the suite is imported; while a test runs, every CUDA device is the CPU.
 """
 
 from __future__ import annotations

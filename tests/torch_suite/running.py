@@ -6,7 +6,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from tests.torch_suite import suite
 from tests.torch_suite.exclusions import EXCLUDED
@@ -33,10 +33,6 @@ class Result:
     reason: str = ""
     detail: str = ""  # tracebacks of all ranks
     seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, str | float]:
-        """Return the result for a JSON file."""
-        return asdict(self)
 
 
 def run_all(tests: Sequence[str], classes: Sequence[str], world_size: int, jobs: int) -> Iterator[dict[str, Result]]:

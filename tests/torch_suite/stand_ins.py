@@ -1,7 +1,4 @@
-"""Answers to three of PyTorch's private questions, so that the rest of the tests that ask them is run on our class.
-
-They are put on our classes while a test runs; ddp_core itself does not have them.
-"""
+"""Answers to three of PyTorch's private questions, put on our classes while a test that asks them runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The five kernels of synchronised batch normalisation, which PyTorch has for GPUs only, in plain tensor maths.
-
-With them the suite's SyncBatchNorm tests, which are tests of DDP as much, run on the CPU.
-"""
+"""The five kernels of synchronised batch normalisation that PyTorch has for GPUs only, for the suite's tests of it."""
 
 from __future__ import annotations
 
