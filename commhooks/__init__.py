@@ -35,8 +35,8 @@ if TYPE_CHECKING:
         fp16_compress_wrapper,
         noop_hook,
     )
+    from commhooks.hooks.hook_functions import hook_statistics
     from commhooks.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-    from commhooks.hooks.sockets import hook_statistics
     from commhooks.language.compressor import Compressor
     from commhooks.making import make_compressor
     from commhooks.saving.checkpoints import Checkpoint, load_checkpoint, save_checkpoint

@@ -24,7 +24,7 @@ from commhooks.scheduling.policy import POLICIES, PolicyName
 from commhooks.wrappers import ErrorFeedback, StartAfter, WireDtype, WithoutFeedback
 from commhooks.wrappers.error_feedback import brought_feedback
 
-ROOMS = ("commhooks.compressors", "commhooks.compressors.codecs", "commhooks.wrappers")
+SUBPACKAGES = ("commhooks.compressors", "commhooks.compressors.codecs", "commhooks.wrappers")
 """The modules whose classes a specification may name."""
 ENTRY_POINTS = "commhooks.compressors"
 """The entry-point group in which other packages register a class, a function that returns one, or a `Registered`."""
@@ -313,6 +313,6 @@ def _nearest(name: str, known: list[str]) -> str:
 @functools.cache
 def _classes() -> dict[str, type]:
     """Return the classes of this package that a compressor's text may name, under both of their names."""
-    found = [vars(room)[name] for room in map(importlib.import_module, ROOMS) for name in room.__all__]
+    found = [vars(package)[name] for package in map(importlib.import_module, SUBPACKAGES) for name in package.__all__]
     kinds = [one for one in found if isinstance(one, type) and dataclasses.is_dataclass(one) and one is not Registered]
     return {lower_name(one): one for one in kinds} | {one.__name__: one for one in kinds}

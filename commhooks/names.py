@@ -17,7 +17,7 @@ _PLACES = {
     ),
     "exchange.exchanger": "Exchanger",
     "hooks.powersgd": "PowerSGDState batched_powerSGD_hook powerSGD_hook",
-    "hooks.sockets": "hook_statistics",
+    "hooks.hook_functions": "hook_statistics",
     "exchange.watching": "NotAveragedError NotAveragedWarning set_guard steps_locally",
     "language.compressor": "Compressor",
     "making": "make_compressor",

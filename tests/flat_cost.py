@@ -60,10 +60,10 @@ def _bucket(compressor: Compressor, shapes: Shapes, world_size: int, device: str
 def _answers(packer: Packer, requests: Sequence[Request], traffic: Traffic, world_size: int) -> list[list[Tensor]]:
     """Lay requests out as the scheduler does, count the collectives, and return answers of the right shapes."""
     answers: list[list[Tensor]] = [[torch.empty(0)] * len(request.parts) for request in requests]
-    for shipment in packer.ship(requests):
-        traffic.count(shipment.collective, world_size)
-        result = shipment.collective.room_for_answer(world_size)
-        for place, answer in zip(shipment.places, shipment.answers(result), strict=True):
+    for packed in packer.pack(requests):
+        traffic.count(packed.collective, world_size)
+        result = packed.collective.room_for_answer(world_size)
+        for place, answer in zip(packed.places, packed.answers(result), strict=True):
             answers[place.request][place.number] = answer
     return answers
 

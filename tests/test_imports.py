@@ -86,7 +86,9 @@ ABOVE = ("commhooks.control", "commhooks.integrations", "commhooks.diloco", "com
     ("room", "public", "above"),
     [*((room, PUBLIC, ABOVE) for room in ("hooks", "saving.checkpoints", "integrations")), ("testing", set(), ())],
 )
-def test_only_the_public_names_are_above_the_top_rooms(room: str, public: set[str], above: tuple[str, ...]) -> None:
+def test_only_the_public_names_are_above_the_top_subpackages(
+    room: str, public: set[str], above: tuple[str, ...]
+) -> None:
     """Hooks may import every other room but those that stand above; what is below must work without them."""
     importers = {
         source.module

@@ -41,7 +41,7 @@ HEAVY = ("scipy", "matplotlib", "rich", "typer", "pandas", "sklearn", "torch._dy
 """Who only registers a hook waits for none of these; what needs them imports them when it is called."""
 
 
-def test_a_new_process_loads_a_saved_hook_and_imports_no_room_that_it_does_not_use_and_nothing_heavy(
+def test_a_new_process_loads_a_saved_hook_and_imports_no_subpackage_that_it_does_not_use_and_nothing_heavy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = {"settings": {"wire": "", "matrix_approximation_rank": 3}, "state": {}}

@@ -19,7 +19,7 @@ KERNELS_BYTES = 8
 """The size of a digest of kernels."""
 
 _warned: set[str] = set()
-"""The warnings given so far: one attachment may open many lanes."""
+"""The warnings given so far: one attachment may open many channels."""
 
 
 class Kernels(NamedTuple):

@@ -58,7 +58,7 @@ OPENING_SECONDS = 2.0
 SWAP_SECONDS = 10.0
 """Seconds that ranks which disagree wait for each other's fingerprints."""
 _DIGEST_BYTES = 32 - KERNELS_BYTES
-"""The size of a fingerprint's digest; with that of kernels it is as large as a lane's header, `HEADER_BYTES`."""
+"""The size of a fingerprint's digest; with that of kernels it is as large as a channel's header, `HEADER_BYTES`."""
 _POLL_SECONDS = 0.002
 """Seconds between the first looks for other ranks in the store."""
 _LONGEST_POLL_SECONDS = 0.2

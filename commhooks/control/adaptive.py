@@ -1,4 +1,4 @@
-"""A controller between steps: `Adaptive` moves an attachment to the compressor of a ladder that suits the link.
+"""A controller between steps: `Adaptive` moves an attachment to the candidate that suits the link.
 
 Compressors know no clock, and must not: what a step sends is a function of gradients, state and step. So the clock is
 here, between steps, on the training thread. After each step the ranks exchange one small tensor: how long the step took
@@ -43,34 +43,34 @@ class Decision:
 class SavedController:
     """The layout of a controller's state."""
 
-    ladder: list[str]
+    candidates: list[str]
     ranks: int
     decisions: list[Decision]
     decider: Decider
 
 
 class Adaptive:
-    """Moves an attachment among the compressors of a ladder, to the one whose step takes least on today's link."""
+    """Moves an attachment among candidate compressors, to the one whose step takes least on today's link."""
 
     def __init__(
         self,
         attachment: Handle[Channel],
-        ladder: Sequence[Compressor | str],
+        candidates: Sequence[Compressor | str],
         *,
         rule: AdaptiveRule | None = None,
         on_decision: Callable[[Decision], object] | None = None,
     ) -> None:
-        """Check the ladder; every rank must do so between the same two steps.
+        """Check the candidates; every rank must do so between the same two steps.
 
         - `attachment` is what `attach` returned; its compressor must be one of the candidates.
-        - `ladder`: the candidates, at least two: compressors, or names for `make_compressor`, such as
+        - `candidates`: at least two compressors, or names for `make_compressor`, such as
           "powersgd:rank=4". They are tried in this order at first; of those that are about equally fast, the first is
           used.
         - `rule`: when to look, and when to move.
         - `on_decision` is called with each decision, on every rank.
 
-        Raises `SettingsError` for a ladder that cannot work, and `AttachError` if ranks disagree or another rank's
-        ladder cannot work. The attachment stays as it is.
+        Raises `SettingsError` for candidates that cannot work, and `AttachError` if ranks disagree or another rank's
+        cannot work. The attachment stays as it is.
         """
         self._attachment = attachment
         self._on_decision = on_decision
@@ -78,25 +78,25 @@ class Adaptive:
         self._rule = rule or AdaptiveRule()
         told: str | CommHooksError
         try:
-            self._ladder = _checked(attachment, ladder)
-            candidate = _in_use(attachment, self._ladder)
-            told = f"ladder: {self._ladder}\nrule: {self._rule}\ncompressor in use: {attachment.compressor}"
+            self._candidates = _checked(attachment, candidates)
+            candidate = _in_use(attachment, self._candidates)
+            told = f"candidates: {self._candidates}\nrule: {self._rule}\ncompressor in use: {attachment.compressor}"
         except (SettingsError, AttachError) as error:
             told = error
         agree("Adaptive", self._meter.group, told, AttachError)
-        attachment.expect(*self._ladder)  # a checkpoint may hold the state of every candidate
+        attachment.expect(*self._candidates)  # a checkpoint may hold the state of every candidate
         self._decider = self._new_decider(candidate)
         self.decisions: list[Decision] = []
 
     @property
     def compressor(self) -> Compressor:
         """The candidate in use."""
-        return self._ladder[self._decider.candidate]
+        return self._candidates[self._decider.candidate]
 
     @property
-    def ladder(self) -> tuple[Compressor, ...]:
+    def candidates(self) -> tuple[Compressor, ...]:
         """The candidates."""
-        return self._ladder
+        return self._candidates
 
     @property
     def link(self) -> Link | None:
@@ -113,7 +113,7 @@ class Adaptive:
         `SettingsError` if the compressor in use is no candidate.
         """
         if self._attachment.compressor != self.compressor:
-            self._decider.follow(_in_use(self._attachment, self._ladder))
+            self._decider.follow(_in_use(self._attachment, self._candidates))
             self._meter.start()
             return None
         step = self._meter.step_times()
@@ -137,15 +137,15 @@ class Adaptive:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the candidate in use, each one's last step, and the decisions: plain data, the same on all ranks."""
-        ladder = list(map(str, self._ladder))
-        return dataclasses.asdict(SavedController(ladder, self._meter.ranks, self.decisions, self._decider))
+        candidates = list(map(str, self._candidates))
+        return dataclasses.asdict(SavedController(candidates, self._meter.ranks, self.decisions, self._decider))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue as the run that returned this; the attachment's compressor is replaced if another was in use.
 
         Call it on every rank, before the attachment's own `load_state_dict`, which needs the compressor that was saved.
         With a different number of ranks it begins with the saved candidate, and measures all of them again. Raises
-        `CheckpointError` on every rank, and changes nothing, if a rank's ladder or rule differs, if the state is
+        `CheckpointError` on every rank, and changes nothing, if a rank's candidates or rule differ, if the state is
         damaged or has another version's layout (the error names the entry), or if ranks pass different states.
         """
         told: str | CommHooksError
@@ -158,19 +158,19 @@ class Adaptive:
         decider = saved.decider
         if saved.ranks != self._meter.ranks:  # what was measured holds for that many
             decider = self._new_decider(decider.candidate)
-        if self._ladder[decider.candidate] != self._attachment.compressor:
-            self._attachment.replace(self._ladder[decider.candidate])
+        if self._candidates[decider.candidate] != self._attachment.compressor:
+            self._attachment.replace(self._candidates[decider.candidate])
         self._decider, self.decisions = decider, saved.decisions
         self.pause()
 
     def _read(self, state: dict[str, Any]) -> SavedController:
         """Return what a state says; raise `CheckpointError` if it is another controller's, or damaged."""
         saved: SavedController = read(SavedController, state, "state")
-        ladder, decider = list(map(str, self._ladder)), saved.decider
+        candidates, decider = list(map(str, self._candidates)), saved.decider
         compared = {
-            "ladder": (saved.ladder, ladder),
+            "candidates": (saved.candidates, candidates),
             "rule": (decider.rule, self._rule),
-            "number of samples": (len(decider.samples), len(ladder)),
+            "number of samples": (len(decider.samples), len(candidates)),
         }
         faults = [f"{what}: saved {then!r}, now {now!r}" for what, (then, now) in compared.items() if then != now]
         if faults:
@@ -187,25 +187,25 @@ class Adaptive:
         return found
 
     def _new_decider(self, candidate: int) -> Decider:
-        return Decider(self._rule, candidate, [None] * len(self._ladder))
+        return Decider(self._rule, candidate, [None] * len(self._candidates))
 
 
-def _checked(attachment: Handle[Channel], ladder: Sequence[Compressor | str]) -> tuple[Compressor, ...]:
-    if isinstance(ladder, (str, Compressor)) or len(ladder) < 2:
-        raise SettingsError(f"Adaptive(ladder={ladder!r}): ladder must have at least two compressors to choose from.")
-    candidates = tuple(attachment.checked(candidate) for candidate in ladder)
-    twice = [str(candidate) for number, candidate in enumerate(candidates) if candidate in candidates[:number]]
+def _checked(attachment: Handle[Channel], candidates: Sequence[Compressor | str]) -> tuple[Compressor, ...]:
+    if isinstance(candidates, (str, Compressor)) or len(candidates) < 2:
+        raise SettingsError(f"Adaptive(candidates={candidates!r}): candidates must be at least two compressors.")
+    checked = tuple(attachment.checked(candidate) for candidate in candidates)
+    twice = [str(candidate) for number, candidate in enumerate(checked) if candidate in checked[:number]]
     if twice:
         raise SettingsError(f"Adaptive: each candidate must differ from the others ({twice[0]} is there twice).")
-    if any(isinstance(candidate, NoOp) for candidate in candidates):
+    if any(isinstance(candidate, NoOp) for candidate in checked):
         raise SettingsError("Adaptive: noop averages nothing, so the replicas would drift apart; it is no candidate.")
-    return candidates
+    return checked
 
 
 def _in_use(attachment: Handle[Channel], candidates: Sequence[Compressor]) -> int:
     if attachment.compressor not in candidates:
         raise SettingsError(
-            f"Adaptive: the compressor in use, {attachment.compressor}, must be a candidate of the ladder "
+            f"Adaptive: the compressor in use, {attachment.compressor}, must be one of the candidates "
             f"({', '.join(map(str, candidates))})."
         )
     return candidates.index(attachment.compressor)

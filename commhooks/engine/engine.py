@@ -33,8 +33,8 @@ from commhooks.language.compressor import (
     judged,
 )
 from commhooks.native.library import in_use
+from commhooks.scheduling.channels import ConnectionChannel
 from commhooks.scheduling.connection import Connection, ProcessGroupConnection
-from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.ledger import Statistics
 from commhooks.scheduling.policy import PolicyName
 from commhooks.scheduling.scheduler import Scheduler
@@ -69,14 +69,14 @@ class Engine:
         self.compressor: Compressor = compressor
         self.connection = connection
         self.policy = policy or connection.policy
-        # Before the lane: it may be refused.
+        # Before the channel: it may be refused.
         self.state: StateTable = StateTable(connection.rank, connection.world_size, residuals, is_sharded=is_sharded)
-        self.lane: Lane = Lane(connection.join(name), name, self.policy)
+        self.channel: ConnectionChannel = ConnectionChannel(connection.join(name), name, self.policy)
         """The engine's place on its connection, and its counts."""
         self.scheduler: Scheduler | None = None
-        """The scheduler of the lane; None before the first bucket or `open`."""
+        """The scheduler of the channel; None before the first bucket or `open`."""
         self.why_stopped: str = ""
-        """The failure, outside the lane, because of which it was closed; "" if there was none."""
+        """The failure, outside the channel, because of which it was closed; "" if there was none."""
         self._leave = weakref.finalize(self, connection.leave)
         self._leave.atexit = False
         self.buckets: Buckets = Buckets(self.state, by_parameter=by_parameter)
@@ -150,7 +150,7 @@ class Engine:
                 one.future.set_exception(error)  # type: ignore[arg-type]  # torch declares "expected Tensor"
             raise
         for task in tasks:
-            (self.scheduler or self.scheduler_for(memory.device)).submit(self.lane, task)
+            (self.scheduler or self.scheduler_for(memory.device)).submit(self.channel, task)
         if is_last:
             self.end_step()
         return handed.future
@@ -239,7 +239,7 @@ class Engine:
         """
         self._begun += 1
         failures, scale = self.scheduler.failures if self.scheduler is not None else None, self.loss_scale.of_gradients
-        if failures is None or not self.lane.is_first or isinstance(scale, Tensor):
+        if failures is None or not self.channel.is_first or isinstance(scale, Tensor):
             return
         if self._told is not None:
             (begun, step, told), self._told = self._told, None
@@ -275,7 +275,7 @@ class Engine:
         if self.buckets.is_step_under_way:
             self.end_step(f"{caller} came before its last bucket")
         if self.scheduler is not None:
-            self.scheduler.drain(self.lane, caller)
+            self.scheduler.drain(self.channel, caller)
 
     def begin_with(self, compressor: Compressor) -> None:
         """Use another compressor before the first step; ranks have not compared it yet."""
@@ -322,18 +322,18 @@ class Engine:
         self._may_be_unused = may_be_unused
 
     def scheduler_for(self, device: torch.device, refusal: Exception | None = None) -> Scheduler:
-        """Return the scheduler of the engine's lane; the first call opens the lane."""
+        """Return the scheduler of the engine's channel; the first call opens the channel."""
         if self.scheduler is None:
             self._compare_kernels_of(self.compressor, device)
             fingerprint = self._fingerprint_with(self.compressor, refusal)
-            self.scheduler = self.connection.open(self.lane, device, fingerprint)
+            self.scheduler = self.connection.open(self.channel, device, fingerprint)
         return self.scheduler
 
     def agree(self, fingerprint: str, caller: str, device: torch.device) -> None:
         """Return once every rank has passed the same fingerprint, between the same two steps; see `Scheduler.agree`."""
         caller = f"{caller} before step {self.step}"
         try:
-            self.scheduler_for(device).agree(self.lane, fingerprint, caller)
+            self.scheduler_for(device).agree(self.channel, fingerprint, caller)
         except KeyboardInterrupt:  # the others may have agreed, and go on with what this rank does not have
             self.stop(f"rank {self.connection.rank}: {caller} was interrupted.")
             raise
@@ -342,15 +342,15 @@ class Engine:
         """Connect to the other ranks now, not at the first bucket; raise the refusal once they have learned of it."""
         try:
             self.scheduler_for(device, refusal)
-            self.lane.opened.result()
+            self.channel.opened.result()
         finally:
             if refusal is not None:
                 self.stop()
                 raise refusal
 
     def stop(self, why: str = "") -> None:
-        """Close the lane; the connection stops with its last one, or on every rank if this one tells them `why`."""
-        self.lane.is_closed = True
+        """Close the channel; the connection stops with its last one, or on every rank if this one tells them `why`."""
+        self.channel.is_closed = True
         self.why_stopped = self.why_stopped or why
         self._units.end_step(f"step {self.step}: not started, because the attachment was stopped. {why}".rstrip())
         if why:
@@ -363,8 +363,8 @@ class Engine:
         self._leave()
 
     def fail(self, what: str) -> NoReturn:
-        """Raise `AttachError`, and close the lane, so that the other ranks learn of it."""
-        why = f"rank {self.connection.rank}, {self.lane.title}: {what}."
+        """Raise `AttachError`, and close the channel, so that the other ranks learn of it."""
+        why = f"rank {self.connection.rank}, {self.channel.title}: {what}."
         self.stop(why)
         raise AttachError(why)
 
@@ -374,7 +374,7 @@ class Engine:
 
     def _compare_kernels_of(self, compressor: Compressor, device: torch.device) -> None:
         is_needed = compares_kernels(compressor) and self.connection.world_size > 1
-        self.lane.kernels = Kernels(str(compressor), kernels_of(device)) if is_needed else Kernels()
+        self.channel.kernels = Kernels(str(compressor), kernels_of(device)) if is_needed else Kernels()
 
     def _fingerprint_with(self, compressor: Compressor, refusal: Exception | None = None) -> str:
         """Return the text that must be the same on every rank."""
@@ -385,21 +385,21 @@ class Engine:
         return (
             f"compressor: {compressor!r}\ncommhooks: {VERSION}\n"
             f"unused parameters: {self._may_be_unused}\npolicy: {self.policy!r}\nunits: {self._units.fingerprint}\n"
-            f"atomic: {self._undo is not None}\n{passes}lane, in the order of first use: {self.lane.unique}\n"
+            f"atomic: {self._undo is not None}\n{passes}channel, in the order of first use: {self.channel.unique}\n"
             f"{self.resumed.fingerprint}\n{self._fingerprint}"
         )
 
     def failure(self) -> CommHooksError | None:
-        """Return the error that ended the lane's work; None while it continues or if it was stopped deliberately."""
-        return self.scheduler.failure(self.lane) if self.scheduler is not None else None
+        """Return the error that ended the channel's work; None while it continues or if it was stopped deliberately."""
+        return self.scheduler.failure(self.channel) if self.scheduler is not None else None
 
     def statistics(self) -> Statistics:
         """Return the totals so far."""
-        return self.lane.ledger.totals(self.lane.traffic)
+        return self.channel.ledger.totals(self.channel.traffic)
 
     def working_memory(self) -> list[Tensor]:
         """Return the memory that is kept between steps: messages, and the pool of exchanges."""
-        return [*self.lane.working_memory(), *self.buckets.pool.blocks()]
+        return [*self.channel.working_memory(), *self.buckets.pool.blocks()]
 
     def memory(self) -> MemoryReport:
         """Return the bytes in use, by purpose."""

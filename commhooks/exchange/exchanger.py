@@ -194,7 +194,7 @@ class TensorChannel(Channel):
         return [bucket.buffer() for bucket in (*buckets, *self._next)]
 
     def fail(self, what: str) -> NoReturn:
-        """Raise `CompressorError`, and close the lane, so that the other ranks, which may have begun, learn of it."""
+        """Raise `CompressorError`, and close the channel: the other ranks, which may have begun, learn of it."""
         why = f"rank {self.engine.connection.rank}: {what}"
         if isinstance(self.engine.connection, LockstepConnection):  # nobody has begun, so nothing is lost
             raise CompressorError(why)
@@ -202,7 +202,7 @@ class TensorChannel(Channel):
         raise CompressorError(f"{why} It is closed now: other ranks' calls fail.")
 
     def stop(self, why: str) -> None:
-        """Close the lane because of a failure outside it, of which the other ranks learn."""
+        """Close the channel because of a failure outside it, of which the other ranks learn."""
         self.engine.stop(why)
 
     @property
@@ -212,7 +212,7 @@ class TensorChannel(Channel):
         return self.engine.failure() or (CompressorError(why) if why else None)
 
     def _check(self, tensors: Mapping[str, Tensor], *, overwritten: bool = False) -> None:
-        """Raise `CompressorError`, and close the lane, if tensors do not match those named at construction."""
+        """Raise `CompressorError`, and close the channel, if tensors do not match those named at construction."""
         wrong = _misfits(self._like, tensors, overwritten=overwritten)
         if wrong:
             self.fail(f"Exchanger was made for other tensors: {wrong[0]}.")
@@ -341,8 +341,8 @@ class Exchanger(Handle[TensorChannel]):
     one order before.
 
     `connection` replaces the process group: exchangers that share one `ProcessGroupConnection` share its thread and
-    private group, as the channels of one do, each on a lane of its own, and begin all their rounds in the same order on
-    every rank. Those of one connection that have no name, or the same, are told apart by the order of making: there,
+    private group, as the channels of one do, each on a channel of its own, and begin all their rounds in the same order
+    on every rank. Those of one connection that have no name, or the same, are told apart by the order of making: there,
     one that a single rank makes, even if it closes it, needs a name of its own, or the others' first use raises
     `AttachError`. Errors name the round and the exchanger, "round 3, <name>". `lockstep_connections` are for workers in
     one process, see `average_in_lockstep`.

@@ -38,13 +38,13 @@ class Channel:
         engine = self.engine
         where = f"rank {engine.connection.rank} of {engine.connection.world_size}, policy {engine.policy!r}"
         failure = engine.failure()
-        state = f"\nended by: {failure}" if failure is not None else "\nclosed" if engine.lane.is_closed else ""
+        state = f"\nended by: {failure}" if failure is not None else "\nclosed" if engine.channel.is_closed else ""
         return f"{engine.compressor}\n{where}{state}\n{self.statistics()}"
 
     @property
     def name(self) -> str:
         """Its name in errors."""
-        return self.engine.lane.title
+        return self.engine.channel.title
 
     @property
     def compressor(self) -> Compressor:
@@ -67,11 +67,11 @@ class Channel:
 
     def last_step(self) -> Statistics:
         """Return this rank's counts for the last complete step."""
-        return self.engine.lane.ledger.last_step()
+        return self.engine.channel.ledger.last_step()
 
     def by_parameter(self) -> dict[str, ParameterTraffic]:
         """Return each parameter's share of this rank's totals so far, by name."""
-        return self.engine.lane.ledger.by_parameter()
+        return self.engine.channel.ledger.by_parameter()
 
     def memory(self) -> MemoryReport:
         """Return the bytes in use on this rank, by purpose."""
@@ -83,7 +83,7 @@ class Channel:
 
     def check_open(self, caller: str) -> None:
         """Raise `AttachError`, with the failure because of which it was closed, if it was."""
-        if self.engine.lane.is_closed:
+        if self.engine.channel.is_closed:
             raise AttachError(f"{caller}: {self._feed.ended}. {self.engine.why_stopped}".rstrip())
 
     @property

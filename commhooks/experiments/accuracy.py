@@ -14,7 +14,7 @@ from pathlib import Path
 from commhooks.experiments import stored
 from commhooks.experiments.advice import BASELINE, Cost, cost_of_diloco
 from commhooks.experiments.results.verdicts import USUAL
-from commhooks.experiments.specs import Spec, is_seldom, steps_of_a_round
+from commhooks.experiments.specs import Spec, is_diloco, steps_of_a_round
 from commhooks.making import compressor_in_file
 
 FILE = Path(__file__).with_name("accuracy.json")
@@ -68,7 +68,7 @@ class Accuracy:
     def costs_of(self, hook: str) -> tuple[Cost, ...]:
         """Return what a hook in text form cost on each task; nothing if these settings were not measured."""
         spec = Spec.parse(hook)
-        if is_seldom(spec):
+        if is_diloco(spec):
             given = dict(spec.settings)
             return cost_of_diloco(str(given.get("compressor", BASELINE)), steps_of_a_round(spec))
         try:

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from commhooks.experiments.results.verdicts import USUAL, Judged, Range, Verdict
-from commhooks.experiments.specs import Spec, is_seldom, steps_of_a_round
+from commhooks.experiments.specs import Spec, is_diloco, steps_of_a_round
 from commhooks.language.text import Spelling, parse
 from commhooks.units import three_digits
 
 BASELINE = "all-reduce"
 _CERTAIN = 1.96  # standard deviations of a 95 % interval
-_SELDOM_GAIN = 2.0  # DiLoCo is named if it is surely so many times as fast as all hooks of every step
+_DILOCO_GAIN = 2.0  # DiLoCo is named if it is surely so many times as fast as all hooks of every step
 
 FEEDBACK: Mapping[str, Mapping[str, bool]] = {
     "adam": {"sign": False, "int4": False, "top-k": True},
@@ -102,9 +102,9 @@ class Option:
         return self.speed_up.low > 1 / (1 - saves)
 
     @property
-    def is_seldom(self) -> bool:
+    def is_diloco(self) -> bool:
         """True if it is DiLoCo."""
-        return is_seldom(Spec.parse(self.hook))
+        return is_diloco(Spec.parse(self.hook))
 
     @property
     def worst(self) -> float:
@@ -133,7 +133,7 @@ class Advice:
     @property
     def policy(self) -> str | None:
         """The policy, "fifo" or "fused"; None: nothing is attached."""
-        if self.hook is None or is_seldom(Spec.parse(self.hook)):
+        if self.hook is None or is_diloco(Spec.parse(self.hook)):
             return None
         return str(dict(parse(self.hook).settings).get("policy", "fifo"))
 
@@ -162,13 +162,13 @@ def advise(
         optimizer: Its name, "adamw" or "sgd:lr=0.1": whether error feedback suits it is said of the hooks named.
 
     """
-    known = [one for one in options if not (one.is_seldom and steps_of_a_round(Spec.parse(one.hook)) == 1)]
+    known = [one for one in options if not (one.is_diloco and steps_of_a_round(Spec.parse(one.hook)) == 1)]
     if unchecked:
         known = [one for one in known if one.judged is not None]
         if not known:
             return Advice(None, f"Not checked: {unchecked}. Measure it with commhooks compare.")
     paying = [one for one in known if one.pays(saves)]
-    safe = [one for one in paying if one.is_safe and not one.is_seldom]
+    safe = [one for one in paying if one.is_safe and not one.is_diloco]
     lossy = [one for one in paying if one not in safe]
     if not paying:
         return Advice(None, _none_pays(known, baseline, saves))
@@ -182,9 +182,9 @@ def advise(
         first = one if _is_faster(one, first, 1 / (1 - saves)) else first
     said = [f"Use {_said(first)}"]
     others = [one for one in lossy if _is_faster(one, first, 1 / (1 - saves)) and one.worst < math.inf]
-    steps, rounds = ([one for one in others if one.is_seldom is kind] for kind in (False, True))
+    steps, rounds = ([one for one in others if one.is_diloco is kind] for kind in (False, True))
     further = [min(steps, key=_by_cost)] if steps else []
-    rounds = [one for one in rounds if all(_is_faster(one, other, _SELDOM_GAIN) for other in (first, *steps))]
+    rounds = [one for one in rounds if all(_is_faster(one, other, _DILOCO_GAIN) for other in (first, *steps))]
     further += [min(rounds, key=_by_cost)] if rounds else []
     said += [f"faster still is {_said(one)}" for one in further]
     sentence = f"{'; '.join(said)}."
@@ -197,7 +197,7 @@ def advise(
 def line_of(hook: str) -> str:
     """Return the line of Python that trains with a hook."""
     spec = Spec.parse(hook)
-    if is_seldom(spec):
+    if is_diloco(spec):
         settings = sorted(spec.settings, key=lambda pair: pair[0] != "every")
         given = [f'{key}="{one}"' if isinstance(one, str | Spelling) else f"{key}={one}" for key, one in settings]
         return f"diloco = commhooks.DiLoCo({', '.join(['model', 'optimizer', *given])})"

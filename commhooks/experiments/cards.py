@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from commhooks.compressors import COMPRESSORS
-from commhooks.experiments.seldom import Seldom
-from commhooks.experiments.specs import DILOCO, Spec, is_seldom
+from commhooks.experiments.diloco import DiLoCoSpec
+from commhooks.experiments.specs import DILOCO, Spec, is_diloco
 from commhooks.experiments.tasks import TASKS
 from commhooks.experiments.tasks.loading import task_function
 from commhooks.experiments.training.stock import PREFIX, check_stock, is_stock, stock_names, stock_settings
@@ -82,11 +82,11 @@ def hook_card(name: str) -> Card:
         check_stock(spec)
         found = tuple(Setting(each, _in_words(default)) for each, default in stock_settings(spec.name).items())
         return Card(spec.name, f"PyTorch's own {spec.name.removeprefix(PREFIX)}, to compare with.", found)
-    if is_seldom(spec):
-        about, defaults = _documented(Seldom), _defaults_of(Seldom)
+    if is_diloco(spec):
+        about, defaults = _documented(DiLoCoSpec), _defaults_of(DiLoCoSpec)
         return Card(
             DILOCO,
-            inspect.getdoc(Seldom) or "",
+            inspect.getdoc(DiLoCoSpec) or "",
             tuple(Setting(each, _in_words(default), about[each]) for each, default in defaults.items()),
         )
     kind = kind_of(spec.name)

@@ -63,7 +63,7 @@ def cores() -> int:
     return len(usable_processors())
 
 
-def dilation(ranks: int) -> float:
+def time_scale(ranks: int) -> float:
     """Return the seconds here that stand for one second, so that each of these ranks computes as fast as one core."""
     return max(1.0, ranks / cores())
 

@@ -115,8 +115,8 @@ class RunSettings:
         return self.compute is not None and Compute.parse(self.compute).seconds is not None
 
     @property
-    def scene(self) -> RunSettings:
-        """The same settings without a hook: runs of one scene take turns, so that their times can be compared.
+    def comparison_group(self) -> RunSettings:
+        """The same settings without a hook: runs of one comparison group take turns, which makes times comparable.
 
         A run takes no turns with others if the rates of its hosts change over time, or if its exchanges continue in
         later steps: they would overlap the other runs' turns.
@@ -273,7 +273,7 @@ class RunResult:
     evaluations: tuple[EvaluationRecord, ...]  # one is after the last step asked for, the last after the last step
     probes: tuple[ProbeRecord, ...]
     replicas_identical: bool  # True if all ranks ended with the same parameters, bit for bit
-    dilation: float  # seconds here for one second in the records: above 1 if `compute` states a faster processor
+    time_scale: float  # seconds here for one second in the records: above 1 if `compute` states a faster processor
     compute_here: float | None  # seconds of a step's compute measured here before the run, if `compute` is stated
     versions: Mapping[str, str]
     machine: Mapping[str, str | int | float]
@@ -415,7 +415,7 @@ def _record(kind: type[T], raw: Any) -> T:
 
 
 _PLAIN = {"int": (int, float), "float": (int, float), "bool": (bool,), "str": (str,)}
-_ABOVE_ZERO = {"seconds", "dilation"}
+_ABOVE_ZERO = {"seconds", "time_scale"}
 _FINITE = {"compute", "compression", "waiting", "hidden", "ended", "compute_here"}  # rounded, a part may be below zero
 _LARGEST = 1e30
 """No number of bytes, elements or seconds is larger; sums and products of a few such numbers are still finite."""

@@ -57,18 +57,18 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, Spelling) and not value.settings else value
 
 
-def is_seldom(hook: Spec) -> bool:
-    """Return True if a hook's name is DiLoCo's, which trains a plain module (`commhooks.experiments.seldom`)."""
+def is_diloco(hook: Spec) -> bool:
+    """Return True if a hook's name is DiLoCo's, which trains a plain module (`commhooks.experiments.diloco`)."""
     return hook.name == DILOCO
 
 
 def steps_of_a_round(hook: Spec) -> int:
     """Return the number of steps after which a hook's communication repeats: 1, unless it is DiLoCo."""
-    every = dict(hook.settings).get("every", 1) if is_seldom(hook) else 1
+    every = dict(hook.settings).get("every", 1) if is_diloco(hook) else 1
     return every if isinstance(every, int) and every > 0 else 1
 
 
 def steps_under_way(hook: Spec) -> int:
     """Return the number of later steps in which an exchange may continue: 0, unless it is DiLoCo with a delay."""
-    delay = dict(hook.settings).get("delay", 0) if is_seldom(hook) else 0
+    delay = dict(hook.settings).get("delay", 0) if is_diloco(hook) else 0
     return delay if isinstance(delay, int) and delay > 0 else 0

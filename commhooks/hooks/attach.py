@@ -29,7 +29,7 @@ from commhooks.hooks.facts import (
     sparse_parameters,
     uncut_steps,
 )
-from commhooks.hooks.sockets import caller_of_hook, check_is_free, socket_of
+from commhooks.hooks.hook_functions import attachment_state_of, caller_of_hook, check_is_free
 from commhooks.language.compressor import Compressor, inner_of
 from commhooks.language.entries import RESIDUAL
 from commhooks.language.place import Place
@@ -83,7 +83,7 @@ class DDPFeed(Feed):
 
     def __init__(self, model: Module, ddp: Module, guard: GuardMode | None) -> None:
         check_is_free("attach", ddp)
-        self._socket = socket_of(ddp)
+        self._state = attachment_state_of(ddp)
         self._ddp = weakref.ref(ddp)  # a handle must not keep its model alive
         self._hook_caller = weakref.ref(caller_of_hook(ddp))
         self._engine: Engine | None = None
@@ -115,20 +115,20 @@ class DDPFeed(Feed):
         self._engine = engine
         connection: ProcessGroupConnection = engine.connection
         seconds = connection.timeout if connection.hook_timeout is None else connection.hook_timeout
-        self._socket.plug_in(engine, ddp, seconds)
+        self._state.plug_in(engine, ddp, seconds)
         guard_wrapper(ddp, self.named, self._guard_mode, seconds)
 
     def unplug(self) -> None:
         """Restore the model's plain all-reduce."""
-        if self._engine is not None and self._socket.engine is self._engine:
-            self._socket.release()
+        if self._engine is not None and self._state.engine is self._engine:
+            self._state.release()
             if (ddp := self._ddp()) is not None:
                 release_wrapper(ddp)
 
     @property
     def is_plugged(self) -> bool:
         """True while the model's gradients go through the engine: until `unplug`, or until the model is gone."""
-        return self._engine is not None and self._socket.engine is self._engine and self._hook_caller() is not None
+        return self._engine is not None and self._state.engine is self._engine and self._hook_caller() is not None
 
     def averaged_by(self, channel: Channel) -> Mapping[Tensor, str]:
         """Return the parameters."""

@@ -1,7 +1,7 @@
 """PyTorch's default communication hooks, under PyTorch's names: to migrate, change the import.
 
 Use them as `model.register_comm_hook(process_group, hook)` on ddp_core's or PyTorch's DDP; `process_group` may be None
-for the default group. sockets.py explains what PyTorch requires of these functions.
+for the default group. hook_functions.py explains what PyTorch requires of these functions.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import GradBucket
 from commhooks.compressors import Affine, AllReduceMean, Cast
 from commhooks.errors import HookTypeError
 from commhooks.hooks.foreign import AnyHook, completed, name_of, run_foreign
-from commhooks.hooks.sockets import run_stateless
+from commhooks.hooks.hook_functions import run_stateless
 from commhooks.language.compressor import Compressor, no_hook
 from commhooks.wrappers import WireDtype
 from ddp_core.guard import hook_ran

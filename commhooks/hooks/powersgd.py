@@ -32,7 +32,7 @@ from commhooks.hooks.facts import (
     sparse_parameters,
     uncut_steps,
 )
-from commhooks.hooks.sockets import deliver
+from commhooks.hooks.hook_functions import deliver
 from commhooks.language.compressor import Compressor
 from commhooks.saving.rules import LoadRules
 from commhooks.saving.saved import ONLY, Differences, Saved

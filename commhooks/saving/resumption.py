@@ -151,7 +151,7 @@ def _warnings(engine: Engine, saved: SavedChannel, declared: Declaration, rules:
         )
     if rules.world_size != "keep" or declared.rank > 0:
         return
-    ranks, of = declared.world_size, f" of {engine.lane.name}" * bool(engine.lane.name)
+    ranks, of = declared.world_size, f" of {engine.channel.name}" * bool(engine.channel.name)
     lost = [f"that of rank {number} (norm {norm:.4g})" for number, norm in saved.lost_with(ranks).items()]
     if lost:
         yield f"what ranks that have left had not sent{of} is lost: {', '.join(lost)}."

@@ -17,8 +17,8 @@ from commhooks.communicators.parent_group import backend_of, members_of, name_an
 from commhooks.communicators.private_group import Address, Agreements, WrapCommunicator, timeout_of
 from commhooks.devices import SideStream, runs_on_streams
 from commhooks.errors import AttachError, CollectiveError
+from commhooks.scheduling.channels import ConnectionChannel
 from commhooks.scheduling.inline import InlineScheduler
-from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.policy import PolicyName
 from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.worker import Worker
@@ -26,9 +26,9 @@ from ddp_core.guard import warn_of_one_rank
 
 
 class Connection(Protocol):
-    """One rank's connection to the others: its number, and the lanes through which engines reach them.
+    """One rank's connection to the others: its number, and the channels through which engines reach them.
 
-    Engines that share a connection share its thread and its group. Each opens its own lane with its first bucket, in
+    Engines that share a connection share its thread and its group. Each opens its own channel with its first bucket, in
     the same order on every rank.
     """
 
@@ -37,22 +37,22 @@ class Connection(Protocol):
     world_size: int
     """The number of ranks."""
     policy: PolicyName
-    """The order of collectives in lanes that choose none."""
+    """The order of collectives in channels that choose none."""
 
     def carries_groups(self, device: torch.device) -> bool:
         """Return whether requests may name a group of some of the ranks, for gradients on this device."""
         ...
 
     def join(self, name: str = "") -> int:
-        """Reserve a lane, and return how many of its name were reserved before."""
+        """Reserve a channel, and return how many of its name were reserved before."""
         ...
 
-    def open(self, lane: Lane, device: torch.device, fingerprint: str) -> Scheduler:
-        """Open a reserved lane; every rank must pass the same fingerprint. The first lane opens the connection."""
+    def open(self, channel: ConnectionChannel, device: torch.device, fingerprint: str) -> Scheduler:
+        """Open a reserved channel, with one fingerprint on all ranks. The first channel opens the connection."""
         ...
 
     def leave(self) -> None:
-        """Leave a lane, open or not; when all have left, the connection stops."""
+        """Leave a channel, open or not; when all have left, the connection stops."""
         ...
 
     def check_ranks(self) -> None:
@@ -68,7 +68,7 @@ class ProcessGroupConnection:
     `wrap_communicator` takes the private group's communicator, and returns the one to use in its place. It warns of a
     process group of one rank, once, unless that `may_be_alone`; None: if it is a dimension of a mesh.
 
-    Connections of one label are paired in the order in which ranks open their first lanes, so a connection that one
+    Connections of one label are paired in the order in which ranks open their first channels, so a connection that one
     rank alone makes has no effect on others; those of several labels may be opened in any order. A wrong pair raises
     `AttachError` if what ranks compare differs. Connections that compare equal must be opened in one order on all
     ranks: the first that is opened in another raises it, too.
@@ -91,7 +91,7 @@ class ProcessGroupConnection:
         self._made = next(_made)
         self._overtaken = Counter[int]()
         """The connections made later that were opened while this one was not, by a hash of label and fingerprint."""
-        self._lanes = 0
+        self._channels = 0
         self._joined = Counter[str]()
         self._worker: Worker | None = None
         self._inline: InlineScheduler | None = None
@@ -131,18 +131,18 @@ class ProcessGroupConnection:
         return not runs_on_streams(self._backend(device))
 
     def join(self, name: str = "") -> int:
-        """Reserve a lane, and return how many of its name were reserved before."""
-        self._lanes += 1
+        """Reserve a channel, and return how many of its name were reserved before."""
+        self._channels += 1
         self._joined[name] += 1
         return self._joined[name] - 1
 
     def leave(self) -> None:
-        """Leave a lane; when all have left, the thread stops and the private group is dropped."""
-        self._lanes -= 1
+        """Leave a channel; when all have left, the thread stops and the private group is dropped."""
+        self._channels -= 1
         for running in (self._worker, self._inline):
-            if self._lanes == 0 and running is not None:
+            if self._channels == 0 and running is not None:
                 running.stop()
-        if self._lanes == 0 and self._address is not None:
+        if self._channels == 0 and self._address is not None:
             self._address.section.release()
 
     def check_ranks(self) -> None:
@@ -166,10 +166,10 @@ class ProcessGroupConnection:
                 "every rank; state_dict() and load_state_dict(world_size=...) take its state along."
             )
 
-    def open(self, lane: Lane, device: torch.device, fingerprint: str) -> Scheduler:
-        """Open a reserved lane; on NCCL this waits for all ranks, otherwise the thread does."""
+    def open(self, channel: ConnectionChannel, device: torch.device, fingerprint: str) -> Scheduler:
+        """Open a reserved channel; on NCCL this waits for all ranks, otherwise the thread does."""
         if self._worker is None and self._inline is None:
-            if lane.is_closed:
+            if channel.is_closed:
                 raise CollectiveError(
                     f"rank {self.rank}: not started: the attachment was stopped before its first bucket."
                 )
@@ -183,11 +183,11 @@ class ProcessGroupConnection:
             running = self._inline = self._inline or self._on_a_stream(self._address, device)
         else:
             running = self._worker = self._worker or self._on_a_thread(self._address, backend)
-        running.open(lane, fingerprint)
+        running.open(channel, fingerprint)
         return running
 
     def take_place(self, fingerprint: str) -> None:
-        """Take the connection's place, with what its first lane compares; nothing waits. A second call does nothing."""
+        """Take the connection's place, with what its first channel compares, without waiting; once."""
         if self._address is None:
             self._address = self._place()
             self._used_before = self._overtake(fingerprint)

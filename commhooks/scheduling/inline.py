@@ -24,7 +24,7 @@ from commhooks.communicators.failure_store import FailureStore
 from commhooks.communicators.kernels import Kernels
 from commhooks.devices import Mark, SideStream
 from commhooks.errors import CollectiveError
-from commhooks.scheduling.lanes import Lane
+from commhooks.scheduling.channels import ConnectionChannel
 from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.task import BucketTask
 from commhooks.scheduling.worker import JOIN_SECONDS
@@ -52,52 +52,52 @@ class InlineScheduler(Scheduler):
         self._streams = streams
         self._way = 0
         """The number of the stream in use."""
-        self._step: tuple[Lane, int] | None = None
+        self._step: tuple[ConnectionChannel, int] | None = None
         """The step that the streams are working on."""
         self._communicator = communicator
         self._agree = agree
         self._watch = _Watch(hook_timeout, self) if hook_timeout is not None else None
         self._process = os.getpid()
 
-    def open(self, lane: Lane, fingerprint: str) -> None:
-        """Open a lane, once every rank has passed the same fingerprint."""
+    def open(self, channel: ConnectionChannel, fingerprint: str) -> None:
+        """Open a channel, once every rank has passed the same fingerprint."""
         self._read_headers(self._look_around)  # the device may never reach a comparison behind headers that differ
         if self.error is not None:
             raise self.error
-        self._agree(fingerprint, lane.kernels)
-        self._lanes.open(lane, self._communicator, functools.partial(self._complete, lane))
+        self._agree(fingerprint, channel.kernels)
+        self._channels.open(channel, self._communicator, functools.partial(self._complete, channel))
 
     @torch.no_grad()
-    def submit(self, lane: Lane, task: BucketTask) -> None:
+    def submit(self, channel: ConnectionChannel, task: BucketTask) -> None:
         """Run the whole exchange; its computation waits on a side stream for the collectives."""
-        if self.error is not None or lane.is_closed:
-            self._turn_away(lane, task)
+        if self.error is not None or channel.is_closed:
+            self._turn_away(channel, task)
             return
-        self._take_turns(lane, task)
+        self._take_turns(channel, task)
         with self._stream.entered():
             try:
                 self.listen()
-                is_added = self._lanes.add(lane, task)
+                is_added = self._channels.add(channel, task)
                 assert is_added, "every unit is issued before the next is handed in, unless that was interrupted"
-                while self._lanes.turn():
+                while self._channels.turn():
                     pass
             except Exception as error:
-                here = self._here(self.place_of(lane, task))
-                self.end(error, here, [*self._lanes.unfinished(), task])
+                here = self._here(self.place_of(channel, task))
+                self.end(error, here, [*self._channels.unfinished(), task])
 
-    def agree(self, lane: Lane, fingerprint: str, caller: str) -> None:
+    def agree(self, channel: ConnectionChannel, fingerprint: str, caller: str) -> None:
         """Compare with the other ranks from this thread."""
         if self.error is not None:  # a collective may be left over, which this one would meet
             raise self.error
-        self._agree(fingerprint, lane.kernels)
+        self._agree(fingerprint, channel.kernels)
 
-    def drain(self, lane: Lane, caller: str) -> None:
+    def drain(self, channel: ConnectionChannel, caller: str) -> None:
         """Cut short a step whose last bucket has not come; make the caller's stream wait for the buckets handed in.
 
-        The host waits for the watch, which completes futures, and for the headers of several lanes' units.
+        The host waits for the watch, which completes futures, and for the headers of several channels' units.
         """
-        assert lane.policy is not None, "an inline lane is open from the beginning"
-        lane.policy.cut_short(f"{caller} came before its last bucket")
+        assert channel.policy is not None, "an inline channel is open from the beginning"
+        channel.policy.cut_short(f"{caller} came before its last bucket")
         if self._watch is not None:
             self._watch.drain()
         self._step = None
@@ -128,7 +128,7 @@ class InlineScheduler(Scheduler):
         """Read the headers that the host has left for later; end the connection if ranks differ."""
         if self.error is None:
             try:
-                self._lanes.read_headers(look_around)
+                self._channels.read_headers(look_around)
             except Exception as error:
                 self.end(error, f"rank {self.rank}", [])
 
@@ -142,21 +142,21 @@ class InlineScheduler(Scheduler):
     def _stream(self) -> SideStream:
         return self._streams[self._way]
 
-    def _take_turns(self, lane: Lane, task: BucketTask) -> None:
+    def _take_turns(self, channel: ConnectionChannel, task: BucketTask) -> None:
         """Choose a bucket's stream. A step begins on each stream when both have ended the one before."""
-        assert lane.policy is not None, "an inline lane is open from the beginning"
-        if self._step != (lane, task.step):
-            self._step, self._way = (lane, task.step), 0
+        assert channel.policy is not None, "an inline channel is open from the beginning"
+        if self._step != (channel, task.step):
+            self._step, self._way = (channel, task.step), 0
             first, second = self._streams
             first.join(second)
             second.join(first)
-        elif not lane.policy.packs_by_name:
+        elif not channel.policy.packs_by_name:
             self._way = 1 - self._way
-        lane.policy.way = self._way
+        channel.policy.way = self._way
 
     def _wait(self, pending: Pending) -> bool:
         """Make the stream wait for a collective, with marks for the watch where the wait begins and ends."""
-        touching = self._lanes.touching()
+        touching = self._channels.touching()
         if self._watch is None or touching is None:
             pending.wait()
             return True
@@ -165,11 +165,11 @@ class InlineScheduler(Scheduler):
         self._watch.expect(_Stage(*touching, self._stream, asked, self._stream.mark()))
         return True
 
-    def _complete(self, lane: Lane, task: BucketTask) -> None:
+    def _complete(self, channel: ConnectionChannel, task: BucketTask) -> None:
         if self._watch is None:
             task.succeed()
         else:
-            self._watch.expect(_Stage(lane, task, self._stream, None, self._stream.mark()))
+            self._watch.expect(_Stage(channel, task, self._stream, None, self._stream.mark()))
 
 
 def _check_time(until: float) -> None:
@@ -182,7 +182,7 @@ def _check_time(until: float) -> None:
 class _Stage:
     """A section of a stream's queue: a task's collective, or the work after its last one."""
 
-    lane: Lane
+    channel: ConnectionChannel
     task: BucketTask
     stream: SideStream
     asked: Mark | None
@@ -251,7 +251,7 @@ class _Watch:
                     self._stages.clear()
                     self._unreached = 0
                     self._changed.notify_all()
-                self._scheduler.end(error, self._scheduler.place_of(stage.lane, stage.task), left)
+                self._scheduler.end(error, self._scheduler.place_of(stage.channel, stage.task), left)
 
     def _coming(self) -> Iterator[_Stage]:
         """Yield stages as they come, until told to stop and none is left."""

@@ -1,4 +1,4 @@
-"""A lane's statistics: bytes, collectives, seconds."""
+"""A channel's statistics: bytes, collectives, seconds."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ class Statistics:
         return difference
 
 
-def total(of_lanes: Iterable[Statistics]) -> Statistics:
-    """Return the sums of several lanes' counts."""
+def total(of_channels: Iterable[Statistics]) -> Statistics:
+    """Return the sums of several channels' counts."""
     added = Statistics()
-    for one in of_lanes:
+    for one in of_channels:
         _add(added, one)
         for sums, kinds in ((added.by_kind, one.by_kind), (added.by_group, one.by_group)):
             for kind, traffic in kinds.items():
@@ -193,7 +193,7 @@ class _Shares:
 
 
 class Ledger:
-    """The counts of one lane: totals, the last complete step, and each parameter's share."""
+    """The counts of one channel: totals, the last complete step, and each parameter's share."""
 
     def __init__(self) -> None:
         self._shares = _Shares()

@@ -9,7 +9,7 @@ import torch
 
 from commhooks.communicators import Communicator, LockstepGroup, Pending
 from commhooks.errors import AttachError
-from commhooks.scheduling.lanes import Lane
+from commhooks.scheduling.channels import ConnectionChannel
 from commhooks.scheduling.policy import POLICIES, PolicyName
 from commhooks.scheduling.scheduler import Scheduler
 from commhooks.scheduling.task import BucketTask
@@ -26,7 +26,7 @@ class LockstepConnection(Scheduler):
         self.world_size: int = communicator.world_size
         self.policy = policy
         self._communicator = communicator
-        self._queue: deque[tuple[Lane, BucketTask]] = deque()
+        self._queue: deque[tuple[ConnectionChannel, BucketTask]] = deque()
         self._joined = Counter[str]()
 
     def carries_groups(self, device: torch.device) -> bool:
@@ -34,13 +34,13 @@ class LockstepConnection(Scheduler):
         return True
 
     def join(self, name: str = "") -> int:
-        """Reserve a lane, and return how many of its name were reserved before."""
+        """Reserve a channel, and return how many of its name were reserved before."""
         self._joined[name] += 1
         return self._joined[name] - 1
 
-    def open(self, lane: Lane, device: torch.device, fingerprint: str) -> LockstepConnection:
-        """Open a reserved lane; workers of one process are given the same fingerprint."""
-        self._lanes.open(lane, self._communicator, BucketTask.succeed)
+    def open(self, channel: ConnectionChannel, device: torch.device, fingerprint: str) -> LockstepConnection:
+        """Open a reserved channel; workers of one process are given the same fingerprint."""
+        self._channels.open(channel, self._communicator, BucketTask.succeed)
         return self
 
     def leave(self) -> None:
@@ -49,19 +49,19 @@ class LockstepConnection(Scheduler):
     def check_ranks(self) -> None:
         """Do nothing: workers of one process stay."""
 
-    def submit(self, lane: Lane, task: BucketTask) -> None:
-        """Take a task; fail it if an earlier one has failed, or the lane is closed."""
-        if self.error is not None or lane.is_closed:
-            self._turn_away(lane, task)
+    def submit(self, channel: ConnectionChannel, task: BucketTask) -> None:
+        """Take a task; fail it if an earlier one has failed, or the channel is closed."""
+        if self.error is not None or channel.is_closed:
+            self._turn_away(channel, task)
         else:
-            self._queue.append((lane, task))
+            self._queue.append((channel, task))
 
-    def agree(self, lane: Lane, fingerprint: str, caller: str) -> None:
+    def agree(self, channel: ConnectionChannel, fingerprint: str, caller: str) -> None:
         """Return immediately: workers of one process are given the same fingerprint."""
 
-    def drain(self, lane: Lane, caller: str) -> None:
+    def drain(self, channel: ConnectionChannel, caller: str) -> None:
         """Raise `AttachError` if anything is under way: only all workers together can end it."""
-        if self.error is None and (self._queue or not self._lanes.is_idle):
+        if self.error is None and (self._queue or not self._channels.is_idle):
             raise AttachError(f"{caller}: a step is under way; let the workers take their turns first.")
 
     @torch.no_grad()
@@ -70,13 +70,13 @@ class LockstepConnection(Scheduler):
         if self.error is not None:
             return False
         try:
-            if self._queue and self._lanes.add(*self._queue[0]):
+            if self._queue and self._channels.add(*self._queue[0]):
                 self._queue.popleft()
                 return True  # what it started is answered once every worker has started it
-            return self._lanes.turn()
+            return self._channels.turn()
         except Exception as error:
             failure = self._keep(error, self._here())
-            self._fail_all([*self._lanes.unfinished(), *(task for _, task in self._queue)], failure)
+            self._fail_all([*self._channels.unfinished(), *(task for _, task in self._queue)], failure)
             self._queue.clear()
             raise failure from error
 

@@ -60,7 +60,7 @@ class PlacedPart(NamedTuple):
     part: Part
 
 
-class Shipment(NamedTuple):
+class PackedCollective(NamedTuple):
     """A collective and the parts that it carries."""
 
     places: Sequence[PlacedPart]
@@ -213,7 +213,7 @@ class Packer:
         self._messages: dict[Hashable, list[_Sum | _Rows]] = {}
         self._step = 0
 
-    def ship(self, requests: Sequence[Request], way: int = 0, step: int = 0) -> list[Shipment]:
+    def pack(self, requests: Sequence[Request], way: int = 0, step: int = 0) -> list[PackedCollective]:
         """Return as few collectives as possible for requests made at the same time, in this step.
 
         The sender gives each message back once its answers are no longer needed. It is then reused only on the same
@@ -230,14 +230,14 @@ class Packer:
                     del self._messages[layout]
         if len(requests) == 1 and len(requests[0].parts) == 1 and isinstance(requests[0], AllReduce):
             return [
-                self._shipment(requests[0], [PlacedPart(0, 0, requests[0].parts[0])], way)
+                self._packed(requests[0], [PlacedPart(0, 0, requests[0].parts[0])], way)
             ]  # what most buckets request
         alike: dict[Hashable, list[PlacedPart]] = {}
         for number, request in enumerate(requests):
             for position, part in enumerate(request.parts):
                 place = PlacedPart(number, position, part)
                 alike.setdefault(self._kind_of(request, place), []).append(place)
-        return [self._shipment(requests[places[0].request], places, way) for places in alike.values()]
+        return [self._packed(requests[places[0].request], places, way) for places in alike.values()]
 
     def memories(self) -> list[Tensor]:
         """Return the messages' memory."""
@@ -257,13 +257,13 @@ class Packer:
             return ReduceScatter, tensor.dtype, tensor.device, request.average, request.group
         return type(request), tensor.device, request.group
 
-    def _shipment(self, request: Request, places: Sequence[PlacedPart], way: int) -> Shipment:
+    def _packed(self, request: Request, places: Sequence[PlacedPart], way: int) -> PackedCollective:
         part, ranks = places[0].part, ranks_in(request.group, self._world_size)
         if isinstance(request, AllReduce) and len(places) == 1:
             only_itself = part.tensor.is_sparse or part.tensor.is_complex()
             in_order = part.layout is None or list(part.layout.keys) == sorted(part.layout.keys)
             if only_itself or (part.in_place and (not self._by_name or in_order or part.on_wire == part.tensor.dtype)):
-                return Shipment(places, _alone(part, request, ranks), None)
+                return PackedCollective(places, _alone(part, request, ranks), None)
         parts = [place.part for place in places]
         # By content: plans that are made anew in every step bring layouts of their own, which are equal.
         of_parts = (
@@ -277,7 +277,7 @@ class Packer:
             return _Rows(parts, type(request), ranks)
 
         message = self._take((type(request), way, part.tensor.device, ranks, *of_parts), make)
-        return Shipment(places, message.pack(parts, request, ranks), message)
+        return PackedCollective(places, message.pack(parts, request, ranks), message)
 
     def _take(self, layout: Hashable, make: Callable[[], _Sum | _Rows]) -> _Sum | _Rows:
         """Return a message with this layout that no task owns, made if there is none."""

@@ -89,24 +89,24 @@ class Policy(ABC):
             for number, request in enumerate(task.requests):
                 asked.append((task, number))
                 requests.append(request)
-        shipments = self._packer.ship(requests, self.way, tasks[0].step)
+        collectives = self._packer.pack(requests, self.way, tasks[0].step)
         tasks[0].seconds_compressing += time.perf_counter() - begun
-        for shipment in shipments:
-            self.touching = asked[shipment.places[0].request][0]
-            if shipment.message is not None:
-                self.touching.messages.append(shipment.message)
-            pending = self.communicator.start(shipment.collective)
-            self.touching.under_way.append((pending, shipment, asked))
+        for packed in collectives:
+            self.touching = asked[packed.places[0].request][0]
+            if packed.message is not None:
+                self.touching.messages.append(packed.message)
+            pending = self.communicator.start(packed.collective)
+            self.touching.under_way.append((pending, packed, asked))
 
     def take_answer_if_there(self, task: BucketTask) -> bool:
         """Wait a short time for the oldest collective of a task; return whether all of them are answered."""
         self.touching = task
-        pending, shipment, asked = task.under_way[0]
+        pending, packed, asked = task.under_way[0]
         if not self.wait(pending):
             return False
         task.under_way.popleft()
         begun = time.perf_counter()
-        for place, answer in zip(shipment.places, shipment.answers(pending.result), strict=True):
+        for place, answer in zip(packed.places, packed.answers(pending.result), strict=True):
             taker, number = asked[place.request]
             taker.take(number, place.number, answer)
         task.seconds_compressing += time.perf_counter() - begun

@@ -1,4 +1,4 @@
-"""The scheduler that engines hand their buckets to, and the one failure that ends all lanes of a connection."""
+"""The scheduler that engines hand their buckets to, and the one failure that ends all channels of a connection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from commhooks.communicators.failure_store import FailureStore
 from commhooks.errors import AttachError, CollectiveError, CommHooksError, CompressorError
-from commhooks.scheduling.lanes import Lane, Lanes
+from commhooks.scheduling.channels import ConnectionChannel, ConnectionChannels
 from commhooks.scheduling.policy import Wait
 from commhooks.scheduling.task import BucketTask
 
@@ -31,7 +31,7 @@ class Waits(Protocol):
 
 
 class Scheduler(ABC):
-    """Runs the bucket tasks of a connection's lanes, and completes their futures. The first failure ends all lanes."""
+    """Runs the bucket tasks of a connection's channels, and completes futures. The first failure ends all channels."""
 
     def __init__(
         self, rank: int, wait: Wait, failures: FailureStore | None = None, look_around: Callable[[], None] | None = None
@@ -40,16 +40,16 @@ class Scheduler(ABC):
         """The first failure."""
         self.rank = rank
         self.failures = failures
-        self._lanes = Lanes(rank, wait, look_around)
+        self._channels = ConnectionChannels(rank, wait, look_around)
         self._keeping = threading.Lock()
         self._listened = 0.0
 
     @abstractmethod
-    def submit(self, lane: Lane, task: BucketTask) -> None:
+    def submit(self, channel: ConnectionChannel, task: BucketTask) -> None:
         """Take a task; its future is eventually completed with the mean or with an error."""
 
     @abstractmethod
-    def agree(self, lane: Lane, fingerprint: str, caller: str) -> None:
+    def agree(self, channel: ConnectionChannel, fingerprint: str, caller: str) -> None:
         """Return once every rank has passed the same fingerprint; raise `AttachError` or the error that prevented it.
 
         Every rank must call it between the same two steps; `caller` names the call for ranks that do not make it. The
@@ -57,13 +57,13 @@ class Scheduler(ABC):
         """
 
     @abstractmethod
-    def drain(self, lane: Lane, caller: str) -> None:
+    def drain(self, channel: ConnectionChannel, caller: str) -> None:
         """Wait until every task handed in has ended, successfully or not."""
 
-    def failure(self, lane: Lane) -> CommHooksError | None:
-        """Return the error that ended the connection or kept the lane closed; None otherwise or if it was stopped."""
+    def failure(self, channel: ConnectionChannel) -> CommHooksError | None:
+        """Return the error that ended the connection or kept the channel closed; None if it was stopped."""
         was_stopped = self.error is not None and isinstance(self.error.__cause__, StopOrderError)
-        return lane.refusal if self.error is None or was_stopped else self.error
+        return channel.refusal if self.error is None or was_stopped else self.error
 
     def listen(self) -> None:
         """Raise `CollectiveError` if another rank has reported a failure, checking every `SLICE_SECONDS`."""
@@ -75,19 +75,19 @@ class Scheduler(ABC):
         if cause is not None:
             raise CollectiveError(f"another rank failed: {cause}")
 
-    def place_of(self, lane: Lane, item: Waits) -> str:
-        """Name a task's rank, lane, step and bucket, for messages; for other items only the rank."""
-        return self._lanes.where(lane, item) if isinstance(item, BucketTask) else f"rank {self.rank}"
+    def place_of(self, channel: ConnectionChannel, item: Waits) -> str:
+        """Name a task's rank, channel, step and bucket, for messages; for other items only the rank."""
+        return self._channels.where(channel, item) if isinstance(item, BucketTask) else f"rank {self.rank}"
 
     def _here(self, otherwise: str = "") -> str:
         """Return the place of the task in progress, to which errors are attributed; `otherwise` if there is none."""
-        touching = self._lanes.touching()
-        return self._lanes.where(*touching) if touching is not None else otherwise or f"rank {self.rank}"
+        touching = self._channels.touching()
+        return self._channels.where(*touching) if touching is not None else otherwise or f"rank {self.rank}"
 
-    def _turn_away(self, lane: Lane, item: Waits) -> None:
+    def _turn_away(self, channel: ConnectionChannel, item: Waits) -> None:
         """Fail an item that is handed in after a failure or a stop."""
-        earlier = self.error or lane.refusal or CollectiveError("the attachment was stopped")
-        place = self.place_of(lane, item)
+        earlier = self.error or channel.refusal or CollectiveError("the attachment was stopped")
+        place = self.place_of(channel, item)
         item.fail(type(earlier)(f"{place}: not started, because of an earlier failure: {earlier}"))
 
     def _keep(self, error: BaseException, where: str, why: str = "") -> CommHooksError:

@@ -18,7 +18,7 @@ from commhooks.errors import CompressorError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Exchange
 from commhooks.language.requests import Judge, Layout, Part, Request
-from commhooks.scheduling.packing import Message, Shipment, check, empty_answers
+from commhooks.scheduling.packing import Message, PackedCollective, check, empty_answers
 
 
 class Asking(NamedTuple):
@@ -64,7 +64,7 @@ class BucketTask:
     """The other pending requests."""
     asks_last: bool = False
     """True if those are the last ones."""
-    under_way: deque[tuple[Pending, Shipment, Sequence[tuple[BucketTask, int]]]] = dataclasses.field(
+    under_way: deque[tuple[Pending, PackedCollective, Sequence[tuple[BucketTask, int]]]] = dataclasses.field(
         default_factory=deque
     )
     """Collectives that this task waits for; for each, the tasks and the numbers of their requests in it."""
@@ -116,7 +116,7 @@ class BucketTask:
         self.exchange.close()
 
     def where(self, place: str) -> str:
-        """Name the bucket, for messages, after `place`: the rank, the step, and the lane if there are several."""
+        """Name the bucket, for messages, after `place`: the rank, the step, and the channel if there are several."""
         try:
             parameters = self.parameters()
         except Exception as error:  # a message about a failure must not fail

@@ -1,10 +1,10 @@
-"""Whose turn it is on a connection of several lanes on NCCL, without a wait of the host for each unit.
+"""Whose turn it is on a connection of several channels on NCCL, without a wait of the host for each unit.
 
-Before each unit the ranks gather headers, see `Lanes`. If the unit comes where it came in the last round, it is issued
-at once, and the host reads the gathered headers later. As long as all headers were equal, every rank has the same
-order, so of ranks that differ all but those of one unit depart from it: they wait, raise, and issue nothing. No two
-different units ever meet. A rank that did not depart has issued a unit that the others do not answer, or answer with
-something else: the device makes its means NaN.
+Before each unit the ranks gather headers, see `ConnectionChannels`. If the unit comes where it came in the last round,
+it is issued at once, and the host reads the gathered headers later. As long as all headers were equal, every rank has
+the same order, so of ranks that differ all but those of one unit depart from it: they wait, raise, and issue nothing.
+No two different units ever meet. A rank that did not depart has issued a unit that the others do not answer, or answer
+with something else: the device makes its means NaN.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _REST_SECONDS = 0.0005
 class Turn(NamedTuple):
     """A unit, as it repeats from round to round."""
 
-    lane: int
+    channel: int
     steps: int
-    """The number of its lane's steps since the lane's last unit."""
+    """The number of its channel's steps since the channel's last unit."""
     bucket: int
 
 
@@ -58,10 +58,10 @@ class Order:
         self._steps: dict[int, int] = {}
         self._expected: int | None = None
 
-    def follow(self, lane: int, step: int, bucket: int) -> int:
+    def follow(self, channel: int, step: int, bucket: int) -> int:
         """Add a unit; return the length of a round if it comes where it came in the last one, otherwise 0."""
-        turn = Turn(lane, step - self._steps.get(lane, step - 1), bucket)
-        self._steps[lane] = step
+        turn = Turn(channel, step - self._steps.get(channel, step - 1), bucket)
+        self._steps[channel] = step
         units, place = self._units, self._expected
         is_expected = place is not None and units[place] == turn
         units.append(turn)
@@ -134,8 +134,8 @@ class Turns:
         `sent` is this rank's header on the device. Headers are read late if the unit comes where it came in the last
         round. About once a round, the host then waits for those that were gathered at least a round ago.
         """
-        _, lane, step, bucket = own.tolist()
-        length = self._order.follow(lane, step, bucket)
+        _, channel, step, bucket = own.tolist()
+        length = self._order.follow(channel, step, bucket)
         self._unread.append(_Headers(own, *copied_to_host(of_ranks)))
         most = min(2 * length, _MOST_UNREAD)
         if len(self._unread) > most:

@@ -29,7 +29,7 @@ from commhooks.communicators.failure_store import ANSWER_SECONDS, SilentStoreErr
 from commhooks.communicators.private_group import Address, PrivateGroup, WrapCommunicator
 from commhooks.devices import use_own_stream
 from commhooks.errors import AttachError, CollectiveError
-from commhooks.scheduling.lanes import Lane
+from commhooks.scheduling.channels import ConnectionChannel
 from commhooks.scheduling.scheduler import SLICE_SECONDS, Scheduler, StopOrderError
 from commhooks.scheduling.task import BucketTask
 
@@ -52,7 +52,7 @@ class Halt:
     caller: str = ""
     """The call that compares, for ranks that do not make it."""
     opens: bool = False
-    """True if the lane is open afterwards."""
+    """True if the channel is open afterwards."""
 
     def fail(self, error: Exception) -> None:
         """Complete the future with the error."""
@@ -76,7 +76,7 @@ class Worker(Scheduler):
         self._wrap = wrap
         self._process = os.getpid()
         self._hook_timeout = hook_timeout
-        self._queue: deque[tuple[Lane, BucketTask | Halt]] = deque()
+        self._queue: deque[tuple[ConnectionChannel, BucketTask | Halt]] = deque()
         self._submitted = 0
         """The number of tasks and comparisons handed in: the same on every rank at one place of the queue."""
         self._ended = 0
@@ -95,13 +95,13 @@ class Worker(Scheduler):
         """True for a copy in a forked process: no thread runs there, and its locks may be held."""
         return os.getpid() != self._process
 
-    def open(self, lane: Lane, fingerprint: str) -> None:
-        """Queue the opening of a lane, once every rank has passed the same fingerprint."""
-        # The first lane opens the connection: before that, there is nobody to announce it to.
-        caller = f"the first average of {lane.title}" if self._thread is not None else ""
-        self.submit(lane, Halt(lane.opened, fingerprint, caller, opens=True))
+    def open(self, channel: ConnectionChannel, fingerprint: str) -> None:
+        """Queue the opening of a channel, once every rank has passed the same fingerprint."""
+        # The first channel opens the connection: before that, there is nobody to announce it to.
+        caller = f"the first average of {channel.title}" if self._thread is not None else ""
+        self.submit(channel, Halt(channel.opened, fingerprint, caller, opens=True))
 
-    def submit(self, lane: Lane, item: BucketTask | Halt) -> None:
+    def submit(self, channel: ConnectionChannel, item: BucketTask | Halt) -> None:
         """Queue a task or a place, or fail it immediately if the connection has failed or stopped.
 
         The first one starts the thread.
@@ -109,18 +109,18 @@ class Worker(Scheduler):
         if self.is_forked:
             item.fail(
                 CollectiveError(
-                    f"{self.place_of(lane, item)}: this process was forked from the one that attached, and has no "
+                    f"{self.place_of(channel, item)}: this process was forked from the one that attached, and has no "
                     "connection to the other ranks; train in the process that attached, or attach in this one."
                 )
             )
             return
-        only_waits = isinstance(item, Halt) and item.fingerprint is None  # for what a closed lane handed in before
+        only_waits = isinstance(item, Halt) and item.fingerprint is None  # for what a closed channel handed in before
         with self._changed:
-            if self.error is None and not self._stopping and (only_waits or not lane.is_closed):
+            if self.error is None and not self._stopping and (only_waits or not channel.is_closed):
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._serve, name="commhooks", daemon=True)
                     self._thread.start()
-                self._queue.append((lane, item))
+                self._queue.append((channel, item))
                 if isinstance(item, BucketTask):
                     self._submitted += 1
                 elif item.fingerprint is not None:
@@ -130,21 +130,21 @@ class Worker(Scheduler):
                     self._submitted += 1
                 self._changed.notify()
                 return
-        self._turn_away(lane, item)
+        self._turn_away(channel, item)
 
-    def agree(self, lane: Lane, fingerprint: str, caller: str) -> None:
+    def agree(self, channel: ConnectionChannel, fingerprint: str, caller: str) -> None:
         """Compare with the other ranks on the thread, after everything handed in before has ended."""
         halt = Halt(fingerprint=fingerprint, caller=caller)
-        self.submit(lane, halt)
+        self.submit(channel, halt)
         halt.done.result()
 
-    def drain(self, lane: Lane, caller: str) -> None:
+    def drain(self, channel: ConnectionChannel, caller: str) -> None:
         """Wait until everything handed in has ended, successfully or not; cut short a step without its last bucket."""
         if self._thread is threading.current_thread():
             raise AttachError(f"{caller}: it was called where a mean was completed; call it between two steps.")
         if self._thread is not None:
             halt = Halt(caller=caller)
-            self.submit(lane, halt)
+            self.submit(channel, halt)
             concurrent.futures.wait([halt.done])
 
     def stop(self) -> None:
@@ -165,13 +165,13 @@ class Worker(Scheduler):
             busy = False
             while not self._stopping:
                 self._admit(block=not busy)
-                busy = self._lanes.turn()
+                busy = self._channels.turn()
         except BaseException as error:  # whatever it is, the futures must receive it, or the backward pass hangs
             self._fail(error)
         else:
             self._fail(StopOrderError("the attachment was stopped"))
         finally:
-            self._lanes.release()
+            self._channels.release()
             self._drop_connection()
 
     def _admit(self, *, block: bool) -> None:
@@ -181,46 +181,46 @@ class Worker(Scheduler):
                 self.private_group.timeout if self._hook_timeout is None and self.private_group else self._hook_timeout
             )
             while block and not self._queue and not self._stopping:
-                if not self._changed.wait(limit if self._lanes.unfinished() else None):
+                if not self._changed.wait(limit if self._channels.unfinished() else None):
                     raise CollectiveError(f"the step's next bucket did not come within {limit:g} s.")
         while self._queue and not self._stopping and self._take(*self._queue[0]):
             self._queue.popleft()  # not before: if taking it fails, it fails with everything else that waits
 
-    def _take(self, lane: Lane, item: BucketTask | Halt) -> bool:
+    def _take(self, channel: ConnectionChannel, item: BucketTask | Halt) -> bool:
         """Serve the head of the queue; return False if something else must end first."""
         if isinstance(item, Halt):
-            return self._halt(lane, item)
-        if lane.refusal is not None:
-            self._turn_away(lane, item)
+            return self._halt(channel, item)
+        if channel.refusal is not None:
+            self._turn_away(channel, item)
             self._ended += 1
             return True
         if item.ready:
             use_own_stream(item.bucket.memory.device)
-        if not self._lanes.add(lane, item):
+        if not self._channels.add(channel, item):
             return False
         self._more_to_come = not item.is_last
         return True
 
-    def _halt(self, lane: Lane, halt: Halt) -> bool:
-        if not self._lanes.is_idle:
+    def _halt(self, channel: ConnectionChannel, halt: Halt) -> bool:
+        if not self._channels.is_idle:
             return False
-        if lane.policy is not None:
-            lane.policy.cut_short(f"{halt.caller} came before its last bucket")
+        if channel.policy is not None:
+            channel.policy.cut_short(f"{halt.caller} came before its last bucket")
         if halt.fingerprint is not None:
             assert self.private_group is not None and self.private_group.communicator is not None
             try:
-                self.private_group.agree(halt.fingerprint, lane.kernels, self._wait)
+                self.private_group.agree(halt.fingerprint, channel.kernels, self._wait)
             except AttachError as error:  # raised on every rank; what was attached before stays attached
-                if halt.opens and self._lanes.are_none:
+                if halt.opens and self._channels.are_none:
                     raise
                 if halt.opens:
-                    lane.refusal = error
+                    channel.refusal = error
                 halt.fail(error)
                 self._ended += 1
                 return True
             self._ended += 1
             if halt.opens:
-                self._lanes.open(lane, self.private_group.communicator, self._complete)
+                self._channels.open(channel, self.private_group.communicator, self._complete)
                 return True
         halt.done.set_result(None)
         return True
@@ -252,7 +252,7 @@ class Worker(Scheduler):
         now = time.monotonic()
         if self._waiting_since is None or self._waiting_since[0] is not pending:
             self._waiting_since = (pending, now)
-        limit = None if self._lanes.are_none else self._hook_timeout  # opening has the group's timeout
+        limit = None if self._channels.are_none else self._hook_timeout  # opening has the group's timeout
         if limit is not None and now - self._waiting_since[1] > limit:
             raise CollectiveError(f"a collective was not done after hook_timeout={limit} s.")
         self.listen()
@@ -274,13 +274,13 @@ class Worker(Scheduler):
         """
         head = self._queue[0][1] if self._queue else None
         here = self._here(f"rank {self.rank}, {head.caller}" if isinstance(head, Halt) and head.caller else "")
-        is_news = bool(self._lanes.unfinished() or self._queue) or not isinstance(error, StopOrderError)
+        is_news = bool(self._channels.unfinished() or self._queue) or not isinstance(error, StopOrderError)
         why = self._explained(error) if is_news else str(error)
         with self._changed:
             failure = self._keep(error, here, why)
-            waiting = [*self._lanes.unfinished(), *(item for _, item in self._queue)]
+            waiting = [*self._channels.unfinished(), *(item for _, item in self._queue)]
             self._queue.clear()
-        if (touching := self._lanes.touching()) is not None and touching[1] not in waiting:
+        if (touching := self._channels.touching()) is not None and touching[1] not in waiting:
             waiting.append(touching[1])
         self._fail_all(waiting, failure)
         if is_news:

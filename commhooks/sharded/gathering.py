@@ -262,7 +262,7 @@ class Gather:
         return [part.engine for part in self._parts if part.engine is not None]
 
     def detach(self) -> None:
-        """Restore the module's previous all-gather, and close the lane."""
+        """Restore the module's previous all-gather, and close the channel."""
         if self.is_attached:
             self._unit.set_all_gather(self._before)
         for engine in self.engines:
@@ -280,7 +280,7 @@ class Gather:
 
     def by_parameter(self) -> dict[str, ParameterTraffic]:
         """Return each parameter's share of the totals, by name."""
-        return {name: share for one in self.engines for name, share in one.lane.ledger.by_parameter().items()}
+        return {name: share for one in self.engines for name, share in one.channel.ledger.by_parameter().items()}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return new memory for the weights of all ranks."""

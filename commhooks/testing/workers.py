@@ -140,12 +140,12 @@ class Workers:
     @property
     def ledger(self) -> Ledger:
         """The first worker's counts, by parameter."""
-        return self.engines[0].lane.ledger
+        return self.engines[0].channel.ledger
 
     @property
     def traffic(self) -> Traffic:
         """The first worker's statistics."""
-        return self.engines[0].lane.traffic or Traffic()
+        return self.engines[0].channel.traffic or Traffic()
 
     @property
     def memories(self) -> list[Tensor]:

@@ -8,7 +8,7 @@ from unittest import mock
 from torch import Tensor
 
 from commhooks.language import BucketView, Compressor, Context, Exchange, Slot
-from commhooks.scheduling.lanes import Lane
+from commhooks.scheduling.channels import ConnectionChannel
 from commhooks.scheduling.lockstep import lockstep_connections, run_in_turns
 from commhooks.scheduling.task import BucketTask
 from commhooks.state.table import StateTable
@@ -22,8 +22,8 @@ def run_alone(bucket: BucketView, exchange: Exchange) -> Tensor:
     bucket.scratch.turn += 1
     future: Any = mock.Mock()  # a real one wants a real device, and nobody waits for it
     task = BucketTask(exchange, bucket, [future], step=0, is_last=True, parameters=lambda: "its own", world_size=1)
-    lane = Lane()
-    connection.open(lane, bucket.memory.device, "").submit(lane, task)
+    channel = ConnectionChannel()
+    connection.open(channel, bucket.memory.device, "").submit(channel, task)
     run_in_turns([connection])
     return bucket.mean
 

@@ -26,7 +26,7 @@ from tests.world import on_ranks
 
 facts = Facts()
 
-LADDER = ["all-reduce", "fp16", "int8", "powersgd(rank=2)", "powersgd(rank=1)"]
+CANDIDATES = ["all-reduce", "fp16", "int8", "powersgd(rank=2)", "powersgd(rank=1)"]
 CHANGE, SAVED, END = 30, 36, 60
 
 
@@ -49,7 +49,7 @@ class Simulated:
         """Do nothing: no clock is read."""
 
     def step_times(self) -> StepTimes:
-        names = [str(candidate) for candidate in self._controller.ladder]
+        names = [str(candidate) for candidate in self._controller.candidates]
         step = ladder()[names.index(str(self._controller.compressor))]
         self.now += 1
         return self._run.seen(step, link_at(self.now - 1))
@@ -88,7 +88,7 @@ def test_replicas_are_equal_through_every_move_and_a_resumed_run_is_the_one_that
 
 def _controlled(kind: str) -> tuple[Adaptive, nn.Module]:
     model = given(kind)
-    controller = Adaptive(commhooks.attach(model, LADDER[0]), LADDER)
+    controller = Adaptive(commhooks.attach(model, CANDIDATES[0]), CANDIDATES)
     controller._meter = Simulated(controller)  # type: ignore[assignment]  # '"Simulated", variable has type "_Meter"'
     return controller, model
 
@@ -117,34 +117,34 @@ def test_ranks_that_measure_this_machine_know_and_decide_the_same(rank: int) -> 
     told: list[object] = []
     model = given("core")
     attachment = commhooks.attach(model, "all-reduce")
-    controller = Adaptive(attachment, LADDER, on_decision=told.append)
+    controller = Adaptive(attachment, CANDIDATES, on_decision=told.append)
     assert controller.step() is None  # no step was taken
     digests = _steps(rank, model, controller, 0, 24)
     assert controller.link is not None and controller.metrics()["commhooks/adaptive/link_rate"] == controller.link.rate
     assert controller.compressor == attachment.compressor
     assert told == controller.decisions
     attachment.close()
-    assert len(told) >= len(LADDER) - 1
+    assert len(told) >= len(CANDIDATES) - 1
     return str(controller.state_dict()), digests
 
 
 REFUSED: dict[str, tuple[str, str]] = {
-    "one candidate": ("SettingsError", "ladder must have at least two compressors"),
-    "no ladder": ("SettingsError", "ladder must have at least two compressors"),
+    "one candidate": ("SettingsError", "candidates must be at least two compressors"),
+    "no ladder": ("SettingsError", "candidates must be at least two compressors"),
     "unknown": ("SettingsError", "Did you mean 'powersgd'"),
     "twice": ("SettingsError", "is there twice"),
     "no average": ("SettingsError", "noop averages nothing"),
-    "not in use": ("SettingsError", "must be a candidate of the ladder"),
+    "not in use": ("SettingsError", "must be one of the candidates"),
     "this model": ("SettingsError", "'head.*' must match a parameter's name"),
-    "another ladder": ("AttachError", "ranks disagree: ladder: "),
-    "another's state": ("CheckpointError", "ladder: saved"),
-    "damaged state": ("CheckpointError", "another version of commhooks saved it. state: expected the entries ladder"),
+    "another ladder": ("AttachError", "ranks disagree: candidates: "),
+    "another's state": ("CheckpointError", "candidates: saved"),
+    "damaged state": ("CheckpointError", "another version of commhooks saved it. state: expected the entries"),
     "another rank's state": ("CheckpointError", "state.decider.candidate: 0 (rank 0), 1 (rank 1)"),
     "no step": ("CheckpointError", "state.decisions[0].step: expected a whole number of at least 0, got -1"),
     "another rule": ("CheckpointError", "saved AdaptiveRule(margin=0.05, look=4), now AdaptiveRule(margin"),
     "no rule": ("CheckpointError", "the state is damaged. state.decider.rule: AdaptiveRule(look=0)"),
     "fewer samples": ("CheckpointError", "number of samples: saved 2, now 5"),
-    "replaced by another": ("SettingsError", "in use, bf16, must be a candidate"),
+    "replaced by another": ("SettingsError", "in use, bf16, must be one of the candidates"),
     "detached": ("AttachError", ""),
     "one rank": ("SettingsError", "at least 2 are needed"),
 }  # fmt: skip
@@ -174,13 +174,13 @@ def a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_stays(
     of_another_rank = refused(["all-reduce", "fp16" if rank == 0 else "powersdg"])
     assert of_another_rank.error == ("SettingsError" if rank else "AttachError")
     assert rank or "rank 1 cannot take part: " in of_another_rank.text
-    controller = Adaptive(attachment, LADDER)
-    other = Adaptive(attachment, LADDER[:2])
+    controller = Adaptive(attachment, CANDIDATES)
+    other = Adaptive(attachment, CANDIDATES[:2])
     state = controller.state_dict()
     decider = state["decider"]
     states: dict[str, Any] = {
         "another's state": other.state_dict(),
-        "damaged state": {"ladder": LADDER},
+        "damaged state": {"candidates": CANDIDATES},
         "another rank's state": state | {"decider": decider | {"candidate": rank}},
         "no step": state | {"decisions": [{"step": -1, "source": "a", "target": "b", "reason": "c"}]},
         "another rule": state | {"decider": decider | {"rule": {"margin": 0.05, "look": 4}}},
@@ -188,18 +188,18 @@ def a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_stays(
         "fewer samples": state | {"decider": decider | {"samples": decider["samples"][:2]}},
     }
     told |= {what: told_by(functools.partial(controller.load_state_dict, each)) for what, each in states.items()}
-    of_another_rank = told_by(lambda: controller.load_state_dict({"ladder": LADDER} if rank else state))
+    of_another_rank = told_by(lambda: controller.load_state_dict({"candidates": CANDIDATES} if rank else state))
     assert of_another_rank.error == "CheckpointError" and (rank or "rank 1 cannot take part" in of_another_rank.text)
-    assert (controller.state_dict(), str(attachment.compressor)) == (state, str(controller.ladder[0]))
+    assert (controller.state_dict(), str(attachment.compressor)) == (state, str(controller.candidates[0]))
     backward(model, _gradients(0)[rank])
     controller.step()
     told["replaced by another"] = _replaced_under_it(controller, model, rank)
     attachment.close()
-    told["detached"] = told_by(lambda: Adaptive(attachment, LADDER))
+    told["detached"] = told_by(lambda: Adaptive(attachment, CANDIDATES))
     alone = commhooks.attach(
         given("core", process_group=[dist.new_group([one]) for one in range(2)][rank]), "all-reduce"
     )
-    told["one rank"] = told_by(lambda: Adaptive(alone, LADDER))
+    told["one rank"] = told_by(lambda: Adaptive(alone, CANDIDATES))
     alone.close()
     assert told.keys() == REFUSED.keys()
     for what, (error, words) in REFUSED.items():
@@ -209,25 +209,25 @@ def a_controller_that_cannot_work_raises_on_every_rank_and_the_attachment_stays(
 def _replaced_under_it(controller: Adaptive, model: nn.Module, rank: int) -> Told:
     """Replace the compressor without the controller; it must follow to a candidate, and raise for what is none."""
     attachment = _attachment_of(controller)
-    attachment.replace(controller.ladder[2])
+    attachment.replace(controller.candidates[2])
     backward(model, _gradients(1)[rank])
-    assert controller.step() is None and controller.compressor == attachment.compressor == controller.ladder[2]
+    assert controller.step() is None and controller.compressor == attachment.compressor == controller.candidates[2]
     attachment.replace("bf16")
     told = told_by(controller.step)
-    attachment.replace(controller.ladder[2])
+    attachment.replace(controller.candidates[2])
     return told
 
 
 @facts
 def what_was_measured_with_another_number_of_ranks_is_measured_anew_from_the_saved_candidate(rank: int) -> None:
     model = given("core")
-    controller = Adaptive(commhooks.attach(model, "all-reduce"), LADDER)
+    controller = Adaptive(commhooks.attach(model, "all-reduce"), CANDIDATES)
     _steps(rank, model, controller, 0, 6)
     state = controller.state_dict()
-    assert (state["decider"]["candidate"], len(state["decisions"])) == (LADDER.index("int8"), 2)
+    assert (state["decider"]["candidate"], len(state["decisions"])) == (CANDIDATES.index("int8"), 2)
     controller.load_state_dict({**state, "ranks": 3})
     assert (len(controller.decisions), controller.link) == (2, None)
-    assert str(controller.compressor) == str(_attachment_of(controller).compressor) == str(controller.ladder[2])
+    assert str(controller.compressor) == str(_attachment_of(controller).compressor) == str(controller.candidates[2])
     _attachment_of(controller).close()
 
 

@@ -170,7 +170,7 @@ def test_state_of_a_channels_last_tensor_is_saved_in_its_order() -> None:
 def test_after_a_failure_workers_of_one_process_raise_every_time() -> None:
     (one,) = exchangers({"w": torch.zeros(3)}, Sums(), world_size=1)
     spoiled: Any = {"w": torch.zeros(3)}
-    one.engine.connection._lanes.turn = _fail  # type: ignore[attr-defined]  # breaks it on purpose
+    one.engine.connection._channels.turn = _fail  # type: ignore[attr-defined]  # breaks it on purpose
     for _ in range(3):
         with pytest.raises(CompressorError):
             one.average(spoiled)

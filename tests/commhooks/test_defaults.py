@@ -106,7 +106,7 @@ def exchanged(
     return found
 
 
-def seldom(rank: int, compressor: str, around: Around) -> list[Tensor]:
+def diloco(rank: int, compressor: str, around: Around) -> list[Tensor]:
     """Average a model by DiLoCo, and by ModelAverager."""
     found: list[Tensor] = []
     for make in (commhooks.DiLoCo, functools.partial(commhooks.ModelAverager, warmup_steps=1)):
@@ -151,7 +151,7 @@ def digests(rank: int, default: str, names: Sequence[str]) -> dict[str, str]:
         for dtype in dtypes:
             enter(f"{name}, Exchanger, {dtype}", exchanged, name, dtype, connection)
     for compressor in ("powersgd", "int8"):
-        enter(f"DiLoCo and ModelAverager, {compressor}", seldom, compressor)
+        enter(f"DiLoCo and ModelAverager, {compressor}", diloco, compressor)
     return found
 
 

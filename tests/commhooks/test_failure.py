@@ -17,7 +17,7 @@ import pytest
 
 import commhooks
 import ddp_core
-from commhooks.hooks.sockets import COLLECTIVES_A_BUCKET
+from commhooks.hooks.hook_functions import COLLECTIVES_A_BUCKET
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Exchange
 from tests.commhooks.mirrored import backward
 from tests.commhooks.models import Given, Shape, wrap

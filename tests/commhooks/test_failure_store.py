@@ -21,7 +21,7 @@ from commhooks.errors import CollectiveError
 from commhooks.language.bucket import BucketView
 from commhooks.language.compressor import Context
 from commhooks.scheduling import worker as scheduling_worker
-from commhooks.scheduling.lanes import Lane
+from commhooks.scheduling.channels import ConnectionChannel
 from commhooks.scheduling.task import BucketTask
 from commhooks.scheduling.worker import Worker
 from tests.waiting import until
@@ -181,13 +181,13 @@ def test_stopping_waits_until_it_is_known_whether_work_is_left_also_if_the_store
     monkeypatch.setattr(NeverDone, "has_started", threading.Event(), raising=False)
     address = Address(Section(store, 0), 0, 1, timedelta(seconds=30), StoreThread(store))
     worker = Worker(address, NeverDone, None)
-    lane = Lane()
-    worker.open(lane, "")
-    lane.opened.result()
+    channel = ConnectionChannel()
+    worker.open(channel, "")
+    channel.opened.result()
     bucket = BucketView(0, torch.zeros(4))
     exchange = AllReduceMean().compress(bucket, Context(0, 1, 0))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    worker.submit(lane, BucketTask(exchange, bucket, [future], 0, True, lambda: "p", 1))
+    worker.submit(channel, BucketTask(exchange, bucket, [future], 0, True, lambda: "p", 1))
     assert NeverDone.has_started.wait(60.0)
     store.answers.clear()
     worker.stop()

@@ -23,8 +23,8 @@ from commhooks.errors import CompressorError
 from commhooks.language import BucketView, Compressor, Context
 from commhooks.language.compressor import Exchange
 from commhooks.language.requests import AllReduce
+from commhooks.scheduling.channels import ConnectionChannel
 from commhooks.scheduling.inline import InlineScheduler
-from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.task import BucketTask
 from tests.commhooks.inline_on_cpu import HostStream
 from tests.tiers import A_ROW
@@ -60,14 +60,14 @@ class Harness:
         self.stream, self.failures = HostStream(keeps_up=keeps_up), Told()
         communicator = LockstepGroup(1).communicators()[0]
         self.scheduler = InlineScheduler(communicator, _agree, (self.stream, self.stream), limit, self.failures)
-        self.lane = Lane(policy=policy)
-        self.scheduler.open(self.lane, "")
+        self.channel = ConnectionChannel(policy=policy)
+        self.scheduler.open(self.channel, "")
 
     def submit(self, compressor: Compressor | None = None) -> torch.futures.Future[Tensor]:
         """Hand in a bucket of its own, the only one of its step."""
         task = _task(compressor or AllReduceMean())
         task.futures = [self.failures.future]
-        self.scheduler.submit(self.lane, task)
+        self.scheduler.submit(self.channel, task)
         return task.futures[0]
 
 

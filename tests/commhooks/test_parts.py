@@ -46,11 +46,11 @@ def carried_out(requests: Sequence[Request], *, by_name: bool = False) -> list[l
     """Return every rank's answers to what it asked for; one request for each rank."""
     world_size = len(requests)
     answers = [[part.tensor for part in request.parts] for request in requests]
-    of_ranks = [Packer(world_size, by_name=by_name).ship([request]) for request in requests]
-    for shipments in zip(*of_ranks, strict=True):
-        results = run_collective([shipment.collective for shipment in shipments])
-        for own, shipment, result in zip(answers, shipments, results, strict=True):
-            for place, answer in zip(shipment.places, shipment.answers(result), strict=True):
+    of_ranks = [Packer(world_size, by_name=by_name).pack([request]) for request in requests]
+    for collectives in zip(*of_ranks, strict=True):
+        results = run_collective([packed.collective for packed in collectives])
+        for own, packed, result in zip(answers, collectives, results, strict=True):
+            for place, answer in zip(packed.places, packed.answers(result), strict=True):
                 own[place.number] = answer
     return answers
 
@@ -73,10 +73,10 @@ def carried_out(requests: Sequence[Request], *, by_name: bool = False) -> list[l
     ids=lambda value: type(value).__name__,
 )
 def test_collectives_know_their_bytes(request_: Request, payload: int, moved_by_four: int) -> None:
-    (shipment,) = Packer(4, by_name=False).ship([request_])
-    assert shipment.collective.payload_bytes == payload
-    assert shipment.collective.ring_bytes(4) == moved_by_four
-    assert shipment.collective.ring_bytes(1) == 0
+    (packed,) = Packer(4, by_name=False).pack([request_])
+    assert packed.collective.payload_bytes == payload
+    assert packed.collective.ring_bytes(4) == moved_by_four
+    assert packed.collective.ring_bytes(1) == 0
 
 
 @pytest.mark.parametrize("mean", [3e-8, 5e4])
@@ -148,11 +148,11 @@ def _ask(rank: int, communicator: ProcessGroupCommunicator) -> dict[str, Any]:
     for name, request in _requests(rank, communicator.world_size).items():
         own = list(request.parts)
         answers[name] = [None for _ in own]
-        for shipment in Packer(communicator.world_size, by_name=False).ship([request]):
-            pending = communicator.start(shipment.collective)
+        for packed in Packer(communicator.world_size, by_name=False).pack([request]):
+            pending = communicator.start(packed.collective)
             pending.wait(10.0)
             pending.wait()
-            for place, answer in zip(shipment.places, shipment.answers(pending.result), strict=True):
+            for place, answer in zip(packed.places, packed.answers(pending.result), strict=True):
                 answers[name][place.number] = _plain(answer)
     return answers
 
@@ -269,11 +269,11 @@ def test_only_what_is_of_one_kind_dtype_and_purpose_travels_together() -> None:
         ReduceScatter(Part(tensor)),
         ReduceScatter(Part(tensor.double())),
     )
-    made = Packer(4, by_name=True).ship([*kinds, *kinds])
+    made = Packer(4, by_name=True).pack([*kinds, *kinds])
     # What is sparse, complex, or needs no other memory than its own travels alone.
-    assert sorted(len(shipment.places) for shipment in made) == [1] * 6 + [2] * 10
+    assert sorted(len(packed.places) for packed in made) == [1] * 6 + [2] * 10
     sizes = [16, 16, 16, 8, 32, 0, 32, 16, 16, 16, 16, 16, 32]
-    assert sum(shipment.collective.payload_bytes for shipment in made) == 2 * sum(sizes)
+    assert sum(packed.collective.payload_bytes for packed in made) == 2 * sum(sizes)
 
 
 def test_a_message_is_nobody_elses_until_its_task_has_ended() -> None:
@@ -281,12 +281,12 @@ def test_a_message_is_nobody_elses_until_its_task_has_ended() -> None:
     packer, part = Packer(2, by_name=False), Part(torch.arange(6.0))
     requests = [AllGather(part)], [AllReduce(Part(part.tensor, part.layout), Part(part.tensor, part.layout))]
     for request in requests:
-        (one,), (other,) = packer.ship(request), packer.ship(request)
-        places = {shipment.collective.tensor.data_ptr() for shipment in (one, other)}
+        (one,), (other,) = packer.pack(request), packer.pack(request)
+        places = {packed.collective.tensor.data_ptr() for packed in (one, other)}
         assert len(places) == 2
         assert one.message and other.message
         one.message.give_back()
-        (again,) = packer.ship(request)
+        (again,) = packer.pack(request)
         assert again.collective.tensor.data_ptr() in places - {other.collective.tensor.data_ptr()}
         assert again.message is one.message
         again.message.give_back()

@@ -17,10 +17,10 @@ from commhooks.communicators import Collective
 from commhooks.communicators.collective import KINDS, ring_bytes
 from commhooks.errors import SettingsError
 from commhooks.experiments.planning.errors import ProbeError
-from commhooks.experiments.planning.ladder import SIZES
 from commhooks.experiments.planning.probes import MEASURED, Cost, Probe, Timing
 from commhooks.experiments.planning.probing import probe, probe_over
 from commhooks.experiments.planning.profiles import RoundProfile, Seconds
+from commhooks.experiments.planning.sizes import SIZES
 from commhooks.experiments.timing.link import HALF_SUM, Link, Transfer
 from tests.commhooks.fake_network import FakeNetwork
 from tests.commhooks.test_plan import a_profile, bucket, hook

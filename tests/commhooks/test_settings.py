@@ -25,7 +25,7 @@ GIVEN: dict[str, Any] = {
     "threshold": 0.1,
 }
 """What a class must be given that has no default for it."""
-OFFERED = {name: getattr(room, name) for room in (commhooks, compressors, language) for name in room.__all__}
+OFFERED = {name: getattr(package, name) for package in (commhooks, compressors, language) for name in package.__all__}
 CLASSES = sorted(
     {
         one

@@ -19,7 +19,7 @@ from tests import bounds
 from tests.commhooks.mirrored import SHAPES, TINY_BUCKETS, backward, given
 from tests.commhooks.models import Given, wrap
 from tests.commhooks.resuming import Run, distance, network, roundtrip
-from tests.commhooks.test_lanes import FailsOnce
+from tests.commhooks.test_channels import FailsOnce
 from tests.commhooks.workers import largest, normal, zeros
 from tests.ddp_core.facts import BOTH_DDPS, Facts
 from tests.tiers import in_turn

@@ -11,15 +11,15 @@ from commhooks.language.requests import Layout
 from commhooks.scheduling.turns import Order, spoil
 
 STEP = "ABBCABC"
-"""The lanes of a step's units; such as gathers for two passes, between which others come."""
+"""The channels of a step's units; such as gathers for two passes, between which others come."""
 
 
-def followed(order: Order, lanes: str, steps: dict[str, int]) -> list[int]:
-    """Let lanes take their turns, a step of their own in each; return what the order says of each."""
+def followed(order: Order, channels: str, steps: dict[str, int]) -> list[int]:
+    """Let channels take their turns, a step of their own in each; return what the order says of each."""
     found = []
-    for lane in lanes:
-        steps[lane] = steps.get(lane, -1) + 1
-        found.append(order.follow(ord(lane), steps[lane], 0))
+    for channel in channels:
+        steps[channel] = steps.get(channel, -1) + 1
+        found.append(order.follow(ord(channel), steps[channel], 0))
     return found
 
 

@@ -165,7 +165,9 @@ def test_checkpoints_hold_every_ranks_model_optimizer_and_scaler(rank: int, tmp_
     commhooks.save_checkpoint(tmp_path / "ddp", step=1, model=ddp, optimizer=adamw(ddp), hooks=attachment)
     started = Worker(rank, every=4)
     commhooks.load_checkpoint(tmp_path / "ddp", model=started.model, optimizer=started.optimizer)
-    assert distance(dict(started.model.state_dict()), shared) == 0, "and seldom communication from an ordinary one"
+    assert distance(dict(started.model.state_dict()), shared) == 0, (
+        "and low-communication training from an ordinary one"
+    )
     told = told_by(lambda: commhooks.load_checkpoint(tmp_path / "ddp", model=started.model, hooks=started.diloco))
     assert "it was saved with the state of an attachment, not of DiLoCo" in told.text
     for diloco in (started.diloco, resumed.diloco):

@@ -1,4 +1,4 @@
-"""Workers that train by themselves and average seldom, in one process or over a process group."""
+"""Workers that train by themselves and average rarely, in one process or over a process group."""
 
 from __future__ import annotations
 

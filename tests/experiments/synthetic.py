@@ -87,7 +87,7 @@ def result(
             for n in evaluated
         ),
         replicas_identical=True,
-        dilation=1.0,
+        time_scale=1.0,
         compute_here=None,
         versions={"python": "3", "torch": "2"},
         machine={"processor": "a processor", "cores": 2, "load": 0.5, "threads_per_rank": 1, "system": "Linux x86_64"},

@@ -1,4 +1,4 @@
-"""Scenes, what is kept of runs that fail, and time dilation; the processes are played by a function."""
+"""Comparison groups, what is kept of runs that fail, and time scaling; the processes are played by a function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from commhooks.experiments.links.link import LinkSettings
 from commhooks.experiments.runs import RunResult, RunSettings
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.sweeps import execute
-from commhooks.experiments.training.worker import Preparing, RunDone, SceneBegun, StepsBegin, Work, calibrate
+from commhooks.experiments.training.worker import GroupBegun, Preparing, RunDone, StepsBegin, Work, calibrate
 from tests.experiments.synthetic import result
 
 HOOKS = ("all-reduce", "breaks", "fp16")
@@ -33,7 +33,7 @@ def settings(hook: str = "all-reduce", seed: int = 0, link: str = "100Mbit/s", *
 def played(
     breaks: Iterable[str] = (), worlds: list[Work] | None = None, measures: Callable[..., None] | None = None
 ) -> World:
-    """Return what stands for a world: it makes runs scene by scene, and fails in a scene with a hook that breaks.
+    """Return what stands for a world: it makes runs group by group, and fails in a group with a hook that breaks.
 
     measures: stands for the world in which the compute of runs is measured.
     """
@@ -45,11 +45,11 @@ def played(
             return
         if worlds is not None:
             worlds.append(work)
-        scenes: dict[RunSettings, list[int]] = {}
+        groups: dict[RunSettings, list[int]] = {}
         for number, one in work.runs.items():
-            scenes.setdefault(one.scene, []).append(number)
-        for numbers in scenes.values():
-            hear(SceneBegun(tuple(numbers)))
+            groups.setdefault(one.comparison_group, []).append(number)
+        for numbers in groups.values():
+            hear(GroupBegun(tuple(numbers)))
             for number in numbers:
                 if work.runs[number].hook.name in breaks:
                     raise WorldError(f"rank 1 failed: {work.runs[number].hook.name}")
@@ -59,7 +59,9 @@ def played(
     return world
 
 
-def test_a_run_that_fails_ends_neither_its_scene_nor_the_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_that_fails_ends_neither_its_comparison_group_nor_the_sweep(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(execute, "run_world", played({"breaks"}))
     runs = [settings(hook, seed) for seed in (0, 1) for hook in HOOKS]
     heard: list[tuple[RunSettings, object]] = []
@@ -87,19 +89,21 @@ def test_a_calibration_that_fails_costs_only_the_runs_that_it_was_for(
     assert {one.seed for one in made.results} == {0, 2} and len(made.results) == 4
 
 
-def test_compute_is_measured_before_every_scene_that_states_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compute_is_measured_before_every_comparison_group_that_states_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     worlds: list[Work] = []
     here = iter((0.1, 0.4, 0.1, 0.6))
 
     def measures(runs: list[RunSettings], hear: Callable[[object], None]) -> None:
-        assert len({one.scene for one in runs}) == 1
+        assert len({one.comparison_group for one in runs}) == 1
         hear(next(here))
         hear(next(here))  # after more steps
 
     monkeypatch.setattr(execute, "run_world", played(worlds=worlds, measures=measures))
     runs = [settings(hook, seed, compute="200ms") for seed in (0, 1) for hook in ("fp16", "int8")]
     execute.execute([*runs, settings(), settings(compute="0.5x")], tmp_path, lambda *_: None)
-    assert [(work.dilations, work.compute_here) for work in worlds] == [
+    assert [(work.time_scales, work.compute_here) for work in worlds] == [
         ({0: 2.0, 1: 2.0}, {0: 0.4, 1: 0.4}),
         ({0: pytest.approx(3.0), 1: pytest.approx(3.0)}, {0: 0.6, 1: 0.6}),
         ({0: 1.0, 1: 2.0}, {}),
@@ -120,7 +124,7 @@ def test_hosts_have_links_as_slow_as_the_compute_and_rates_change_from_the_first
         return nullcontext()
 
     def world(function: object, ranks: int, work: Work, hear: Callable[[object], None], **_: object) -> None:
-        hear(SceneBegun((0,)))
+        hear(GroupBegun((0,)))
         done.append("the models are made")
         hear(StepsBegin())
         hear(RunDone(0, dataclasses.replace(result(), settings=work.runs[0])))

@@ -224,7 +224,7 @@ def test_a_checkpoint_imports_nothing_that_it_names(rank: int, tmp_path: Path) -
     model = given("core")
     hooks = commhooks.attach(model, "all-reduce")
     controller = Adaptive(hooks, ["all-reduce", "fp16"])
-    named = {**controller.state_dict(), "ladder": [NAMES[0], NAMES[2]]}
+    named = {**controller.state_dict(), "candidates": [NAMES[0], NAMES[2]]}
     state = hooks.state_dict()
     state["settings"] = dict.fromkeys(state["settings"], NAMES[0])
     extra = {"adaptive": named, "hooks": state}

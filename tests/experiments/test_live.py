@@ -33,7 +33,7 @@ def take(live: Live, run: RunResult, steps: slice) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
-def test_every_hook_of_the_scene_has_a_row_that_fits(width: int) -> None:
+def test_every_hook_of_the_comparison_group_has_a_row_that_fits(width: int) -> None:
     """All but the last have taken ten steps, and were evaluated."""
     runs = [result(hook) for hook in HOOKS]
     live = Live([one.settings for one in runs], {}, console(width)[0], clock=lambda: 0.0)

@@ -19,8 +19,8 @@ from commhooks.experiments.tasks.optimizers import make_optimizer
 from commhooks.experiments.training.stock import check_stock
 from experiments.studies.leaderboard.contenders import contenders
 from tests.experiments.test_ablation import ABLATION
+from tests.experiments.test_diloco import STEPS
 from tests.experiments.test_runs import planned
-from tests.experiments.test_seldom import STEPS
 
 NOT_A_RATE = "does not parse: expected a number and a unit, such as '100Mbit/s'"
 NOT_A_LATENCY = "latency .* does not parse"
@@ -36,7 +36,7 @@ def optimizer(text: str) -> object:
     return make_optimizer(Spec.parse(text, "optimizer"), nn.Linear(2, 2))
 
 
-def seldom(settings: str) -> object:
+def diloco(settings: str) -> object:
     return plan(["digits:size=tiny"], [f"diloco{settings}"], links=["10Mbit/s"], steps=STEPS)
 
 
@@ -127,7 +127,7 @@ REFUSED: dict[Callable[..., object], list[tuple[Any, str]]] = {
             "with compute 1x, by which its rates are multiplied: .* .got 50 kbit/s",
         ),
     ],
-    seldom: [
+    diloco: [
         (":evry=3", "setting 'evry' is not known: .*; did you mean 'every'?"),
         (":every=0", "every must be an int of at least 1"),
         (":every=15", "a run of 14 steps ends before the first round; let it take at least 15"),

@@ -188,7 +188,7 @@ CASES = {
     "nothing moved": silent(),
     "nothing probed": [dataclasses.replace(one, probes=()) for one in results(tasks=("gpt",))],
     "no baseline in one setting": [*results(tasks=("gpt",)), result("fp16", task="digits", ratio=2)],
-    "seldom": [result(), result("diloco:every=5", ratio=5)],
+    "diloco": [result(), result("diloco:every=5", ratio=5)],
     "no limit of the rate": [result(link="unlimited"), result("fp16", link="unlimited")],
 }
 

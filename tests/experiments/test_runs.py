@@ -133,7 +133,7 @@ def test_what_takes_turns_stays_together() -> None:
     assert len(many) == 32 and [run.task.label for run in many[::16]] == tasks
     assert {run.steps for run in many} == {40}  # the tasks' own
     assert [run.hook.label for run in many] == ["fp16", "bf16"] * 16
-    assert all(one.scene == other.scene for one, other in zip(many[::2], many[1::2], strict=True))
+    assert all(one.comparison_group == other.comparison_group for one, other in zip(many[::2], many[1::2], strict=True))
     assert in_turn(many) == in_turn((*many[::2], *many[1::2])) == many
     with pytest.raises(ValueError, match="listed twice"):
         in_turn((*many, many[3]))

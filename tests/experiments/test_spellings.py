@@ -16,7 +16,7 @@ from commhooks.experiments.planning.candidates import candidate_of
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.sweeps.plan import plan
 from commhooks.experiments.sweeps.yaml_file import read_sweep
-from commhooks.experiments.training.seldom import settings_of
+from commhooks.experiments.training.diloco import settings_of
 from commhooks.language.compressor import Compressor
 from commhooks.making import read_hook
 from commhooks.wrappers import ErrorFeedback

@@ -110,7 +110,7 @@ def test_a_run_made_again_replaces_what_was_logged_of_it_before(tmp_path: Path) 
         for message in messages(run, until=15):
             interrupted(run.settings, message)
     with LiveLogs(tmp_path) as again:
-        for attempt in (3, None):  # the first is cut off because another run of its scene fails
+        for attempt in (3, None):  # the first is cut off because another run of its comparison group fails
             for message in messages(run, until=attempt):
                 again(run.settings, message)
     folder = tmp_path / run.settings.log_folder

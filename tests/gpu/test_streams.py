@@ -16,8 +16,8 @@ from commhooks.engine.guards import keep_what_is_unused, take_part_with_zeros
 from commhooks.engine.undo import UndoLog
 from commhooks.language import AllReduce, BucketView, Compressor, Context, Entry, Exchange
 from commhooks.language.randomness import seeded_normal
+from commhooks.scheduling.channels import ConnectionChannel
 from commhooks.scheduling.inline import InlineScheduler
-from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.task import BucketTask
 from commhooks.state.loss_scale import LossScale
 from commhooks.state.table import RESIDUAL_STORAGES, StateTable
@@ -166,8 +166,8 @@ def test_a_bucket_is_compressed_while_the_one_before_waits_for_its_collective() 
     device = torch.device(DEVICE, torch.cuda.current_device())
     communicator = LateCommunicator(LockstepGroup(1).communicators()[0], LATE)
     streams = SideStream(device), SideStream(device)
-    scheduler, lane = InlineScheduler(communicator, lambda terms, kernels: None, streams), Lane()
-    scheduler.open(lane, "")
+    scheduler, channel = InlineScheduler(communicator, lambda terms, kernels: None, streams), ConnectionChannel()
+    scheduler.open(channel, "")
     compressor = Noting()
     torch.cuda.synchronize()
     for number in range(2):
@@ -182,7 +182,7 @@ def test_a_bucket_is_compressed_while_the_one_before_waits_for_its_collective() 
             world_size=1,
             ready=[mark for mark in (mark_of(device),) if mark],
         )
-        scheduler.submit(lane, task)
+        scheduler.submit(channel, task)
     compressor.formed[1].synchronize()
     assert not compressor.done[0].query(), "the second bucket waited for the first one's mean"
     torch.cuda.synchronize()

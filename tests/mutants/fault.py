@@ -25,7 +25,7 @@ class Fault:
     """One mistake."""
 
     name: str
-    room: str
+    subpackage: str
     """The part of the library that it is in."""
     says: str
     """The mistake, in one sentence."""

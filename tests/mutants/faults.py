@@ -43,9 +43,9 @@ _FAULTS: Mapping[str, Sequence[tuple[str, ...]]] = {
          "The buckets of a fused step are judged one by one, so that one may keep what another drops.",
          "        if to_judge:\n            self.judge(to_judge)\n",
          "        for task in to_judge:\n            self.judge([task])\n"),
-        ("two lanes need no comparison", "commhooks.scheduling.lanes:Lanes.add",
-         "Ranks compare whose turn it is only from three lanes on.",
-         "if len(self._lanes) > 1 and", "if len(self._lanes) > 2 and"),
+        ("two channels need no comparison", "commhooks.scheduling.channels:ConnectionChannels.add",
+         "Ranks compare whose turn it is only from three channels on.",
+         "if len(self._channels) > 1 and", "if len(self._channels) > 2 and"),
         ("payload and moved bytes change places", "commhooks.scheduling.ledger:Ledger.enter",
          "A parameter's payload bytes are entered as its moved bytes, and these as its payload.",
          "(0, 1, 0, request.payload_bytes, request.moved_bytes)",
@@ -229,4 +229,4 @@ def faults() -> Iterator[Fault]:
     """Yield all of them."""
     for room, rows in _FAULTS.items():
         for name, at, says, old, new, *seen_at in rows:
-            yield Fault(name=name, room=room, says=says, at=at, old=old, new=new, seen_at="".join(seen_at))
+            yield Fault(name=name, subpackage=room, says=says, at=at, old=old, new=new, seen_at="".join(seen_at))

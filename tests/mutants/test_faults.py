@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 ALL = list(faults())
 
 
-def test_there_are_sixty_faults_over_all_rooms_each_with_a_name_of_its_own() -> None:
-    rooms = Counter(fault.room for fault in ALL)
+def test_there_are_sixty_faults_over_all_subpackages_each_with_a_name_of_its_own() -> None:
+    rooms = Counter(fault.subpackage for fault in ALL)
     assert len({fault.name for fault in ALL}) == rooms.total() == 60
     assert len(rooms) == 11 and min(rooms.values()) >= 4
 
@@ -48,6 +48,6 @@ class Box:
 
 @pytest.mark.parametrize(("name", "old"), [("one", "return 1"), ("Box.two", "return 1"), ("Box.three", "one()")])
 def test_a_fault_whose_text_is_not_in_its_function_is_an_error(name: str, old: str) -> None:
-    fault = Fault(name="gone", room="", says="", at=f"package.module:{name}", old=old, new="")
+    fault = Fault(name="gone", subpackage="", says="", at=f"package.module:{name}", old=old, new="")
     with pytest.raises(FaultError):
         fault.applied(FUNCTIONS)

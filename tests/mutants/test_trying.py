@@ -31,7 +31,7 @@ sign({number})
 def test_a_probe_notes_the_tests_that_reach_a_statement(
     old: str, reached_by: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault = Fault(name="", room="", says="", at="tests.nowhere:sign", old=old, new="")
+    fault = Fault(name="", subpackage="", says="", at="tests.nowhere:sign", old=old, new="")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "notes"))
     monkeypatch.setattr("tests.mutants.probe._seen", set())
     for number in (-1, 0, 2):

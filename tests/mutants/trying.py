@@ -104,7 +104,7 @@ class Trial:
                 self.results[fault.name] = result
                 self._write()
                 by = result.found_by or "NOT FOUND"
-                print(f"{fault.room}: {fault.name}: {by} ({result.seconds:.0f} s)", flush=True)
+                print(f"{fault.subpackage}: {fault.name}: {by} ({result.seconds:.0f} s)", flush=True)
 
     def _write(self) -> None:
         written = {name: dataclasses.asdict(own) for name, own in self.results.items()}
@@ -194,7 +194,7 @@ def table(faults: Sequence[Fault], results: Mapping[str, Result]) -> str:
     for fault in faults:
         own = results.get(fault.name)
         by = "not tried" if own is None else (own.found_by or f"**not found** {own.remark}").replace("|", "\\|")
-        rows.append(f"| {fault.room} | {fault.name} | {by} | {own.seconds if own else ''} |")
+        rows.append(f"| {fault.subpackage} | {fault.name} | {by} | {own.seconds if own else ''} |")
     found = sum(bool(own.found_by) for own in results.values())
     return "\n".join([*rows, "", f"{found} of {len(faults)} found."]) + "\n"
 

@@ -230,7 +230,7 @@ CHOSEN = [
         places=("rank1.pt@1@3", "clearing@0@1", "flush@0@3", "loading@0@2", "forward@0@9", "after rename@0@1"),
     ),
 ]  # fmt: skip
-SELDOM = [
+ROUNDS = [
     Job(
         "diloco",
         hook="top-k",
@@ -251,7 +251,7 @@ def test_every_place_is_among_the_chosen_ones() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("job", CHOSEN + ANY_TIME + SELDOM, ids=lambda job: f"{job.ddp}-{job.policy}-{len(job.places)}")
+@pytest.mark.parametrize("job", CHOSEN + ANY_TIME + ROUNDS, ids=lambda job: f"{job.ddp}-{job.policy}-{len(job.places)}")
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(job: Job, tmp_path: Path) -> None:
     """Thirty kills at chosen places, and thirty at any time."""
     kills, watch = run_and_kill(job, tmp_path, 1000)

@@ -268,12 +268,12 @@ MUTANTS: Sequence[Mutant] = (
            "commhooks.language.tile:add_residuals", _blocking_copies, scenarios.ALONE_ON_HOST, (WAIT,)),
     Mutant("the host reads whose turn it was before that has arrived",
            "commhooks.scheduling.turns:_Headers.have_arrived", lambda _: lambda headers: True,
-           scenarios.TWO_LANES, (RACE,)),
+           scenarios.TWO_CHANNELS, (RACE,)),
     Mutant("whose turn it is is copied from memory that is not pinned",
-           "commhooks.scheduling.lanes:copied_to", lambda _: lambda device, tensor: tensor.to(device),
-           scenarios.TWO_LANES, (WAIT,)),
+           "commhooks.scheduling.channels:copied_to", lambda _: lambda device, tensor: tensor.to(device),
+           scenarios.TWO_CHANNELS, (WAIT,)),
     Mutant("a mean is spoilt on the caller's stream if it was another's turn",
-           "commhooks.scheduling.lanes:spoil", _on_the_callers_stream, scenarios.TWO_LANES, (RACE, NUMBER)),
+           "commhooks.scheduling.channels:spoil", _on_the_callers_stream, scenarios.TWO_CHANNELS, (RACE, NUMBER)),
 )  # fmt: skip
 
 

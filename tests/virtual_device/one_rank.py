@@ -19,8 +19,8 @@ from commhooks.devices import SideStream
 from commhooks.engine.engine import Engine
 from commhooks.experiments.hooks import make_hook
 from commhooks.experiments.specs import Spec
+from commhooks.scheduling.channels import ConnectionChannel
 from commhooks.scheduling.inline import InlineScheduler
-from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.policy import PolicyName
 from experiments.studies.bench.given import GPT_SHAPES, GivenBucket, Shape, resnet18_shapes
 from tests.virtual_device.counting import Cost, Counting
@@ -61,17 +61,17 @@ class _Connection:
         return False
 
     def join(self, name: str = "") -> int:
-        """Return how many lanes were reserved before: none."""
+        """Return how many channels were reserved before: none."""
         return 0
 
     def check_ranks(self) -> None:
         """Do nothing: there is one rank."""
 
-    def open(self, lane: Lane, device: torch.device, fingerprint: str) -> InlineScheduler:
-        """Open the lane; there is no other rank to compare settings with."""
+    def open(self, channel: ConnectionChannel, device: torch.device, fingerprint: str) -> InlineScheduler:
+        """Open the channel; there is no other rank to compare settings with."""
         streams = SideStream(device), SideStream(device)
         scheduler = InlineScheduler(self._communicator, lambda text, kernels: None, streams)
-        scheduler.open(lane, fingerprint)
+        scheduler.open(channel, fingerprint)
         return scheduler
 
     def leave(self) -> None:

@@ -137,14 +137,14 @@ def _host_metrics() -> list[Tensor]:
             for engine, parameters, means in zip(world.engines, world.parameters, world.step(given), strict=True):
                 for parameter, mean in zip(parameters, means, strict=True):
                     parameter.grad = mean
-                metrics = metrics_of([engine], engine.statistics(), engine.lane.ledger.last_step(), {})
+                metrics = metrics_of([engine], engine.statistics(), engine.channel.ledger.last_step(), {})
                 found += [torch.tensor(metrics["commhooks/residual_norm_over_gradient_norm"]), *means]
         return [*found, *world.state()]
     finally:
         world.stop()
 
 
-def _two_lanes() -> list[Tensor]:
+def _two_channels() -> list[Tensor]:
     """Let the two models share a connection, of one rank, which need not wait for the others' turns."""
     first = _world("top-k", world_size=1)
     return _beside_each_other([first, _world("top-k", world_size=1, beside=first)], [*GRADIENTS, *GRADIENTS])
@@ -246,7 +246,7 @@ HOST_METRICS = Scenario("residuals on the host, metrics", _host_metrics, (DEVICE
 TWO_MODELS = Scenario(
     "two models of one shape", lambda: _beside_each_other([_world("top-k", dtype=torch.bfloat16) for _ in range(2)])
 )
-TWO_LANES = Scenario("two lanes of a connection", _two_lanes)
+TWO_CHANNELS = Scenario("two channels of a connection", _two_channels)
 _BEFORE_THE_FIRST_HOOK = ("ddp_core/replicas.py", "ddp_core/buckets.py", "commhooks/communicators/private_group.py")
 DDP = Scenario("backward passes through ddp_core", lambda: _through_ddp(hook="powersgd"), _BEFORE_THE_FIRST_HOOK)
 DDP_ELSEWHERE = Scenario(

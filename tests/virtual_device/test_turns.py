@@ -1,4 +1,4 @@
-"""Lanes of one connection over NCCL: how often the host waits for whose turn it is, and what another order does."""
+"""Channels of one connection over NCCL: how often the host waits for whose turn it is, and another order."""
 
 from __future__ import annotations
 
@@ -106,31 +106,31 @@ def waits_of_the_host() -> Iterator[Callable[[], int]]:
         yield since
 
 
-def test_the_host_waits_once_a_step_for_all_lanes() -> None:
+def test_the_host_waits_once_a_step_for_all_channels() -> None:
     """If it read whose turn it is before each unit, it would wait for each of them, twice."""
     for of_rank in run_world(_waits, 2, backend="nccl", environment=ranks.environment("late")):
-        for of_lanes, waits in of_rank.items():
-            assert waits[0] >= 3, of_lanes  # a unit that is new is waited for
-            assert max(waits[2:]) <= 1, of_lanes
-            assert sum(waits[2:]) >= 2, f"{of_lanes}: the host never waits, however late the device is"
+        for of_channels, waits in of_rank.items():
+            assert waits[0] >= 3, of_channels  # a unit that is new is waited for
+            assert max(waits[2:]) <= 1, of_channels
+            assert sum(waits[2:]) >= 2, f"{of_channels}: the host never waits, however late the device is"
 
 
 def _waits(rank: int) -> dict[str, list[int]]:
-    """Return the waits of each step, by what has lanes."""
+    """Return the waits of each step, by what has channels."""
     with waits_of_the_host() as since:
         return {
-            of_lanes.__name__: [since() for _ in of_lanes(rank)]
-            for of_lanes in (modules, gathers, replicas, exchangers)
+            of_channels.__name__: [since() for _ in of_channels(rank)]
+            for of_channels in (modules, gathers, replicas, exchangers)
         }
 
 
-def test_means_are_right_when_a_lane_opens_later_or_is_left_out() -> None:
+def test_means_are_right_when_a_channel_opens_later_or_is_left_out() -> None:
     for waits in run_world(_changing, 2, backend="nccl", environment=ranks.environment("random:1")):
         assert max(waits[2:4] + waits[7:10] + waits[13:]) <= 1
 
 
 def _changing(rank: int) -> list[int]:
-    """Return the waits of each step; lane 3 opens in step 4, and lane 1 is left out in step 10."""
+    """Return the waits of each step; channel 3 opens in step 4, and channel 1 is left out in step 10."""
     made, means, waits = on_one_connection(3), list[tuple[int, Tensor]](), list[int]()
     with waits_of_the_host() as since:
         for step in range(16):

@@ -16,8 +16,8 @@ from commhooks.communicators.kernels import Kernels
 from commhooks.devices import SideStream
 from commhooks.engine.engine import Engine
 from commhooks.language import Compressor
+from commhooks.scheduling.channels import ConnectionChannel
 from commhooks.scheduling.inline import InlineScheduler
-from commhooks.scheduling.lanes import Lane
 from commhooks.scheduling.policy import PolicyName
 from tests.commhooks.models import Shape
 from tests.commhooks.workers import GivenBucket, flat
@@ -44,20 +44,20 @@ class DeviceConnection:
         return False
 
     def join(self, name: str = "") -> int:
-        """Reserve a lane, and return how many of its name were reserved before."""
+        """Reserve a channel, and return how many of its name were reserved before."""
         self._joined[name] += 1
         return self._joined[name] - 1
 
     def check_ranks(self) -> None:
         """Do nothing: the ranks stay."""
 
-    def open(self, lane: Lane, device: torch.device, fingerprint: str) -> InlineScheduler:
-        """Open a reserved lane; ranks of one process are given the same fingerprint."""
+    def open(self, channel: ConnectionChannel, device: torch.device, fingerprint: str) -> InlineScheduler:
+        """Open a reserved channel; ranks of one process are given the same fingerprint."""
         if self.scheduler is None:
             self.scheduler = InlineScheduler(
                 self._communicator, _agree, (SideStream(device), SideStream(device)), self._hook_timeout
             )
-        self.scheduler.open(lane, fingerprint)
+        self.scheduler.open(channel, fingerprint)
         return self.scheduler
 
     def leave(self) -> None:
@@ -75,7 +75,7 @@ class DeviceWorld:
 
     Settings are those of `Engine`. The host waits for nothing here: gradients are copied to the devices as they are
     needed, and means stay there. (With `may_join` engines look at each bucket, which is outside a backward pass.)
-    Engines of worlds `beside` each other have lanes on the same connections.
+    Engines of worlds `beside` each other have channels on the same connections.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class DeviceWorld:
         return [kept.to("cpu", copy=True) for tensors in states for kept in tensors.values()]
 
     def stop(self) -> None:
-        """Close every lane."""
+        """Close every channel."""
         for engine in self.engines:
             engine.stop()
 

@@ -165,7 +165,7 @@ the latency.
 
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --no-python commhooks plan --task my_task.py:task
 
-[bold]More ranks[/bold], seldom communication and FSDP2.
+[bold]More ranks[/bold], DiLoCo and FSDP2.
 
     commhooks plan --task my_task.py:task --link 1Gbit/s,latency=50us --ranks 2..1024
     commhooks plan --task gpt --link 50Mbit/s,latency=20ms --hook int4 --hook diloco:every=30,compressor=int4

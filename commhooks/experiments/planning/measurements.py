@@ -23,11 +23,11 @@ from commhooks.experiments.planning.candidates import (
     label_in_profile,
     with_the_two,
 )
-from commhooks.experiments.planning.ladder import LEAST_SECONDS, MOST_SECONDS
 from commhooks.experiments.planning.probes import Probe
 from commhooks.experiments.planning.probing import probe
 from commhooks.experiments.planning.profiles import Profile
 from commhooks.experiments.planning.profiling import profile
+from commhooks.experiments.planning.sizes import LEAST_SECONDS, MOST_SECONDS
 from commhooks.experiments.planning.stepping import measure_steps
 from commhooks.experiments.planning.turns import LEAST_STEPS
 from commhooks.experiments.planning.worlds import Refused, around, found_by

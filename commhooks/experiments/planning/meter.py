@@ -21,7 +21,8 @@ import torch
 from commhooks.communicators import Collective, Communicator
 from commhooks.communicators.collective import CollectiveKind
 from commhooks.experiments.planning.errors import ProbeError
-from commhooks.experiments.planning.ladder import (
+from commhooks.experiments.planning.probes import Cost, Timing
+from commhooks.experiments.planning.sizes import (
     ATTEMPTS,
     GOOD_TURNS,
     LEAST_SIZES,
@@ -29,9 +30,8 @@ from commhooks.experiments.planning.ladder import (
     MOST_SECONDS,
     REPEATS,
     SIZES,
-    Rungs,
+    SizesToTry,
 )
-from commhooks.experiments.planning.probes import Cost, Timing
 from commhooks.experiments.timing.link import HALF_SUM, plain_kind
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -67,10 +67,10 @@ class Meter:
         communicator: Communicator,
         device: torch.device | None,
         clocks: Clocks,
-        ladders: Mapping[str, Rungs],
+        sizes: Mapping[str, SizesToTry],
     ) -> None:
         self._communicator, self._device, self._clocks = communicator, device, clocks
-        self._ladders = ladders  # by kind
+        self._sizes = sizes  # by kind
         self._collectives: dict[tuple[str, int], Collective] = {}  # new memory would have to be mapped in first
 
     def measure(self, seconds: float) -> Mapping[str, Cost]:
@@ -90,7 +90,7 @@ class Meter:
             kind: Cost(
                 tuple(Timing.of(case[1], *zip(*found[case], strict=True)) for case in sorted(times) if case[0] == kind)
             )
-            for kind in self._ladders
+            for kind in self._sizes
         }
 
     def _choose(self, seconds: float) -> dict[Case, float]:
@@ -98,7 +98,7 @@ class Meter:
         most = seconds / (LOOKS + REPEATS * GOOD_TURNS)
         if_needed = ATTEMPTS * seconds / (LOOKS + REPEATS * _LEAST_TURNS)  # then there will be one attempt
         found: dict[Case, float] = {}
-        for size, kind in itertools.product(SIZES[:LEAST_SIZES], self._ladders):
+        for size, kind in itertools.product(SIZES[:LEAST_SIZES], self._sizes):
             found |= self._look((kind, size))
             if sum(found.values()) > if_needed:  # on all ranks, as times are those of the slowest
                 raise ProbeError(
@@ -106,11 +106,11 @@ class Meter:
                     f"{1e3 * found[kind, size]:.0f} ms, barrier included, and at least {_LEAST_TURNS} turns of all "
                     f"kinds and sizes are needed; probe for longer (seconds=, at most {MOST_SECONDS:g})."
                 )
-        largest = dict.fromkeys(self._ladders, SIZES[LEAST_SIZES - 1])
+        largest = dict.fromkeys(self._sizes, SIZES[LEAST_SIZES - 1])
         growing = {
-            kind: list(ladder.sizes[LEAST_SIZES:])
-            for kind, ladder in self._ladders.items()
-            if len(ladder.sizes) > LEAST_SIZES
+            kind: list(tried.sizes[LEAST_SIZES:])
+            for kind, tried in self._sizes.items()
+            if len(tried.sizes) > LEAST_SIZES
         }
         stopped: dict[str, int] = {}
         while growing:
@@ -118,7 +118,7 @@ class Meter:
             size = growing[kind][0]
             # Four times as large takes at least twice as long, on any but a short message.
             least = max(1.0, size / largest[kind] / 2) * found[kind, largest[kind]]
-            limit = if_needed if size <= self._ladders[kind].needed else most
+            limit = if_needed if size <= self._sizes[kind].needed else most
             if sum(found.values()) + least <= limit and self._adds(found, (kind, size), limit):
                 largest[kind] = growing[kind].pop(0)
             else:

@@ -14,10 +14,10 @@ from commhooks.communicators.parent_group import backend_of
 from commhooks.communicators.private_group import Address, PrivateGroup, WrapCommunicator
 from commhooks.devices import ACCELERATOR, runs_on_streams, wait_for_device
 from commhooks.experiments.planning.errors import ProbeError
-from commhooks.experiments.planning.ladder import ATTEMPTS, LEAST_SECONDS, MOST_SECONDS, ladders_of
 from commhooks.experiments.planning.meter import Clocks, Meter, sum_of
 from commhooks.experiments.planning.probes import MOST_DISAGREEMENT, Probe
 from commhooks.experiments.planning.profiles import Profile
+from commhooks.experiments.planning.sizes import ATTEMPTS, LEAST_SECONDS, MOST_SECONDS, sizes_of
 
 _LATE = 1.25  # times its share that an attempt may have taken for another one to follow
 _NAME_BYTES = 253  # of a host, at most
@@ -105,7 +105,7 @@ def probe_over(
 
     def measured() -> Probe:
         begun = clocks.wall()
-        costs = Meter(communicator, device, clocks, ladders_of(profile, communicator.world_size)).measure(share)
+        costs = Meter(communicator, device, clocks, sizes_of(profile, communicator.world_size)).measure(share)
         return Probe(
             ranks=communicator.world_size,
             costs=costs,

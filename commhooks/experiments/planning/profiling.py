@@ -21,7 +21,7 @@ from commhooks.experiments.planning.keeping import Kept
 from commhooks.experiments.planning.measuring import Brief, buckets_of, longest, parts_of, ready_of
 from commhooks.experiments.planning.profiles import GradientProfile, HookProfile, Profile
 from commhooks.experiments.planning.turns import LEAST_STEPS, PLAIN, Turns
-from commhooks.hooks.sockets import check_is_free
+from commhooks.hooks.hook_functions import check_is_free
 from commhooks.language.compressor import Compressor
 from commhooks.unwrapping import find_ddp, trained_parameters
 from ddp_core.guard import local_on_purpose

@@ -13,6 +13,7 @@ from typing import Any
 
 from commhooks.errors import CommHooksError
 from commhooks.experiments import stored
+from commhooks.experiments.diloco import DiLoCoSpec, exchanged
 from commhooks.experiments.hooks import policy_of
 from commhooks.experiments.launch import torchrun_world
 from commhooks.experiments.links.link import LinkSettings
@@ -27,8 +28,7 @@ from commhooks.experiments.planning.profiles import Profile
 from commhooks.experiments.planning.tables import as_one_of, profile_from_tables
 from commhooks.experiments.planning.worlds import check_world
 from commhooks.experiments.runs import Compute, strict
-from commhooks.experiments.seldom import Seldom, exchanged
-from commhooks.experiments.specs import Spec, is_seldom
+from commhooks.experiments.specs import Spec, is_diloco
 from commhooks.experiments.timing.link import Link, Network
 from commhooks.experiments.timing.rounds import Rounds
 
@@ -75,7 +75,7 @@ class Asked:
             raise ValueError("--link and --probe each name the network: leave out one of them")
         self._check_measuring()
         for hook in self.hooks or ():
-            _ = Seldom.of(hook).rounds if is_seldom(hook) else policy_of(hook)  # raises if there can be none
+            _ = DiLoCoSpec.of(hook).rounds if is_diloco(hook) else policy_of(hook)  # raises if there can be none
 
     def _check_measuring(self) -> None:
         """Raise ValueError if something cannot be measured."""
@@ -272,7 +272,7 @@ def _network(link: Link | None, probe: Probe | None, ranks: int) -> Network:
 def _rounds(asked: Asked) -> dict[str, tuple[str, Rounds]]:
     """Return DiLoCo's hooks, each with its compressor's label in the profile and its rounds."""
     return {
-        hook.label: (label_in_profile(exchanged(hook).label), Seldom.of(hook).rounds)
+        hook.label: (label_in_profile(exchanged(hook).label), DiLoCoSpec.of(hook).rounds)
         for hook in asked.hooks or ()
-        if is_seldom(hook)
+        if is_diloco(hook)
     }

@@ -19,7 +19,7 @@ from commhooks.experiments.planning.request import ASSUMED_LATENCY, Planned
 from commhooks.experiments.report.table import plain_table
 from commhooks.experiments.report.words import NEVER, percent, range_of_seconds, times
 from commhooks.experiments.results.summary import Spread
-from commhooks.experiments.specs import Spec, is_seldom
+from commhooks.experiments.specs import Spec, is_diloco
 from commhooks.experiments.timing.link import plain_kind
 from commhooks.units import bytes_in_words, counted, seconds_in_words
 
@@ -71,8 +71,8 @@ def plan_sentences(found: Planned) -> list[str]:
             f"Without any communication steps would be {times(plan.bound)} as fast as with {plan.compared} on "
             f"{counted(plan.ranks, 'rank')}: no hook can save more."
         )
-    seldom = [one for one in plan.choices if is_seldom(Spec.parse(one.label))]
-    if not (found.sharded or seldom) and max(one.utilisation for one in plan.choices) < _IDLE:
+    diloco = [one for one in plan.choices if is_diloco(Spec.parse(one.label))]
+    if not (found.sharded or diloco) and max(one.utilisation for one in plan.choices) < _IDLE:
         said.append(
             "Even the fastest leaves ranks idle for most of a step. To communicate in fewer steps, add --hook "
             "diloco:every=30; it trains differently, so compare the loss."

@@ -48,19 +48,19 @@ def facts_of(setting: Setting) -> str:
     what = f"{run.parameters:,} parameters,{optimizer} {taken} over {link_in_words(settings.link)}, {seeds}."
     on = trained_on(run.machine, is_limited=settings.link.is_limited)
     changes = " Its rate changes during a run, so hooks see it at different steps." if settings.link.schedule else ""
-    return f"{what} {on}{changes} {dilation(setting)}".strip()
+    return f"{what} {on}{changes} {time_scale_in_words(setting)}".strip()
 
 
-def dilation(setting: Setting) -> str:
+def time_scale_in_words(setting: Setting) -> str:
     """Return how the compute that a setting states relates to what it takes here; nothing if none is stated."""
     results = [one for outcome in setting.outcomes for one in outcome.results.values()]
     if setting.settings.compute is None:
         return ""
-    factor = _range([one.dilation for one in results], "{:.2f} ×".format)
+    factor = _range([one.time_scale for one in results], "{:.2f} ×".format)
     here = [one.compute_here for one in results if one.compute_here is not None]
     measured = f"; it took {_range(here, seconds_in_words)} here" if here else ""
     stated = f"A step's compute is stated as {setting.settings.compute}{measured}"
-    return f"{stated}: time is dilated {factor}, and all times are that processor's."
+    return f"{stated}: time is stretched {factor}, and all times are that processor's."
 
 
 def names_of(settings: Sequence[Setting]) -> list[str]:

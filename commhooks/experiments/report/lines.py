@@ -88,7 +88,7 @@ def lacking(setting: Setting, hook: str) -> str:
     if not judged.longer <= _TOO_LONG:
         return f"more than {_TOO_LONG} times the {judged.lacks} would be needed"
     runs = [run for one in setting.outcomes if one.hook in {hook, first.hook} for run in one.results.values()]
-    more = seconds_in_words((judged.longer - 1) * sum(run.dilation * total_seconds(run.steps) for run in runs))
+    more = seconds_in_words((judged.longer - 1) * sum(run.time_scale * total_seconds(run.steps) for run in runs))
     have = len(setting.seeds) if judged.lacks == "seeds" else setting.settings.steps
     return f"{math.ceil(judged.longer * have)} {judged.lacks} may settle it: about {more} more"
 

@@ -311,7 +311,7 @@ def chosen_baseline(asked: str | None, hooks: Sequence[Spec]) -> Spec:
 
 def setting_of(settings: RunSettings) -> RunSettings:
     """Return the settings without hook and seed."""
-    return dataclasses.replace(settings.scene, hook=Spec(""), seed=0)
+    return dataclasses.replace(settings.comparison_group, hook=Spec(""), seed=0)
 
 
 def _setting(

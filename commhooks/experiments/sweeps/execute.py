@@ -1,4 +1,4 @@
-"""The execution of runs, one scene after another: results are kept, and one run that fails does not end the others."""
+"""The execution of runs: results are kept, and one run that fails does not end the others."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from commhooks.experiments.sweeps.store import RESULTS
 from commhooks.experiments.tasks import load_task
 from commhooks.experiments.training.progress import PROGRESS, STOP, can_continue
 from commhooks.experiments.training.worker import (
+    GroupBegun,
     Preparing,
     RunDone,
-    SceneBegun,
     StepsBegin,
     Work,
     calibrate,
-    dilation_of,
+    time_scale_of,
     train_all,
 )
 from commhooks.saving.folder import newest
@@ -68,9 +68,9 @@ def execute(
 ) -> Made:
     """Train the runs in order, and write each result into `out`/results as soon as it is known.
 
-    Runs that differ only in their hooks take turns. If a rank fails, the runs of that scene are repeated one by one,
-    and only runs that fail alone count as failed. Runs in progress are saved in `out`/progress once a minute and at
-    Ctrl-C, and continue from there when they are run again (`commhooks.experiments.training.progress`).
+    Runs that differ only in their hooks take turns. If a rank fails, the runs of that comparison group are repeated one
+    by one, and only runs that fail alone count as failed. Runs in progress are saved in `out`/progress once a minute
+    and at Ctrl-C, and continue from there when they are run again (`commhooks.experiments.training.progress`).
 
     Args:
         runs: The runs.
@@ -118,18 +118,18 @@ def _backend_of(runs: Sequence[RunSettings]) -> str:
 
 def _shared(settings: RunSettings) -> object:
     """Return the key that runs must share, besides the number of ranks, to be made by the same processes."""
-    if settings.states_seconds:  # what its compute takes here is measured before each scene, since load changes
-        return settings.scene
+    if settings.states_seconds:  # its compute is measured before each comparison group, since load changes
+        return settings.comparison_group
     if settings.link.kind != "hosts":
         return settings.link.kind
-    return settings.scene if settings.compute is not None or settings.link.schedule else settings.link
+    return settings.comparison_group if settings.compute is not None or settings.link.schedule else settings.link
 
 
 def _after_failure(attempt: _Attempt, out: Path, listener: Listener, made: Made, error: WorldError) -> None:
-    """Repeat each unfinished run of the failed scene alone, and record the runs that fail again."""
-    if not attempt.scene:  # the ranks did not even start, for which no run is to blame
+    """Repeat each unfinished run of the failed comparison group alone, and record the runs that fail again."""
+    if not attempt.group:  # the ranks did not even start, for which no run is to blame
         raise error
-    suspects = [settings for settings in attempt.scene if settings not in made.results]
+    suspects = [settings for settings in attempt.group if settings not in made.results]
     if len(suspects) == 1:
         _give_up(suspects[0], error, out, listener, made)
         return
@@ -154,10 +154,10 @@ def saved_steps(out: Path, settings: RunSettings) -> int:
 
 def goes_on_from(out: Path, runs: Iterable[RunSettings]) -> list[int]:
     """Return the saved step of each run that would continue from there if all these runs were made again."""
-    scenes: dict[RunSettings, list[RunSettings]] = {}
+    groups: dict[RunSettings, list[RunSettings]] = {}
     for settings in runs:
-        scenes.setdefault(settings.scene, []).append(settings)
-    able = [settings for scene in scenes.values() if all(map(can_continue, scene)) for settings in scene]
+        groups.setdefault(settings.comparison_group, []).append(settings)
+    able = [settings for group in groups.values() if all(map(can_continue, group)) for settings in group]
     return [steps for settings in able if (steps := saved_steps(out, settings))]
 
 
@@ -192,7 +192,7 @@ class _Attempt:
         self._listener = listener
         self._made = made
         self._going_on, self._known = going_on, known
-        self.scene: list[RunSettings] = []  # the runs that the processes are making
+        self.group: list[RunSettings] = []  # the runs that the processes are making
         self._stepping = False  # True once they have begun to train them
 
     def alone(self, settings: RunSettings) -> _Attempt:
@@ -204,7 +204,7 @@ class _Attempt:
         first = self._runs[0]
         work = self._work(self._calibrate())
         timeout = silence_allowed(self._runs, work)
-        link = self._link_of_hosts(work.dilations[0]) if first.link.kind == "hosts" else first.link
+        link = self._link_of_hosts(work.time_scales[0]) if first.link.kind == "hosts" else first.link
         with ExitStack() as stack:
             cluster, hear = stack.enter_context(hosts_on(link, first.ranks)), self._hear
             if cluster is not None:
@@ -222,16 +222,16 @@ class _Attempt:
                 on_interrupt=self._stop,
             )
 
-    def _link_of_hosts(self, dilation: float) -> LinkSettings:
+    def _link_of_hosts(self, time_scale: float) -> LinkSettings:
         """Return the runs' link, slowed as compute is here; raise WorldError for these runs if hosts cannot have it."""
         link = self._runs[0].link
         try:
-            slowed = link.slowed(dilation)
+            slowed = link.slowed(time_scale)
             check_rates(slowed)
         except ValueError as error:
-            self.scene = self._runs
+            self.group = self._runs
             raise WorldError(
-                f"link {link.label!r} was to be {dilation:.3g} times as slow, as compute is here: {error}"
+                f"link {link.label!r} was to be {time_scale:.3g} times as slow, as compute is here: {error}"
             ) from error
         return slowed
 
@@ -245,29 +245,29 @@ class _Attempt:
         """Return the seconds of a step's compute here, for runs that state its seconds on another processor."""
         if not self._runs[0].states_seconds:
             return {}
-        self.scene = self._runs  # if the ranks fail now, these are to blame
+        self.group = self._runs  # if the ranks fail now, these are to blame
         found: list[object] = []
         timeout = _SILENCE + _loading_seconds(self._runs)
         backend = _backend_of(self._runs)
         run_world(calibrate, self._runs[0].ranks, self._runs, found.append, timeout=timeout, backend=backend)
-        self.scene = []
+        self.group = []
         seconds = found[-1]  # the others were known after fewer steps
         assert isinstance(seconds, float), "rank 0 sends seconds"
         return dict.fromkeys(range(len(self._runs)), seconds)
 
     def _work(self, compute_here: dict[int, float]) -> Work:
-        dilations = {
-            number: dilation_of(settings, compute_here.get(number)) for number, settings in enumerate(self._runs)
+        time_scales = {
+            number: time_scale_of(settings, compute_here.get(number)) for number, settings in enumerate(self._runs)
         }
         goals = {}
         if self._going_on is not None:
             goals = self._going_on.goals(self._runs, {**self._known, **self._made.results})
         progress = self._out.absolute() / PROGRESS if self._saved else None
-        return Work(dict(enumerate(self._runs)), dilations, compute_here, self._going_on, goals, progress)
+        return Work(dict(enumerate(self._runs)), time_scales, compute_here, self._going_on, goals, progress)
 
     def _stop(self) -> bool:
         """Tell the ranks to save the runs in progress, and to end; return whether they can."""
-        if not (self._saved and self._stepping and all(can_continue(settings) for settings in self.scene)):
+        if not (self._saved and self._stepping and all(can_continue(settings) for settings in self.group)):
             return False
         print("\nsaving the runs in progress; Ctrl-C again ends them at once", file=sys.stderr)
         (self._out / PROGRESS).mkdir(exist_ok=True)
@@ -277,8 +277,8 @@ class _Attempt:
     def _hear(self, message: object, on_begin: Callable[[], object] = lambda: None) -> None:
         if isinstance(message, Preparing):
             return
-        if isinstance(message, SceneBegun):
-            self.scene, self._stepping = [self._runs[number] for number in message.runs], False
+        if isinstance(message, GroupBegun):
+            self.group, self._stepping = [self._runs[number] for number in message.runs], False
             return
         if isinstance(message, StepsBegin):
             self._stepping = True
@@ -300,7 +300,7 @@ def silence_allowed(runs: Sequence[RunSettings], work: Work) -> float:
     slowest = 0.0
     for number, settings in enumerate(runs):
         if rate := settings.link.slowest:  # what a plain all-reduce of all gradients takes
-            slowest = max(slowest, 2 * 32 * _loaded(settings.task).elements / rate * work.dilations[number])
+            slowest = max(slowest, 2 * 32 * _loaded(settings.task).elements / rate * work.time_scales[number])
     return _SILENCE + 20 * slowest + _loading_seconds(runs)
 
 

@@ -56,7 +56,7 @@ class _Row:
     def hear(self, message: object) -> None:
         """Record a message."""
         if isinstance(message, StepDone):
-            if message.record.step == 1:  # again, if a run of the same scene failed
+            if message.record.step == 1:  # again, if a run of the same comparison group failed
                 self.recent, self.held_out = (), None
             self.step = message.record.step
             self.recent = (*self.recent, message.record)[-SMOOTHING_STEPS:]
@@ -90,10 +90,10 @@ class _Row:
 class Live:
     """A listener of `execute` that shows the progress of runs; use it as a context manager.
 
-    On a terminal it shows the finished runs, the time left, and each hook of the scene in progress. What ranks write to
-    standard error stands above that, each line once. On anything but a terminal a line of progress follows after every
-    minute without one. Each run leaves one line when it ends. With `quiet`, and under torchrun on all ranks but 0,
-    nothing is shown.
+    On a terminal it shows the finished runs, the time left, and each hook of the comparison group in progress. What
+    ranks write to standard error stands above that, each line once. On anything but a terminal a line of progress
+    follows after every minute without one. Each run leaves one line when it ends. With `quiet`, and under torchrun on
+    all ranks but 0, nothing is shown.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Live:
         made, asked = sum(row.made for row in self._rows.values()), sum(one.steps for one in runs)
         self._total = self._whole.add_task("", total=asked, completed=made, runs="", left="")
         self.drawn: Group = Group(self._whole, self._hooks)
-        self._scene: RunSettings | None = None
+        self._group: RunSettings | None = None
         self._tasks: dict[RunSettings, TaskID] = {}
         self._varying = [key for key in _written(runs) if len({str(one.to_dict().get(key)) for one in runs}) > 1]
         self._stack = ExitStack()
@@ -164,11 +164,11 @@ class Live:
             self._print(f"{settings.label}: step {step} · {whole.fields['runs']} · {elapsed} · {whole.fields['left']}")
 
     def _update(self, settings: RunSettings) -> None:
-        if settings.scene != self._scene:
-            self._scene = settings.scene
+        if settings.comparison_group != self._group:
+            self._group = settings.comparison_group
             for task in self._tasks.values():
                 self._hooks.remove_task(task)
-            beside = [row for row in self._rows.values() if row.settings.scene == settings.scene]
+            beside = [row for row in self._rows.values() if row.settings.comparison_group == settings.comparison_group]
             self._tasks = {
                 row.settings: self._hooks.add_task(
                     row.settings.hook.label, total=row.settings.steps, completed=row.made, **row.facts()

@@ -17,11 +17,11 @@ from commhooks.experiments.launch import ranks_here, torchrun_world
 from commhooks.experiments.links.link import LinkSettings
 from commhooks.experiments.machine import cores
 from commhooks.experiments.runs import Compute, RunSettings, read_setting
-from commhooks.experiments.specs import Spec, is_seldom
+from commhooks.experiments.specs import Spec, is_diloco
 from commhooks.experiments.tasks import LoadedTask, load_task
+from commhooks.experiments.training.diloco import check_diloco
 from commhooks.experiments.training.kinds import check_hook, unsuited_hook
-from commhooks.experiments.training.seldom import check_diloco
-from commhooks.experiments.training.worker import dilation_of
+from commhooks.experiments.training.worker import time_scale_of
 
 MOST_RUNS = 10_000
 _OWN_DDP = ("core", None)  # the defaults of `ddp` and `bucket_cap_mb`
@@ -135,10 +135,10 @@ def in_turn(runs: Sequence[RunSettings]) -> tuple[RunSettings, ...]:
     for settings in runs:
         if counts[settings] > 1:
             raise ValueError(f"{settings.label} is listed twice with the same settings: list it once")
-    scenes: dict[RunSettings, list[RunSettings]] = {}
+    groups: dict[RunSettings, list[RunSettings]] = {}
     for settings in runs:
-        scenes.setdefault(settings.scene, []).append(settings)
-    return tuple(settings for scene in scenes.values() for settings in scene)
+        groups.setdefault(settings.comparison_group, []).append(settings)
+    return tuple(settings for group in groups.values() for settings in group)
 
 
 def check_number(runs: int) -> None:
@@ -181,7 +181,7 @@ def check_runs(runs: Sequence[RunSettings]) -> None:
     for settings in {(one.task, one.hook, one.is_sharded): one for one in runs}.values():
         named = dict(seen[settings.task].model.named_parameters())
         check_hook(settings.hook, named, is_sharded=settings.is_sharded, backend=_backend_of(settings))
-    _check_seldom([one for one in runs if is_seldom(one.hook)], seen)
+    _check_diloco_runs([one for one in runs if is_diloco(one.hook)], seen)
     if (torchrun_world() or (0, 1))[0] > 0:  # rank 0 tells it
         return
     for settings in {(one.task, one.hook, one.optimizer): one for one in runs}.values():
@@ -189,7 +189,7 @@ def check_runs(runs: Sequence[RunSettings]) -> None:
         if reason := unsuited_hook(settings.hook, task.optimizer(settings.optimizer), task.model):
             warnings.warn(f"{settings.task.label}: {reason}", stacklevel=2)
     for label in sorted(
-        {one.hook.label for one in runs if is_seldom(one.hook) and (one.ddp, one.bucket_cap_mb) != _OWN_DDP}
+        {one.hook.label for one in runs if is_diloco(one.hook) and (one.ddp, one.bucket_cap_mb) != _OWN_DDP}
     ):
         warnings.warn(f"{label} trains a plain module: ddp and bucket_cap_mb have no effect on it", stacklevel=2)
 
@@ -198,7 +198,7 @@ def _backend_of(settings: RunSettings) -> str:
     return backend_for(settings.device, settings.link, ranks_here(settings.ranks))
 
 
-def _check_seldom(runs: Sequence[RunSettings], tasks: Mapping[Spec, LoadedTask]) -> None:
+def _check_diloco_runs(runs: Sequence[RunSettings], tasks: Mapping[Spec, LoadedTask]) -> None:
     """Raise ValueError if DiLoCo cannot train one of the runs' tasks."""
     for settings in {(one.task, one.hook, one.optimizer, one.steps): one for one in runs}.values():
         task = tasks[settings.task]
@@ -234,7 +234,7 @@ def _check_rates(settings: RunSettings) -> None:
     if stated.seconds is not None:
         return
     try:
-        check_rates(settings.link.slowed(dilation_of(settings, None)))
+        check_rates(settings.link.slowed(time_scale_of(settings, None)))
     except ValueError as error:
         slowed = "" if stated.factor is None else f" with compute {settings.compute}, by which its rates are multiplied"
         raise ValueError(f"link {settings.link.label!r}{slowed}: {error}") from error

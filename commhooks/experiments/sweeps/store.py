@@ -149,7 +149,7 @@ def load_table(*folders: str | Path, steps: bool = False) -> pandas.DataFrame:
         sent, as a ring moves them; `interface_bytes`, the same as counted by the host's network interface,
         or NaN; `ratio`, the bytes of a plain all-reduce over `moved_bytes`. A run may have gone on after these steps:
         `all_steps`, `all_seconds` and `last_held_out_loss` describe its end. `replicas_identical`: True if all ranks
-        ended with the same parameters; `parameters`, their number; `dilation`, seconds here for one second in the
+        ended with the same parameters; `parameters`, their number; `time_scale`, seconds here for one second in the
         table, above or below 1 if compute was stated.
 
         For each step: the fields of `commhooks.experiments.runs.StepRecord`; names of times end with their unit, as in
@@ -224,7 +224,7 @@ def _outcome(result: RunResult) -> dict[str, object]:
         "last_held_out_loss": result.evaluations[-1].loss,
         "replicas_identical": result.replicas_identical,
         "parameters": result.parameters,
-        "dilation": result.dilation,
+        "time_scale": result.time_scale,
     }
 
 

@@ -303,7 +303,7 @@ def is_dataset(data: object) -> bool:
     return hasattr(data, "__getitem__")
 
 
-@lru_cache(maxsize=8)  # the runs of a scene take turns in the same epoch
+@lru_cache(maxsize=8)  # the runs of a comparison group take turns in the same epoch
 def _order(count: int, seed: int, epoch: int) -> list[int]:
     """Return the order of a dataset's examples in an epoch."""
     return torch.randperm(count, generator=generator_for(seed, epoch)).tolist()

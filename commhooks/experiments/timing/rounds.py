@@ -1,4 +1,4 @@
-"""The time of training with seldom communication: the step-time model over whole rounds.
+"""The time of training with DiLoCo: the step-time model over whole rounds.
 
 A round is `every` steps. Fragment i of P has its turn at step ⌊(i + 1)·every/P⌋: its exchange begins `delay` steps
 before, and at the turn the training thread waits until its mean has come. Otherwise a round is like a step of

@@ -27,7 +27,7 @@ from commhooks.experiments.timing.link import OF_PYTORCH
 from commhooks.experiments.timing.payloads import rounds_of_shards
 from commhooks.experiments.timing.step_time import Bucket, Sends, Stage, Step
 from commhooks.language.compressor import Compressor
-from commhooks.scheduling.lanes import HEADER_BYTES
+from commhooks.scheduling.channels import HEADER_BYTES
 
 Shape = tuple[int, ...]
 
@@ -164,8 +164,8 @@ def sharded_step(
     """
     order = [*(module for module in modules if module.stays), *(module for module in modules if not module.stays)]
     seconds = [compute * module.elements / max(sum(one.elements for one in order), 1) for module in order]
-    lanes = sum(bool(module.trained) for module in order) + (len(order) if gather is not None else 0)
-    is_agreed = compressor is not None and lanes > 1
+    channels = sum(bool(module.trained) for module in order) + (len(order) if gather is not None else 0)
+    is_agreed = compressor is not None and channels > 1
     rounds = {module: _rounds(module, compressor, ranks) for module in dict.fromkeys(order)}  # blocks are often alike
     buckets, now = list[Bucket](), 0.0
     for module, own in zip(order, seconds, strict=True):  # the forward pass

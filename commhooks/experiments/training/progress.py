@@ -1,4 +1,4 @@
-"""Checkpoints of a scene's runs, from which a comparison that was stopped continues."""
+"""Checkpoints of a comparison group's runs, from which a comparison that was stopped continues."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from commhooks.experiments.links.linked_group import LinkedGroup
 from commhooks.experiments.links.waits import WaitClock
 from commhooks.experiments.runs import RunSettings
 from commhooks.experiments.tasks import LoadedTask
+from commhooks.experiments.training.diloco import settings_of
 from commhooks.experiments.training.measure import Clock, StepClock
-from commhooks.experiments.training.seldom import settings_of
 from commhooks.experiments.training.stock import register_stock
 from commhooks.experiments.versions import numbers_of
 from commhooks.tensors import tensor_bytes
@@ -49,11 +49,11 @@ class Registered:
     can_be_probed = True
     """True if it averages whole gradients of the step, which a `Probe` compares with their true mean."""
 
-    def __init__(self, settings: RunSettings, task: LoadedTask, dilation: float) -> None:
+    def __init__(self, settings: RunSettings, task: LoadedTask, time_scale: float) -> None:
         self._model, self._device = task.model, task.device
         self.is_queued: bool = uses_streams(self._device)
         self.waits: WaitClock = WaitClock()
-        self.wire: Wire = Wire(settings.link.slowed(dilation), clock=self.waits.clock)
+        self.wire: Wire = Wire(settings.link.slowed(time_scale), clock=self.waits.clock)
         self._group = self._make_group(settings)
         self.ddp: nn.Module = self._wrapped(settings)
         self.optimizer: torch.optim.Optimizer = task.optimizer(
@@ -188,7 +188,7 @@ class StockHook(Registered):
         self._close()
 
 
-class SeldomHook(Registered):
+class DiLoCoHook(Registered):
     """DiLoCo, which trains the plain module: it averages changes of parameters, not gradients."""
 
     can_be_probed = False

@@ -23,7 +23,7 @@ from commhooks.experiments.links.gloo import course_of, moved_bytes
 from commhooks.experiments.links.link import Wire
 from commhooks.experiments.links.waits import WaitClock
 from commhooks.experiments.runs import RunSettings
-from commhooks.experiments.specs import Spec, is_seldom
+from commhooks.experiments.specs import Spec, is_diloco
 from commhooks.experiments.timing.link import NoLink
 from commhooks.experiments.timing.sharded import blocks_of, modules_of, sharded_step
 from commhooks.experiments.timing.step_time import step_time
@@ -184,7 +184,7 @@ def check_sharded(hook: Spec) -> None:
         raise ValueError(
             f"hook {hook.label!r}: FSDP2 reduces one module at a time, so policy has no effect; leave it out"
         )
-    if hook.label != NO_HOOK and (is_stock(hook) or is_seldom(hook) or not make_hook(hook).scatters):
+    if hook.label != NO_HOOK and (is_stock(hook) or is_diloco(hook) or not make_hook(hook).scatters):
         raise ValueError(
             f"hook {hook.label!r} cannot average shards of gradients, which sharded models need; {NO_HOOK} (plain "
             f"FSDP2) and {', '.join(_that_scatter())} can"

@@ -51,10 +51,10 @@ _WARM_UP = 2  # steps of those that are not counted: memory is allocated in them
 
 @dataclass(frozen=True)
 class Work:
-    """The runs for the ranks, the dilations of their time, and the goals of runs that continue after their steps."""
+    """The runs for the ranks, the scales of their time, and the goals of runs that continue after their steps."""
 
     runs: Mapping[int, RunSettings]
-    dilations: Mapping[int, float]  # of each run, seconds here for one second as reported; missing: 1.0
+    time_scales: Mapping[int, float]  # of each run, seconds here for one second as reported; missing: 1.0
     compute_here: Mapping[int, float]  # of each run whose compute is stated, as measured by `calibrate`
     going_on: GoingOn | None = None  # None: every run ends after the steps asked for
     goals: Mapping[int, Goal] = field(default_factory=dict)  # of runs whose baseline was finished before
@@ -67,7 +67,7 @@ class Preparing:
 
 
 @dataclass(frozen=True)
-class SceneBegun:
+class GroupBegun:
     """The message that the ranks begin to train these runs in turns."""
 
     runs: tuple[int, ...]
@@ -75,7 +75,7 @@ class SceneBegun:
 
 @dataclass(frozen=True)
 class StepsBegin:
-    """The message that a scene's models are in place: the first step comes next, and the clock of link rates begins."""
+    """The message that a comparison group's models are in place: the first step and the clock of rates begin."""
 
 
 @dataclass(frozen=True)
@@ -123,15 +123,15 @@ class RunDone:
 def train_all(rank: int, ranks: int, argument: Work, send: Send) -> None:
     """Train all runs in this rank's process; rank 0 sends the measurements.
 
-    The runs of one scene, which differ only in their hooks, take turns, one step each: any other load on the machine
-    then slows all of them equally, so that their times can be compared. Runs that continue after their steps take turns
-    too.
+    The runs of one comparison group, which differ only in their hooks, take turns, one step each: any other load on the
+    machine then slows all of them equally, so that their times can be compared. Runs that continue after their steps
+    take turns too.
     """
     torch.set_num_threads(1)
     told = send if rank == 0 else silent
-    for _, group in groupby(argument.runs.items(), key=lambda pair: pair[1].scene):
+    for _, group in groupby(argument.runs.items(), key=lambda pair: pair[1].comparison_group):
         numbered = dict(group)
-        told(SceneBegun(tuple(numbered)))
+        told(GroupBegun(tuple(numbered)))
         try:
             _train_in_turns(numbered, argument, told)
         except StoppedError:
@@ -141,7 +141,7 @@ def train_all(rank: int, ranks: int, argument: Work, send: Send) -> None:
 
 
 def calibrate(rank: int, ranks: int, argument: Sequence[RunSettings], send: Send) -> None:
-    """Measure the seconds of a step's compute for the runs of one scene; rank 0 sends its estimate after each step.
+    """Measure a step's compute, in seconds, for runs of one comparison group; rank 0 sends each estimate.
 
     Compute is measured as in the runs: in their DDP, on all ranks at once, and in turns between the same number of
     models, which evict each other from the processor's caches. But the hook is plain all-reduce, and the link has no
@@ -171,7 +171,7 @@ def calibrate(rank: int, ranks: int, argument: Sequence[RunSettings], send: Send
         run.close()
 
 
-def dilation_of(settings: RunSettings, compute_here: float | None) -> float:
+def time_scale_of(settings: RunSettings, compute_here: float | None) -> float:
     """Return the number of seconds here that stand for one second on the processor that the settings state."""
     if settings.compute is None:
         return 1.0
@@ -187,10 +187,10 @@ def _train_in_turns(runs: Mapping[int, RunSettings], work: Work, send: Send) -> 
     training: dict[int, _Run] = {}
     able = all(can_continue(settings) for settings in runs.values())
     for number, settings in runs.items():
-        run = _Run(number, settings, work.dilations.get(number, 1.0), send)
+        run = _Run(number, settings, work.time_scales.get(number, 1.0), send)
         if work.progress is not None and not run.load(work.progress, able=able):
             run.close()
-            run = _Run(number, settings, run.dilation, send)
+            run = _Run(number, settings, run.time_scale, send)
         training[number] = run
         send(Preparing())  # a task may take long to load
     send(StepsBegin())
@@ -253,8 +253,8 @@ def _used_by_others(others: OtherPrograms, settings: RunSettings) -> float | Non
 class _Run:
     """A model in training, and its measurements so far."""
 
-    def __init__(self, number: int, settings: RunSettings, dilation: float, send: Send) -> None:
-        self.number, self.settings, self.dilation, self.send = number, settings, dilation, send
+    def __init__(self, number: int, settings: RunSettings, time_scale: float, send: Send) -> None:
+        self.number, self.settings, self.time_scale, self.send = number, settings, time_scale, send
         self.device = own_device(settings.device)
         self.memory = PeakMemory(self.device)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -262,7 +262,7 @@ class _Run:
             self.task: LoadedTask = load_task(settings.task, settings.seed, self.device)
             self.model = self.task.model
             self._check_data()
-            self.registered = register(settings, self.task, dilation)
+            self.registered = register(settings, self.task, time_scale)
         self.optimizer = self.registered.optimizer
         self.clock = self.registered.clock()
         self.goal: Goal | None = None
@@ -326,7 +326,7 @@ class _Run:
             for one in found["probes"]
         ]
         self.evaluated = self.evaluations[-1].step if self.evaluations else 0
-        self.registered.wire.start_clock(self.dilation * sum(one.seconds for one in self.steps))
+        self.registered.wire.start_clock(self.time_scale * sum(one.seconds for one in self.steps))
         self.registered.wire.pause()
         probes = {one.step: one for one in self.probes}
         evaluations = {one.step: Evaluated(self.number, one, probes.get(one.step)) for one in self.evaluations}
@@ -401,7 +401,7 @@ class _Run:
             evaluations=tuple(self.evaluations),
             probes=tuple(self.probes),
             replicas_identical=len(set(fingerprints)) == 1,
-            dilation=self.dilation,
+            time_scale=self.time_scale,
             compute_here=compute_here,
             versions=versions(),
             machine=machine(self.device, backend_in_use(self.device))
@@ -432,7 +432,7 @@ def _record(step: int, loss: float, split: Split, before: Counted, after: Counte
     return StepRecord(
         step=step,
         loss=loss,
-        **{name: seconds / run.dilation for name, seconds in vars(split).items()},
+        **{name: seconds / run.time_scale for name, seconds in vars(split).items()},
         gradient_bytes=gradient_bytes,
         payload_bytes=after.payload_bytes - before.payload_bytes,
         moved_bytes=after.moved_bytes - before.moved_bytes,

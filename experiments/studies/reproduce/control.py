@@ -38,7 +38,7 @@ _MET = {True: "met", False: "missed"}
 def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
     """Return the runs of all compressors and of the controller, and the turns without a limit."""
     fixed: dict[str, Any] = {}
-    for hook in settings.ladder:
+    for hook in settings.candidates:
         fixed[hook] = notes.once(hook, lambda hook=hook: _run(settings, Spec.parse(hook), notes))  # type: ignore[misc]  # 'Cannot infer type of lambda'
     controlled = [
         notes.once(f"{_CONTROLLER} {number}", lambda: _run(settings, None, notes)) for number in range(settings.runs)
@@ -121,7 +121,7 @@ def _verdict(
     return (
         f"Best fixed compressors: {bests}. The controller reaches at least {percent(lowest)} of their throughput in "
         f"every phase of every run (goal: {percent(_THROUGHPUT_TARGET)}, {_MET[lowest >= _THROUGHPUT_TARGET]}); the "
-        "first phase includes the steps in which it tries its rungs. After a change of the link it used a compressor "
+        "first phase includes the steps of trying candidates. After a change of the link it used a compressor "
         f"that, fixed, has {percent(_THROUGHPUT_TARGET)} of the best one's throughput within {slowest} steps (goal: "
         f"{_STEPS_TARGET}, {_MET[slowest <= _STEPS_TARGET]}). After every phase the replicas "
         f"were {'equal' if equal else 'not equal'}, bit for bit."
@@ -155,7 +155,7 @@ def _beside(beside: Mapping[str, Any], settings: Settings) -> str:
         f"On links without a limit the controller chose {beside['chosen']}. Its steps took {ours.text} times those of "
         f"a plain all-reduce, in {settings.turns} turns of {settings.turn_steps} steps (median, 95 % interval); those "
         f"of a second plain all-reduce {itself.text} times. The goal of at most {percent(_SLOWER_TARGET)} more, plus "
-        f"that spread, is {_MET[is_met]}. Its first {len(at_first)} steps, in which it tries its rungs, are not "
+        f"that spread, is {_MET[is_met]}. Its first {len(at_first)} steps, of trying candidates, are not "
         f"counted; they took {seconds_in_words(sum(at_first))}, as long as {as_long_as:.0f} steps of a plain "
         "all-reduce."
     )
@@ -220,9 +220,8 @@ REPRODUCTION = Reproduction(
     sizes={
         "default": Settings(),
         "tiny": Settings(
-            limited=False,
-            rates=("100Mbit/s", "10Mbit/s"), steps=5, fixed_steps=2, runs=1, ladder=("all-reduce", "powersgd:rank=1"),
-            task="gpt:size=tiny", bucket_cap_mb=1.0, turns=1, turn_steps=2,
+            limited=False, rates=("100Mbit/s", "10Mbit/s"), steps=5, fixed_steps=2, runs=1, candidates=("all-reduce",
+            "powersgd:rank=1"), task="gpt:size=tiny", bucket_cap_mb=1.0, turns=1, turn_steps=2,
         ),
     },
     measure=measure,

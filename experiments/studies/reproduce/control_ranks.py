@@ -34,7 +34,7 @@ class Settings:
     steps: int = 100  # of a phase, with the controller
     fixed_steps: int = 25  # of a phase, with a fixed compressor
     runs: int = 2  # of the controller
-    ladder: tuple[str, ...] = ("all-reduce", "fp16", "int8", "top-k:ratio=0.01")
+    candidates: tuple[str, ...] = ("all-reduce", "fp16", "int8", "top-k:ratio=0.01")
     task: str = "gpt:size=medium,width=96,heads=4,layers=8,batch_size=20"
     bucket_cap_mb: float = 0.5
     turns: int = 10  # of the controller beside a plain all-reduce, without a limit
@@ -85,17 +85,17 @@ class Beside:
     dense: list[float]
     again: list[float]  # of a second plain all-reduce: what turns differ by without any cause
     adaptive: list[float]
-    at_first: list[float]  # of the controller's steps before the first turn, while it tried its rungs
+    at_first: list[float]  # of the controller's steps before the first turn, while it tried its candidates
     chosen: str
 
 
 def run_turns(settings: Settings, tell: Tell) -> Beside:
-    """Take turns of some steps; the controller has tried its rungs before the first."""
-    plain = Spec.parse(settings.ladder[0])
+    """Take turns of some steps; the controller tried its candidates before the first."""
+    plain = Spec.parse(settings.candidates[0])
     workers = {name: _Worker(settings, one) for name, one in {"dense": plain, "again": plain, "adaptive": None}.items()}
     controller = workers["adaptive"]
     for worker in workers.values():
-        for _ in range((len(settings.ladder) + 2) * 3 if worker is controller else _WARM_UP):
+        for _ in range((len(settings.candidates) + 2) * 3 if worker is controller else _WARM_UP):
             worker.step()
     at_first = on_slowest(controller.seconds)
     turns = {name: partial(worker.turn, settings.turn_steps) for name, worker in workers.items()}
@@ -113,9 +113,9 @@ class _Worker:
         task = load_task(Spec.parse(settings.task, "task"))
         self.model = task.model
         self._stepper = Stepper(task, wrap_in_ddp(task.model, "core", settings.bucket_cap_mb))
-        ladder = list(map(Spec.parse, settings.ladder))
-        first = ladder[0] if fixed is None else fixed
-        self._labels = {make_hook(spec): spec.label for spec in ladder}
+        candidates = list(map(Spec.parse, settings.candidates))
+        first = candidates[0] if fixed is None else fixed
+        self._labels = {make_hook(spec): spec.label for spec in candidates}
         self.attachment = commhooks.attach(self._stepper.ddp, make_hook(first), policy=policy_of(first))
         self._controller = Adaptive(self.attachment, list(self._labels)) if fixed is None else None
         self.forget()

@@ -15,13 +15,13 @@ from typing import Any
 
 from scipy.optimize import brentq
 
+from commhooks.experiments.diloco import DiLoCoSpec, exchanged
 from commhooks.experiments.links.gloo import ACKNOWLEDGEMENT, FRAMING
 from commhooks.experiments.planning.candidates import label_in_profile
 from commhooks.experiments.planning.predicting import predict, step_of
 from commhooks.experiments.report.words import percent
 from commhooks.experiments.results.summary import Spread
-from commhooks.experiments.seldom import Seldom, exchanged
-from commhooks.experiments.specs import Spec, is_seldom
+from commhooks.experiments.specs import Spec, is_diloco
 from commhooks.experiments.timing.link import Link
 from commhooks.experiments.timing.rounds import Rounds, round_time
 from commhooks.experiments.timing.step_time import Bucket, Stage
@@ -39,9 +39,9 @@ _HEADERS = FRAMING + ACKNOWLEDGEMENT  # bytes on the wire for each byte of data,
 
 def measure(settings: Settings, notes: Notes) -> dict[str, Any]:
     """Return the turns of all hooks, with and without a limit, and what the step-time model is given."""
-    seldom = tuple(hook for hook in settings.hooks if is_seldom(Spec.parse(hook)))
+    diloco = tuple(hook for hook in settings.hooks if is_diloco(Spec.parse(hook)))
     asked = {
-        "free": Asked(settings, seldom, settings.free_turns, limited=False),
+        "free": Asked(settings, diloco, settings.free_turns, limited=False),
         "limited": Asked(settings, settings.hooks, settings.turns),
         "slow": Asked(settings, settings.slow, settings.slow_turns),
     }
@@ -65,7 +65,7 @@ def _profiled(settings: Settings, notes: Notes) -> dict[str, Any]:
         exchanges[sent] = [dataclasses.asdict(bucket) for bucket in step_of(profile, own, own.buckets).buckets]
         for bucket in exchanges[sent]:
             del bucket["due"]  # never, which JSON cannot hold
-        if not is_seldom(Spec.parse(hook)):
+        if not is_diloco(Spec.parse(hook)):
             seconds = predict(profile, _link(settings), label_in_profile(sent)).seconds
             added[hook] = seconds - profile.noop.seconds.median
     return {"cores": profile.cores, "step": profile.noop.seconds.median, "exchanges": exchanges, "added": added}
@@ -115,10 +115,10 @@ def _utilisation(settings: Settings, own: Mapping[str, Any]) -> Spread:
 def _predicted(settings: Settings, profile: Mapping[str, Any], hook: str, step: float, own: Mapping[str, Any]) -> float:
     """Return the step-time model's utilisation for a step that takes `step` seconds without communication."""
     spec = Spec.parse(hook)
-    if not is_seldom(spec):
+    if not is_diloco(spec):
         return step / (step + float(profile["added"][hook]))
     exchange = [_bucket(one) for one in profile["exchanges"][exchanged(spec).label]]
-    asked = Seldom.of(spec).rounds
+    asked = DiLoCoSpec.of(spec).rounds
     rounds = Rounds(every=asked.every, fragments=asked.fragments, delay=asked.delay, shares=tuple(own["shares"]))
     return round_time(rounds, exchange, step, _link(settings), settings.ranks, cores=int(profile["cores"])).utilisation
 
@@ -136,7 +136,7 @@ def _verdict(settings: Settings, measured: Mapping[str, Any]) -> str:
     needed = [
         f"{three_digits(1e3 * _shortest_step(settings, measured['profile'], hook, own))} ms with `{hook}`"
         for hook, own in limited.items()
-        if is_seldom(Spec.parse(hook))
+        if is_diloco(Spec.parse(hook))
     ]
     return (
         f"Most of the time, {percent(spreads[best].median)}, is computed with `{best}`. The goal of {percent(_GOAL)} "

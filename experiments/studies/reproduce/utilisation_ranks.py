@@ -9,16 +9,16 @@ from typing import Any
 
 import commhooks
 from commhooks.experiments import planning
+from commhooks.experiments.diloco import exchanged
 from commhooks.experiments.hooks import make_hook, policy_of
 from commhooks.experiments.launch import Send, Tell
 from commhooks.experiments.links.link import LinkSettings
 from commhooks.experiments.planning import Profile
 from commhooks.experiments.planning.worlds import around
-from commhooks.experiments.seldom import exchanged
-from commhooks.experiments.specs import Spec, is_seldom, steps_of_a_round
+from commhooks.experiments.specs import Spec, is_diloco, steps_of_a_round
 from commhooks.experiments.tasks import load_task
+from commhooks.experiments.training.diloco import settings_of
 from commhooks.experiments.training.registration import wrap_in_ddp
-from commhooks.experiments.training.seldom import settings_of
 from commhooks.experiments.training.stepper import Stepper
 from commhooks.units import counted, seconds_in_words
 from experiments.studies.ranks import same_step
@@ -131,14 +131,14 @@ class _Worker(Worker):
         self._diloco: commhooks.DiLoCo | None = None
         self._attachment: commhooks.Handle[Any] | None = None
         wrap = around(settings.link) if asked.limited else None
-        if hook == NOTHING or is_seldom(spec):
+        if hook == NOTHING or is_diloco(spec):
             self._stepper = Stepper(task, task.model)
         else:
             self._stepper = Stepper(task, wrap_in_ddp(task.model, "core", None))
             self._attachment = commhooks.attach(
                 self._stepper.ddp, make_hook(spec), policy=policy_of(spec), wrap_communicator=wrap
             )
-        if is_seldom(spec):
+        if is_diloco(spec):
             self._diloco = commhooks.DiLoCo(
                 task.model, self._stepper.optimizer, wrap_communicator=wrap, **settings_of(spec)
             )

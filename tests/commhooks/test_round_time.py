@@ -1,4 +1,4 @@
-"""The time of rounds of seldom communication, in cases that can be computed by hand."""
+"""The time of rounds of low-communication training, in cases that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_fragments_may_be_of_different_sizes() -> None:
 
 def test_compression_takes_a_core_of_its_own_if_there_is_one() -> None:
     buckets = exchange(0.9, compression=0.3, after=0.15)  # 0.1 s, 0.3 s on the link, and 0.05 s for each of three
-    seldom = Rounds(every=30, fragments=3, delay=5)
-    assert seconds_of(seldom, buckets) == pytest.approx(3.45)
-    assert seconds_of(seldom, buckets, cores=2) == pytest.approx(3.0)
+    diloco = Rounds(every=30, fragments=3, delay=5)
+    assert seconds_of(diloco, buckets) == pytest.approx(3.45)
+    assert seconds_of(diloco, buckets, cores=2) == pytest.approx(3.0)
     assert seconds_of(Rounds(every=30, fragments=3), buckets, cores=2) == pytest.approx(4.35)
 
 

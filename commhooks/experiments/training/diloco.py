@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import commhooks
+from commhooks.experiments.diloco import DiLoCoSpec
 from commhooks.experiments.hooks import make_hook
-from commhooks.experiments.seldom import Seldom
 from commhooks.experiments.specs import Spec
 from commhooks.lockstep import lockstep_connections
 
@@ -21,7 +21,7 @@ def settings_of(hook: Spec, seed: int = 0) -> dict[str, Any]:
         ValueError: A setting does not exist or cannot work, or there is no such compressor.
 
     """
-    asked = Seldom.of(hook)
+    asked = DiLoCoSpec.of(hook)
     return {
         "every": asked.every,
         "compressor": make_hook(asked.compressor, seed),
@@ -36,7 +36,7 @@ def settings_of(hook: Spec, seed: int = 0) -> dict[str, Any]:
 def check_diloco(hook: Spec, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Raise ValueError if DiLoCo does not accept the model, the optimizer or a setting, or no round ends in the run."""
     commhooks.DiLoCo(model, optimizer, connection=lockstep_connections(1)[0], **settings_of(hook)).close()
-    every = Seldom.of(hook).every
+    every = DiLoCoSpec.of(hook).every
     if every > steps:
         raise ValueError(
             f"hook {hook.label!r}: a run of {steps} steps ends before the first round; let it take at least {every}"

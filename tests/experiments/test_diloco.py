@@ -16,11 +16,11 @@ from commhooks.experiments.results.outcomes import settings_of
 from commhooks.experiments.runs import RunResult, RunSettings
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.tasks import load_task
-from commhooks.experiments.training.seldom import settings_of as arguments_of
+from commhooks.experiments.training.diloco import settings_of as arguments_of
 from tests.experiments.on_two_ranks import train_on_two_ranks
 
 BITS_PER_SECOND = 50e6
-DENSE, EXACT, SELDOM, STREAMED = HOOKS = (
+DENSE, EXACT, ROUNDS, STREAMED = HOOKS = (
     "all-reduce",
     "diloco:every=1,outer=average",
     "diloco:compressor=int4,every=6",
@@ -49,8 +49,8 @@ def test_what_a_comparison_trains_is_what_diloco_does_by_default() -> None:
 
 
 def test_a_run_whose_exchanges_go_on_between_steps_takes_no_turns() -> None:
-    dense, _, seldom, streamed = map(settings, HOOKS)
-    assert dense.scene == seldom.scene != streamed.scene
+    dense, _, diloco, streamed = map(settings, HOOKS)
+    assert dense.comparison_group == diloco.comparison_group != streamed.comparison_group
 
 
 def test_rounds_of_one_step_train_as_data_parallel_training_does(results: dict[str, RunResult]) -> None:
@@ -61,7 +61,7 @@ def test_rounds_of_one_step_train_as_data_parallel_training_does(results: dict[s
 
 
 def test_bytes_are_sent_at_the_rounds_turns_and_take_their_time_on_the_link(results: dict[str, RunResult]) -> None:
-    steps = results[SELDOM].steps
+    steps = results[ROUNDS].steps
     assert [step.step for step in steps if step.moved_bytes] == [6, 12]
     for step in steps:
         assert step.dense_bytes == results[DENSE].steps[0].dense_bytes
@@ -69,7 +69,7 @@ def test_bytes_are_sent_at_the_rounds_turns_and_take_their_time_on_the_link(resu
         assert step.seconds >= 8 * step.moved_bytes / BITS_PER_SECOND
         assert (step.waiting > 0) == (step.moved_bytes > 0)
     assert [step.step for step in results[STREAMED].steps if step.moved_bytes] == [2, 4, 6, 8, 10, 12, 14]
-    sent = [sum(step.moved_bytes for step in results[hook].steps) for hook in (SELDOM, STREAMED)]
+    sent = [sum(step.moved_bytes for step in results[hook].steps) for hook in (ROUNDS, STREAMED)]
     assert 0 < sent[1] < sent[0] < sum(step.dense_bytes for step in steps) / 4
 
 
@@ -78,8 +78,8 @@ def test_ranks_share_the_model_that_is_evaluated(results: dict[str, RunResult]) 
         assert result.replicas_identical
         assert [one.step for one in result.evaluations] == [5, 10, 14]
         assert [one.step for one in result.probes] == ([5, 10, 14] if result.settings.hook.label == DENSE else [])
-    first, second, last = (one.loss for one in results[SELDOM].evaluations)
-    assert first == load_task(results[SELDOM].settings.task).evaluate()["loss"], "no round has ended by step 5"
+    first, second, last = (one.loss for one in results[ROUNDS].evaluations)
+    assert first == load_task(results[ROUNDS].settings.task).evaluate()["loss"], "no round has ended by step 5"
     assert last < second < first
 
 
@@ -87,11 +87,11 @@ def test_ranks_share_the_model_that_is_evaluated(results: dict[str, RunResult]) 
 def test_a_report_has_the_mean_step_and_the_peak_of_a_round(results: dict[str, RunResult], tmp_path: Path) -> None:
     (setting,) = settings_of([results[hook] for hook in HOOKS])
     found = {one.hook: one for one in setting.outcomes}
-    rounds = [results[SELDOM].steps[begin : begin + 6] for begin in (0, 6)]
+    rounds = [results[ROUNDS].steps[begin : begin + 6] for begin in (0, 6)]
     means = [statistics.fmean(step.seconds for step in own) for own in rounds]
-    assert found[SELDOM].step.mean == pytest.approx(statistics.fmean(means))
-    assert found[SELDOM].parts["waiting"] > 0
-    assert found[SELDOM].peak_bytes.mean == results[SELDOM].steps[5].moved_bytes and not found[DENSE].peak_bytes.seeds
+    assert found[ROUNDS].step.mean == pytest.approx(statistics.fmean(means))
+    assert found[ROUNDS].parts["waiting"] > 0
+    assert found[ROUNDS].peak_bytes.mean == results[ROUNDS].steps[5].moved_bytes and not found[DENSE].peak_bytes.seeds
     write(list(results.values()), tmp_path, baseline=None, target_loss=None, command="")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     shown = unescape(re.sub("<[^>]+>", "", page))

@@ -39,7 +39,7 @@ ELEMENTS = 24
 
 
 class Counted:
-    """A communicator that counts the bytes of everything that a connection sends for its lanes."""
+    """A communicator that counts the bytes of everything that a connection sends for its channels."""
 
     made: Counted
 
@@ -75,7 +75,7 @@ def on_one_connection(count: int, compressor: Compressor | str = "all-reduce") -
 
 @on_ranks(2)
 def test_lanes_in_one_order_get_their_own_means_over_one_thread_and_group(rank: int) -> None:
-    """Begin rounds on lanes in an order that all ranks share, at times that they do not, several under way."""
+    """Begin rounds on channels in an order that all ranks share, at times that they do not, several under way."""
     exchangers = on_one_connection(16)
     order, jitter = random.Random(0), random.Random(rank)
     under_way: list[tuple[int, Averaging]] = []
@@ -173,7 +173,7 @@ def a_closed_lane_is_saved_as_it_is_after_the_round_under_way(rank: int) -> None
 
 @facts
 def a_refused_comparison_ends_only_what_it_was_about(rank: int) -> None:
-    """Disagree about a lane that opens, and about one that replaces."""
+    """Disagree about a channel that opens, and about one that replaces."""
     connection = ProcessGroupConnection(dist.distributed_c10d._get_default_group(), hook_timeout=20.0)
     first = Exchanger(values_of(0, 0), "all-reduce", connection=connection)
     second = Exchanger(values_of(0, 0), "fp16" if rank else "bf16", connection=connection, name="second")
@@ -189,11 +189,13 @@ def a_refused_comparison_ends_only_what_it_was_about(rank: int) -> None:
     second.close()
 
 
-def test_workers_of_one_process_that_swap_lanes_are_told() -> None:
+def test_workers_of_one_process_that_swap_channels_are_told() -> None:
     (one, other), (another, swapped) = (
         [Exchanger(values_of(0, 0), "fp16", connection=x) for _ in "ab"] for x in lockstep_connections(2)
     )
-    with pytest.raises(CollectiveError, match="rank 0: lane 0, step 0, bucket 0; rank 1: lane 1, step 0, bucket 0"):
+    with pytest.raises(
+        CollectiveError, match="rank 0: channel 0, step 0, bucket 0; rank 1: channel 1, step 0, bucket 0"
+    ):
         average_in_lockstep([one, swapped, other, another], [values_of(n % 2, 0) for n in range(4)])
 
 
@@ -265,7 +267,7 @@ def equal_exchangers_are_paired_in_the_order_of_their_first_use(rank: int) -> No
         exchanger.close()
 
 
-ALONE = "lane, in the order of first use: {} (rank 0), {} (rank 1)"
+ALONE = "channel, in the order of first use: {} (rank 0), {} (rank 1)"
 LATE = "equal ones made later and used earlier (make and use all in one order, or name each Exchanger): 0 (rank 0), 2"
 DIFFERENT_ORDERS: list[tuple[list[dict[str, str]], int, str]] = [
     ([{"name": name} for name in "abc"], 0, ALONE.format("a", "b")),
@@ -340,7 +342,9 @@ def on_a_shared_line_named_exchangers_may_be_kept_alone_and_nameless_ones_are_re
     for _ in range(2):
         assert [mean_of(rank, one) for one in common] == [0.5, 0.5]
     refused = told_by(lambda: mean_of(rank, made[-1]))
-    assert refused.error == "AttachError" and f"ranks disagree. {ALONE.format('lane 0', 'lane 1')}" in refused.text
+    assert (
+        refused.error == "AttachError" and f"ranks disagree. {ALONE.format('channel 0', 'channel 1')}" in refused.text
+    )
     assert [mean_of(rank, one) for one in common] == [0.5, 0.5]
 
 

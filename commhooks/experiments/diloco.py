@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from commhooks.experiments.specs import DILOCO, Spec, is_seldom
+from commhooks.experiments.specs import DILOCO, Spec, is_diloco
 from commhooks.experiments.timing.rounds import Rounds
 from commhooks.language.text import Spelling, parse
 from commhooks.units import unknown
@@ -15,7 +15,7 @@ _UNCOMPRESSED = Spec("all-reduce")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seldom:
+class DiLoCoSpec:
     """DiLoCo: each rank trains its own model, and every `every` steps the ranks average their parameters' changes.
 
     It trains the plain module in place of a DistributedDataParallel; see `commhooks.DiLoCo`. It is written as
@@ -38,8 +38,8 @@ class Seldom:
     """The outer optimizer: average, published, or in parentheses sgd:rate=0.7,momentum=0.9; auto: by the rounds."""
 
     @classmethod
-    def of(cls, hook: Spec) -> Seldom:
-        """Return the settings of a hook that `is_seldom`.
+    def of(cls, hook: Spec) -> DiLoCoSpec:
+        """Return the settings of a hook that `is_diloco`.
 
         Raises:
             ValueError: There is no such setting, `every` is missing, or a value is of the wrong type or cannot work.
@@ -69,7 +69,7 @@ class Seldom:
 
 def exchanged(hook: Spec) -> Spec:
     """Return the hook whose messages are sent: for DiLoCo, the compressor of its rounds."""
-    return Seldom.of(hook).compressor if is_seldom(hook) else hook
+    return DiLoCoSpec.of(hook).compressor if is_diloco(hook) else hook
 
 
 _KINDS: Mapping[Any, tuple[type, ...]] = {

@@ -1,10 +1,11 @@
-"""The lanes of a connection: engines that share a thread and a group, each with its own order, counts and name.
+"""The channels of a connection: engines that share a thread and a group, each with its own order, counts and name.
 
-A unit is a bucket (fifo) or a step (fused) of one lane; it takes its place on the connection when its last bucket is
+A unit is a bucket (fifo) or a step (fused) of one channel; it takes its place on the connection when its last bucket is
 handed in. All requests of a unit are issued before the next unit's first, so the order of collectives is the order of
-submission, whatever has arrived. Ranks must hand units in in one order. Before each unit, a connection of several lanes
-therefore compares whose turn it is: every rank gathers `HEADER_BYTES` from each other rank. A connection of one lane,
-such as an attachment's, sends only its requests. On NCCL the host reads most of what is gathered late, see `Turns`.
+submission, whatever has arrived. Ranks must hand units in in one order. Before each unit, a connection of several
+channels therefore compares whose turn it is: every rank gathers `HEADER_BYTES` from each other rank. A connection of
+one channel, such as an attachment's, sends only its requests. On NCCL the host reads most of what is gathered late, see
+`Turns`.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ _MAGIC = 0x636F6D6D686F6F6B
 """The first number of a header: no digest of settings begins with it, but by one chance in 2^64."""
 
 
-class Lane:
+class ConnectionChannel:
     """An engine's place on a connection."""
 
     def __init__(self, ordinal: int = 0, name: str = "", policy: PolicyName = "fifo") -> None:
         self.ordinal = ordinal
-        """How many lanes of its name the connection had before."""
+        """How many channels of its name the connection had before."""
         self.name = name
         """The name of the tensors averaged on it, such as a fragment of a model; messages then call its steps
         rounds."""
         self.ledger: Ledger = Ledger()
         self.opened: concurrent.futures.Future[None] = concurrent.futures.Future()
-        """Done when the lane is open on every rank; holds the error that prevented it."""
+        """Done when the channel is open on every rank; holds the error that prevented it."""
         self.policy: Policy | None = None
-        """The order of its collectives; None before the lane is open, and after its end."""
+        """The order of its collectives; None before the channel is open, and after its end."""
         self.traffic: Traffic | None = None
         self.refusal: CommHooksError | None = None
-        """The error if ranks disagreed when the lane was to open. Every task handed in then fails."""
+        """The error if ranks disagreed when the channel was to open. Every task handed in then fails."""
         self.kernels: Kernels = Kernels()
-        """What ranks compare, with their settings, of the kernels that compute for the lane."""
+        """What ranks compare, with their settings, of the kernels that compute for the channel."""
         self.is_first = False
         """True if it is open, and was the first one on its connection."""
         self.is_closed = False
@@ -64,26 +65,26 @@ class Lane:
 
     @property
     def title(self) -> str:
-        """The lane's name in messages."""
-        return self.name or f"lane {self.ordinal}"
+        """The channel's name in messages."""
+        return self.name or f"channel {self.ordinal}"
 
     @property
     def unique(self) -> str:
-        """Its name among all lanes of its connection, which ranks compare."""
+        """Its name among all channels of its connection, which ranks compare."""
         return f"{self.title}, {self.ordinal}" if self.name and self.ordinal else self.title
 
     @functools.cached_property
     def digest(self) -> int:
-        """A number that stands for name and ordinal: not the place of the lane, which ranks may count differently."""
-        # Not for `unique`: another lane may be named "a, 1", or "lane 0".
+        """A number that stands for name and ordinal: not the channel's place, which ranks may count differently."""
+        # Not for `unique`: another channel may be named "a, 1", or "channel 0".
         return int.from_bytes(hashlib.blake2b(repr((self.name, self.ordinal)).encode(), digest_size=7).digest())
 
     def at(self, step: int) -> str:
-        """Return the name, in messages, of one of its steps, with the lane."""
+        """Return the name, in messages, of one of its steps, with the channel."""
         return f"round {step}, {self.name}" if self.name else f"{self.title}, step {step}"
 
     def open(self, communicator: Communicator, wait: Wait, complete: Finish) -> Policy:
-        """Connect the lane, counting its collectives separately, and return its policy; see `Lanes.open`."""
+        """Connect the channel, with counts of its own, and return its policy; see `ConnectionChannels.open`."""
         recording = RecordingCommunicator(communicator)
         self.traffic, self._complete = recording.traffic, complete
         self.policy = self._make_policy(recording, wait, self._finish)
@@ -95,7 +96,7 @@ class Lane:
         return [] if self.policy is None else self.policy.working_memory()
 
     def _finish(self, task: BucketTask) -> None:
-        assert self.traffic is not None, "a task is finished before its lane is open"
+        assert self.traffic is not None, "a task is finished before its channel is open"
         if self.differs is not None:
             for member in task.bucket.members:  # first: an undo log judges the means
                 spoil(member, self.differs)
@@ -108,7 +109,7 @@ class Lane:
 class _Check:
     """The comparison of whose turn it is, and the task that waits for it."""
 
-    lane: Lane
+    channel: ConnectionChannel
     task: BucketTask
     header: Tensor
     sent: Tensor
@@ -116,8 +117,8 @@ class _Check:
     pending: Pending
 
 
-class Lanes:
-    """The opened lanes of one connection, served in the order in which their units were handed in.
+class ConnectionChannels:
+    """The opened channels of one connection, served in the order in which their units were handed in.
 
     If there is a `look_around`, headers are read late, and it is called while the host waits for them.
     """
@@ -126,33 +127,35 @@ class Lanes:
         self._rank = rank
         self._wait = wait
         self._turns = Turns(self._compare, look_around) if look_around is not None else None
-        self._lanes: list[Lane] = []
+        self._channels: list[ConnectionChannel] = []
         self._policies: list[Policy] = []
         self._check: _Check | None = None
-        self._issuing: Lane | None = None
-        """The lane whose unit was placed last."""
+        self._issuing: ConnectionChannel | None = None
+        """The channel whose unit was placed last."""
 
-    def open(self, lane: Lane, communicator: Communicator, complete: Finish) -> None:
-        """Open a lane, between two units; `complete` passes a task's mean to its future."""
-        lane.is_first = not self._lanes
-        self._policies.append(lane.open(communicator, self._wait, complete))
-        self._lanes.append(lane)
+    def open(self, channel: ConnectionChannel, communicator: Communicator, complete: Finish) -> None:
+        """Open a channel, between two units; `complete` passes a task's mean to its future."""
+        channel.is_first = not self._channels
+        self._policies.append(channel.open(communicator, self._wait, complete))
+        self._channels.append(channel)
 
-    def add(self, lane: Lane, task: BucketTask) -> bool:
+    def add(self, channel: ConnectionChannel, task: BucketTask) -> bool:
         """Add a task; return False, without adding it, if requests of an earlier unit must be issued first."""
-        policy = lane.policy
-        assert policy is not None, "the lane is not open"
-        if len(self._lanes) > 1 and policy.ends_unit(task):
+        policy = channel.policy
+        assert policy is not None, "the channel is not open"
+        if len(self._channels) > 1 and policy.ends_unit(task):
             issuing = self._issuing.policy if self._issuing is not None else None
             if self._check is not None or (issuing is not None and issuing.is_issuing):
                 return False
             if self._turns is not None:  # before a collective that ranks which have failed will not answer
                 self._turns.look()
-            self._issuing = lane
-            header = torch.tensor([_MAGIC, lane.digest, task.step, task.bucket.index], dtype=torch.int64, device="cpu")
+            self._issuing = channel
+            header = torch.tensor(
+                [_MAGIC, channel.digest, task.step, task.bucket.index], dtype=torch.int64, device="cpu"
+            )
             sent = copied_to(task.bucket.memory.device, header)
             pending = policy.communicator.start(Collective("all-gather", sent))
-            self._check = _Check(lane, task, header, sent, pending)
+            self._check = _Check(channel, task, header, sent, pending)
         else:
             policy.add(task)
         return True
@@ -169,8 +172,8 @@ class Lanes:
 
     @property
     def are_none(self) -> bool:
-        """True if no lane is open yet."""
-        return not self._lanes
+        """True if no channel is open yet."""
+        return not self._channels
 
     @property
     def is_idle(self) -> bool:
@@ -184,25 +187,25 @@ class Lanes:
         waiting = [self._check.task] if self._check is not None else []
         return [task for policy in self._policies for task in policy.unfinished()] + waiting
 
-    def touching(self) -> tuple[Lane, BucketTask] | None:
-        """Return the task in progress, to which errors are attributed, and its lane."""
+    def touching(self) -> tuple[ConnectionChannel, BucketTask] | None:
+        """Return the task in progress, to which errors are attributed, and its channel."""
         if self._check is not None:
-            return self._check.lane, self._check.task
-        for lane in (*([self._issuing] if self._issuing is not None else []), *self._lanes):
-            if lane.policy is not None and lane.policy.touching is not None:
-                return lane, lane.policy.touching
+            return self._check.channel, self._check.task
+        for channel in (*([self._issuing] if self._issuing is not None else []), *self._channels):
+            if channel.policy is not None and channel.policy.touching is not None:
+                return channel, channel.policy.touching
         return None
 
-    def where(self, lane: Lane, task: BucketTask) -> str:
-        """Name rank, lane, step and bucket, for messages; an unnamed lane only if there are several."""
-        is_alone = len(self._lanes) == 1 and not lane.name
-        return task.where(f"rank {self._rank}, {f'step {task.step}' if is_alone else lane.at(task.step)}")
+    def where(self, channel: ConnectionChannel, task: BucketTask) -> str:
+        """Name rank, channel, step and bucket, for messages; an unnamed channel only if there are several."""
+        is_alone = len(self._channels) == 1 and not channel.name
+        return task.where(f"rank {self._rank}, {f'step {task.step}' if is_alone else channel.at(task.step)}")
 
     def release(self) -> None:
-        """Drop the lanes' connections."""
-        for lane in self._lanes:
-            lane.policy = None
-        self._policies, self._check, self._issuing = [], None, None  # the lanes stay, for messages
+        """Drop the channels' connections."""
+        for channel in self._channels:
+            channel.policy = None
+        self._policies, self._check, self._issuing = [], None, None  # the channels stay, for messages
 
     def read_headers(self, look_around: Callable[[], None] | None = None) -> None:
         """Wait for all headers that are still to be read; raise `CollectiveError` if ranks differ."""
@@ -217,10 +220,10 @@ class Lanes:
         if self._turns is None:
             self._compare(check.header, of_ranks.cpu())
         else:
-            check.lane.differs = self._turns.take(check.header, check.sent, of_ranks)
+            check.channel.differs = self._turns.take(check.header, check.sent, of_ranks)
         self._check = None
-        assert check.lane.policy is not None, "the lane is open"
-        check.lane.policy.add(check.task)
+        assert check.channel.policy is not None, "the channel is open"
+        check.channel.policy.add(check.task)
 
     def _compare(self, own: Tensor, of_ranks: Tensor) -> None:
         """Raise `CollectiveError`, naming the turns, unless it was every rank's turn."""
@@ -228,11 +231,15 @@ class Lanes:
             return
         raise CollectiveError(
             "ranks hand in different things: " + "; ".join(self._described(of_ranks.tolist())) + ". Every rank must "
-            "hand in the steps of the lanes of one connection in the same order."
+            "hand in the steps of the channels of one connection in the same order."
         )
 
     def _described(self, of_ranks: list[list[int]]) -> Iterator[str]:
-        lanes = {lane.digest: lane for lane in self._lanes}
+        channels = {channel.digest: channel for channel in self._channels}
         for rank, (magic, digest, step, bucket) in enumerate(of_ranks):
-            what = f"{lanes[digest].at(step)}, bucket {bucket}" if digest in lanes else f"step {step} of another lane"
+            what = (
+                f"{channels[digest].at(step)}, bucket {bucket}"
+                if digest in channels
+                else f"step {step} of another channel"
+            )
             yield f"rank {rank}: {what}" if magic == _MAGIC else f"rank {rank}: settings to compare"

@@ -20,7 +20,7 @@ ATTEMPTS = 2  # a measurement that contradicts itself is repeated
 _MOST_BYTES = 2**28  # of an answer: what many ranks gather
 
 
-class Rungs(NamedTuple):
+class SizesToTry(NamedTuple):
     """The sizes of one kind of collective to try."""
 
     sizes: tuple[int, ...]
@@ -28,28 +28,29 @@ class Rungs(NamedTuple):
     needed: int = 0
     """The smallest size from which the profile's largest payload can be predicted.
 
-    Sizes up to it may use the whole time."""
+    Sizes up to this one are measured even if that takes the whole time limit.
+    """
 
 
-def ladders_of(profile: Profile | None, ranks: int) -> dict[str, Rungs]:
+def sizes_of(profile: Profile | None, ranks: int) -> dict[str, SizesToTry]:
     """Return the sizes to try, by kind.
 
     For a profile, sizes end with a fourth of the largest payload that its hooks send, and with that payload itself; the
     kinds are sums and those that the hooks send. Otherwise every kind has all `SIZES`.
     """
     if profile is None:
-        return {kind: _ladder(kind, SIZES, ranks) for kind in MEASURED}
+        return {kind: _sizes_to_try(kind, SIZES, ranks) for kind in MEASURED}
     largest = {"all-reduce": 0, **payloads_of(profile, *profile.hooks.values())}
     found = {}
     for kind in (kind for kind in MEASURED if kind in largest):
         needed = -(-largest[kind] // REACH)
         below = tuple(size for size in SIZES if size < needed)
-        found[kind] = _ladder(kind, (*below, needed, largest[kind]), ranks, needed)
+        found[kind] = _sizes_to_try(kind, (*below, needed, largest[kind]), ranks, needed)
     return found
 
 
-def _ladder(kind: str, sizes: Sequence[int], ranks: int, needed: int = 0) -> Rungs:
+def _sizes_to_try(kind: str, sizes: Sequence[int], ranks: int, needed: int = 0) -> SizesToTry:
     least = SIZES[:LEAST_SIZES]
     answers = ranks if kind == "all-gather" else 1
     more = (size for size in sizes if size > least[-1] and size * answers <= _MOST_BYTES)
-    return Rungs((*least, *more), needed)
+    return SizesToTry((*least, *more), needed)

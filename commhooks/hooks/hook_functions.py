@@ -1,4 +1,4 @@
-"""The functions that a DDP calls: the hook of a model's socket, which `attach` fills, and stateless hooks.
+"""The functions that a DDP calls: the hook that `attach` registers on a model, and stateless hooks.
 
 PyTorch's contract for a communication hook is `hook(state, bucket) -> Future[Tensor]`, and PyTorch inspects a hook
 before registering it. The second argument must be *named* `bucket`. Annotations, if there are any, must be real objects
@@ -92,7 +92,7 @@ def _value_of(future: torch.futures.Future[Tensor]) -> Tensor:
     return future.value()
 
 
-class Socket:
+class AttachmentState:
     """The state of the hook that is registered on a model.
 
     PyTorch's DDP only ever accepts one hook, so the hook stays registered while attachments come and go. With nothing
@@ -132,7 +132,7 @@ class Socket:
                 self._registered = False
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Copy and pickle as an empty socket: a copy of a model has nothing attached."""
+        """Copy and pickle as a state without an engine: a copy of a model has nothing attached."""
         return type(self), ()
 
     @_disable_dynamo  # as run_stateless
@@ -144,7 +144,7 @@ class Socket:
         return deliver(self.engine.run(bucket), bucket)
 
 
-_sockets: weakref.WeakKeyDictionary[object, Socket] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[object, AttachmentState] = weakref.WeakKeyDictionary()
 
 
 def caller_of_hook(ddp: Module) -> object:
@@ -155,22 +155,22 @@ def caller_of_hook(ddp: Module) -> object:
     return getattr(ddp, "reducer", None) or ddp
 
 
-def socket_of(ddp: Module) -> Socket:
-    """Return the socket of a DDP, a new one if nothing was attached to it so far."""
-    return _sockets.setdefault(caller_of_hook(ddp), Socket())
+def attachment_state_of(ddp: Module) -> AttachmentState:
+    """Return the state of a DDP's hook, a new one if nothing was attached to it so far."""
+    return _states.setdefault(caller_of_hook(ddp), AttachmentState())
 
 
-def attachment_hook(state: Socket, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def attachment_hook(state: AttachmentState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket with the compressor attached to the model, or with a plain all-reduce."""
     return state.run(bucket)
 
 
 def check_is_free(caller: str, ddp: Module) -> None:
     """Raise `AttachError` if a hook is attached to a DDP or registered on it."""
-    socket = _sockets.get(caller_of_hook(ddp))
-    if socket is not None and socket.engine is not None:
+    attached = _states.get(caller_of_hook(ddp))
+    if attached is not None and attached.engine is not None:
         raise AttachError(
-            f"{caller}: {socket.engine.compressor!r} is attached to this model already; close its handle first."
+            f"{caller}: {attached.engine.compressor!r} is attached to this model already; close its handle first."
         )
     registered = [hook for hook, _ in getattr(ddp, "_comm_hooks", []) if hook is not attachment_hook]
     if registered:
@@ -181,8 +181,8 @@ def check_is_free(caller: str, ddp: Module) -> None:
 
 
 def _is_ours(hook: Any, state: Any) -> bool:
-    """Return whether a hook that is registered on a DDP is one of this package, and not an empty socket."""
-    is_empty = isinstance(state, Socket) and state.engine is None
+    """Return whether a hook that is registered on a DDP is one of this package, and has an engine."""
+    is_empty = isinstance(state, AttachmentState) and state.engine is None
     return str(getattr(hook, "__module__", "")).startswith("commhooks.") and not is_empty
 
 
