@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from unittest import mock
 
 import psutil
@@ -83,6 +84,12 @@ def die_on_one(rank: int, ranks: int, argument: int, send: Send) -> None:
 def say_nothing(rank: int, ranks: int, argument: int, send: Send) -> None:
     """No rank ever reports."""
     time.sleep(600)
+
+
+def say_where_it_is(rank: int, ranks: int, argument: None, send: Send) -> None:
+    """Every rank sends its place on its host, the number of ranks there, and what identifies the host's network."""
+    namespace = Path("/proc/self/ns/net").stat().st_ino
+    send((rank, os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], namespace))
 
 
 def sum_a_megabyte(rank: int, ranks: int, argument: None, send: Send) -> None:

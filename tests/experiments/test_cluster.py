@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -14,7 +15,7 @@ from commhooks.experiments.cluster import Cluster, ClusterError, clusters, iprou
 from commhooks.experiments.commands import cluster as commands
 from commhooks.experiments.commands.terminal import errors_in_words
 from commhooks.experiments.launch import run_world
-from tests.experiments.rank_functions import MEGABYTE, sum_a_megabyte
+from tests.experiments.rank_functions import MEGABYTE, say_where_it_is, sum_a_megabyte
 
 NOT_MADE = Cluster("not-made", 2)
 needs_namespaces = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
@@ -58,6 +59,13 @@ def test_ranks_on_two_hosts_share_a_link_of_the_stated_rate_and_its_counters_are
         assert cluster in clusters()
         # Both functions are typed for any message; this rank function sends such tuples.
         run_world(sum_a_megabyte, 2, None, results.append, timeout=120, cluster=cluster)  # type: ignore[arg-type]
+        places: list[tuple[int, str, str, int]] = []
+        shared: dict[str, Any] = {"timeout": 120, "cluster": cluster, "ranks_per_host": 2}
+        run_world(say_where_it_is, 3, None, places.append, **shared)  # type: ignore[arg-type]
+        (*first, one), (*second, same), (*third, other) = sorted(places)
+        assert [first, second, third] == [[0, "0", "2"], [1, "1", "2"], [2, "0", "1"]] and one == same != other
+        with pytest.raises(ValueError, match=r"5 ranks need 3 hosts with 2 on each, but cluster .* has 2"):
+            run_world(say_where_it_is, 5, None, places.append, **shared)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=f"there is a cluster '{cluster.name}' already"):
             Cluster.create(2, name=cluster.name)
         cluster.set_rate(1e6, direction="down", host=1)
