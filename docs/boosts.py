@@ -18,6 +18,7 @@ BOOSTS = {"guide": 2.0, "reference": 0.2, "benchmarks": 0.2, "reproductions": 0.
 """Factors of a page's score, by the first folder of its path; pages elsewhere count once."""
 WORDS = {
     "guide/does-it-pay.md": ["slow network", "multi node ethernet", "wifi", "faster"],
+    "guide/checkpoints.md": ["resume"],
     "guide/comparison.md": ["wandb"],
     "guide/diloco.md": ["two offices"],
     "guide/gpu.md": ["GPU"],
