@@ -30,8 +30,8 @@ SORTED, END = '<div class="sorted" markdown>', "</div>"
 _SHOWN, _FOLDED = (0, 1, 2, 6, 4, 8), (0, 3, 5, 7)  # columns of a task's table, and of the one below it that is folded
 _ADVICE = (
     "On every task even the worse end of their interval is no worse than the plain all-reduce with another seed, and "
-    "no other such compressor sends fewer bytes for as little compute. Below they have a tick (✓); bold names are on "
-    "the Pareto front. Click a heading to sort by it."
+    "no other such compressor sends fewer bytes for as little compute. In the tables of all compressors they have a "
+    "tick (✓), and names on the Pareto front are bold. Click a heading to sort by it."
 )
 _RUN_FIELDS = ["task", "compressor", "error_feedback", "seed", *(field.name for field in dataclasses.fields(Trained))]
 _GUESSED = {"digits": 10.0, "gpt": math.log(256), "lstm": math.log(256)}  # the score of a guess, in the task's unit
