@@ -20,6 +20,7 @@ MISTAKES = {
     "comapre": "Did you mean 'compare'",
     "cluster create demo --hosts=2 --hosts=3": f"--hosts is given 2 times{ONCE}",
     f"{SMALL} --rate '100 furlongs'": "error: rate '100 furlongs' does not parse",
+    f"{SMALL} --rate 1Gbit/s,latency=1ms": "expected a rate alone, such as 100Mbit/s; write --link 1Gbit/s,latency=1ms",
     f"{SMALL} --link real": "link 'real' is the network between ranks that torchrun starts",
     f"{SMALL} --out {shlex.quote(__file__)}": "is a file; name a folder",
     f"{SMALL} --seeds 0": "seeds must be a whole number of at least 1",

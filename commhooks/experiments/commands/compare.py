@@ -89,6 +89,8 @@ def compare(
             hook = list(dict.fromkeys([NO_HOOK, *(hook or SHARDED_HOOKS)]))
 
         rates = rate or ([] if link else [DEFAULT_RATE])
+        if more := [one for one in rates if "," in one]:
+            raise ValueError(f"--rate {more[0]}: expected a rate alone, such as 100Mbit/s; write --link {more[0]}")
         runs = plan(
             task or DEFAULT_TASKS,
             hook or DEFAULT_HOOKS,
