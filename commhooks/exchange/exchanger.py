@@ -341,11 +341,11 @@ class Exchanger(Handle[TensorChannel]):
     one order before.
 
     `connection` replaces the process group: exchangers that share one `ProcessGroupConnection` share its thread and
-    private group, as the channels of one do, each on a channel of its own, and begin all their rounds in the same order
-    on every rank. Those of one connection that have no name, or the same, are told apart by the order of making: there,
-    one that a single rank makes, even if it closes it, needs a name of its own, or the others' first use raises
-    `AttachError`. Errors name the round and the exchanger, "round 3, <name>". `lockstep_connections` are for workers in
-    one process, see `average_in_lockstep`.
+    private group, as the channels of one do, and must begin all their rounds in the same order on every rank. Those of
+    one connection that have no name, or the same, are told apart by the order of making: there, one that a single rank
+    makes, even if it closes it, needs a name of its own, or the others' first use raises `AttachError`. Errors name the
+    round and the exchanger, "round 3, <name>". `lockstep_connections` are for workers in one process, see
+    `average_in_lockstep`.
     """
 
     def __init__(
