@@ -168,6 +168,11 @@ class _Transformed(NamedTuple):
         """The power of two by which coefficients are multiplied, so that the largest gradients have finite ones."""
         return shrinking(self.tiling.a) * shrinking(self.tiling.b)
 
+    @property
+    def back(self) -> tuple[Tensor, Tensor]:
+        """The bases for the transform back, which undo `shrunk` side by side: nothing overflows after the first."""
+        return self.left / shrinking(self.tiling.a) ** 2, self.right / shrinking(self.tiling.b) ** 2
+
     def coefficients(self) -> Tensor:
         """Return the transform [T, ab] of gradient + momentum, times `shrunk`."""
         return transform(self.tiling.cut(self.slot.form()), self.left, self.right).flatten(1)
@@ -175,12 +180,13 @@ class _Transformed(NamedTuple):
     def extracted(self, values: Tensor, places: Tensor) -> Tensor:
         """Return what this rank's coefficients [T, k] represent, 1-D."""
         C = self._sum(values.unsqueeze(0), places.unsqueeze(0), "ranks")
-        return self.tiling.join(transform(C, self.left.t() / self.shrunk**2, self.right.t()))
+        left, right = self.back
+        return self.tiling.join(transform(C, left.t(), right.t()))
 
     def mean(self, values: Tensor, places: Tensor, over: MeanOver) -> Tensor:
         """Return the mean that the ranks' coefficients [W, T, k] represent, 1-D, the same on every processor."""
         C = self._sum(values, places, over)
-        return self.tiling.join(inverse_alike(C, self.left / self.shrunk**2, self.right))
+        return self.tiling.join(inverse_alike(C, *self.back))
 
     def _sum(self, values: Tensor, places: Tensor, over: MeanOver) -> Tensor:
         """Return the mean coefficients [T, a, b], added up in rank order."""

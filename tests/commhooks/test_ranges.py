@@ -80,6 +80,11 @@ def test_gradients_up_to_half_of_the_largest_number_have_the_mean_of_others(
         assert largest(ours.double() / (scale if case.follows_scale else 1.0) - theirs.double()) <= allowed
 
 
+def test_coefficients_of_the_largest_numbers_do_not_overflow_on_their_way_back() -> None:
+    (demo,) = (case for case in UNSCALED if case.name == "demo")
+    test_gradients_up_to_half_of_the_largest_number_have_the_mean_of_others(demo, WAYS[0])
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_a_block_with_an_inf_among_the_largest_numbers_shows_it(codec: Codec, bad: float) -> None:
