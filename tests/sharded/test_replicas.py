@@ -523,6 +523,19 @@ def gradients_are_averaged_once_if_every_module_is_reduced_in_a_nested_backward_
 
 
 @two
+def means_of_two_backward_passes_add_up(rank: int, policy: str) -> None:
+    model, _, attachment = replica(alone(), "all-reduce", policy)
+    found: list[dict[str, Tensor]] = []
+    for _ in range(2):
+        model(batch(rank, 0)[0]).sum().backward()
+        gradients: dict[str, Any] = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
+        found.append({name: gradient.to_local().clone() for name, gradient in gradients.items()})
+    once, twice = found
+    assert all(torch.equal(2 * gradient, twice[name]) for name, gradient in once.items())
+    attachment.close()
+
+
+@two
 def a_gradient_that_no_average_was_taken_of_is_named(rank: int) -> None:
     model, optimizer, attachment = replica(alone(), "int8", "fused")
     train(model, optimizer, rank, 0, 1)
