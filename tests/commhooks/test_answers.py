@@ -56,3 +56,15 @@ def test_a_wire_ends_with_the_compressor_that_it_was_put_around(wire: torch.dtyp
             short += mean_of(gradients, 0) - mean
     owed = torch.stack([workers.residual(rank, 0) for rank in range(2)]).mean(0)
     assert (short - owed).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("outer", [torch.float32, torch.bfloat16], ids=str)
+def test_of_nested_wires_only_the_outermost_counts(outer: torch.dtype) -> None:
+    inner = commhooks.make_compressor("powersgd", rank=1)
+    nested = commhooks.WireDtype(inner=commhooks.WireDtype(inner=inner, dtype=torch.float16), dtype=outer)
+    left: list[list[torch.Tensor]] = []
+    for compressor in (nested, commhooks.WireDtype(inner=inner, dtype=outer)):
+        workers = Workers(compressor, 2, zeros((24, 40), (7,)))
+        means = [workers.step(normal(workers.parameters, 2, seed=step))[0] for step in range(3)][-1]
+        left.append([*means, *(workers.residual(rank, 0) for rank in range(2))])
+    assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))

@@ -81,6 +81,7 @@ def test_zeros_are_values_like_others() -> None:
         ({"compressor": 7}, "expected a Compressor or a name"),
         ({"compressor": PowerSGD(skip=("head",))}, "'head' must match"),
         ({"weighted": 2.5}, r"Exchanger\(weighted=2.5\): weighted must be True or False"),
+        ({"atomic": "no"}, r"Exchanger\(atomic='no'\): atomic must be True or False"),
         ({"policy": []}, r"Exchanger\(policy=\[\]\): policy must be one of fifo, fused"),
     ],
     ids=str,

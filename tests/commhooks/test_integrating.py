@@ -166,6 +166,14 @@ def takes_no_file_of_another_save(rank: int, folder: Path) -> None:
     for rules in (commhooks.LoadRules(), commhooks.LoadRules(settings="change", missing="reset", world_size="spread")):
         with pytest.raises(commhooks.CheckpointError, match=r"one holds files of different saves \(hook-rank0"):
             load_rank_files(folder / "one", "hook", attachment, rules)
+    content = torch.load(folder / "one" / f"hook-rank{rank}.pt")
+    (wide := folder / "wide").mkdir(exist_ok=True)
+    for number in range(2 * rank, 2 + rank):  # of three ranks, the last of another save: each rank reads all of them
+        own = {"local": {f"rank{number}": content["local"][f"rank{rank}"]}, "world_size": 3, "inventory": {}}
+        torch.save(content | own | {"save": str(rank)}, wide / f"hook-rank{number}.pt")
+    dist.barrier()
+    with pytest.raises(commhooks.CheckpointError, match=r"wide holds files of different saves"):
+        load_rank_files(wide, "hook", attachment, commhooks.LoadRules(world_size="spread"))
     assert str(attachment.state_dict()) == before
     dist.barrier()
     attachment.close()

@@ -111,9 +111,10 @@ class Expanding(Mean):
 
 def test_feedback_of_what_expands_is_refused_unless_it_fades() -> None:
     tensors = {"w": torch.zeros(3)}
-    with pytest.raises(SettingsError, match="of parameter 'w', inner may lose 1.5 times.*set decay below 0.816,"):
-        Exchanger(tensors, ErrorFeedback(inner=Expanding()), connection=lockstep_connections(1)[0])
-    Exchanger(tensors, ErrorFeedback(inner=Expanding(), decay=0.5), connection=lockstep_connections(1)[0])
+    for decay in (1.0, 0.82):
+        with pytest.raises(SettingsError, match="of parameter 'w', inner may lose 1.5 times.*set decay below 0.816,"):
+            Exchanger(tensors, ErrorFeedback(inner=Expanding(), decay=decay), connection=lockstep_connections(1)[0])
+    Exchanger(tensors, ErrorFeedback(inner=Expanding(), decay=0.81), connection=lockstep_connections(1)[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

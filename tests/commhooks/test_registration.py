@@ -199,6 +199,9 @@ def complex_partly_ignored_and_static_models_of_two_dtypes_get_right_means(rank:
     commhooks.attach(model, "all-reduce", process_group=alone[rank]).close()
     gradients = integers(0)
     assert same(step(model, gradients[rank]), means(gradients)), "detached from another group"
+    model = given(kind, process_group=alone[rank])
+    commhooks.attach(model, "all-reduce").close()
+    assert same(step(model, gradients[rank]), gradients[rank]), "detached, over the model's own group"
     _two_dtypes_in_a_static_graph(rank, kind)
 
 

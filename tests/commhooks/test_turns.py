@@ -8,6 +8,7 @@ import torch
 from commhooks.language.bucket import BucketView, Slot
 from commhooks.language.entries import ParameterState
 from commhooks.language.requests import Layout
+from commhooks.scheduling import turns
 from commhooks.scheduling.turns import Order, spoil
 
 STEP = "ABBCABC"
@@ -43,6 +44,16 @@ def test_a_step_that_is_not_the_next_one_departs_from_the_order() -> None:
     assert lengths == [3] * 3
     assert order.follow(0, 7, 0) == 0
     assert order.follow(0, 7, 2) == 0
+
+
+def test_an_order_remembers_the_last_units_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_UNITS_TO_KEEP", 10)
+    order, steps = Order(), dict[str, int]()
+    for step in range(20):
+        assert followed(order, STEP, steps) == [len(STEP)] * len(STEP) or step < 2
+        assert len(order._units) <= 20
+    for _ in range(3):
+        assert not any(followed(order, "abcdefghijklmnopqrstu", steps))
 
 
 def spoilt(bucket: BucketView) -> list[int]:

@@ -117,6 +117,21 @@ def test_a_subclass_with_an_exchange_of_its_own_gets_single_buckets() -> None:
             assert mean.tolist() == [0.5] * 4
 
 
+@pytest.mark.parametrize("left_out", ["parameter", "rank"])
+def test_an_unused_parameter_and_a_rank_without_inputs_keep_their_state_in_a_unit(left_out: str) -> None:
+    parameters, powersgd = zeros(*SHAPES), commhooks.make_compressor("powersgd")
+    unused = left_out == "parameter"
+    workers = Workers(powersgd, RANKS, parameters, buckets=3, policy="fused", may_be_unused=unused, may_join=not unused)
+    workers.step(normal(parameters, RANKS, seed=0))
+    kept = workers.residual(0, 2).clone()
+    gradients = normal(parameters, RANKS, seed=1)
+    for zero in [own[2] for own in gradients] if unused else gradients[0]:
+        zero.zero_()
+    means = workers.step(gradients)
+    assert torch.equal(workers.residual(0, 2), kept) and kept.count_nonzero()
+    assert bool(means[0][2].count_nonzero()) != unused
+
+
 def test_a_unit_that_never_ends_fails_and_the_next_step_goes_on() -> None:
     parameters = zeros((8, 8), (8, 8), (8, 8))
     workers = Workers(commhooks.make_compressor("powersgd"), 1, parameters, buckets=3, policy="fused")

@@ -27,6 +27,7 @@ def test_a_parameter_left_out_is_named_by_the_next_forward_pass() -> None:
     )
     with pytest.raises(RuntimeError, match=words):
         ddp(ones(), "a")
+    assert "b.weight" in ddp._get_ddp_logging_data()["error"]
 
 
 def test_a_parameter_left_out_is_named_in_the_same_step_before_anything_changes() -> None:

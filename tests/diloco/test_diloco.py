@@ -167,6 +167,9 @@ def test_a_checkpoint_with_another_outer_optimizer_is_loaded_only_if_asked_and_t
     after.diloco.load_state_dict(saved["diloco"], settings="change")
     (group,) = after.diloco.outer_optimizer.param_groups
     assert (group["lr"], group["momentum"]) == (1.0, 0.0) and not after.diloco.outer_optimizer.state
+    (divided,) = workers(1, every=3, fragments=2)
+    with pytest.raises(CheckpointError, match=r"fragments: saved with .*, now [^;]*$"):
+        divided.diloco.load_state_dict(saved["diloco"], settings="change", world_size="keep")
 
 
 @pytest.mark.parametrize("compressor", ["all-reduce", "bf16-two-hop"])

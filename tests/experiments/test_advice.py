@@ -193,6 +193,7 @@ CODE = (Cost(0.002, 0.003, 0.025, "nats on gpt"),)
         ([option("fp16", 1.04, NONE, sure=0.001)], None, "None pays: stay with all-reduce. The nearest is fp16"),
         ([option("powersgd:rank=4", 5.0, SOME)], None, "No gain is known to be safe: compare the loss before.*0.024"),
         ([option("powersgd:rank=4", 5.0)], None, "No gain is known to be safe: compare the loss before(?!.*0.024)"),
+        ([CAST, option("diloco:every=30,compressor=int4", 40.0, NONE)], "fp16", "Use fp16"),  # other ranks' models
         ([option("diloco:every=1", 40.0, NONE)], None, "None pays: stay with all-reduce.$"),
     ],
 )

@@ -17,6 +17,7 @@ from commhooks.experiments.results.summary import Typical, steps_to
 from commhooks.experiments.runs import RunResult, RunSettings
 from commhooks.experiments.specs import Spec
 from commhooks.experiments.sweeps.plan import crowded, in_turn, plan
+from commhooks.experiments.sweeps.store import finished
 from tests.experiments.synthetic import result
 
 
@@ -185,3 +186,17 @@ def test_what_is_random_in_a_hook_follows_the_seed_of_the_run() -> None:
     spec = Spec.parse("powersgd:rank=2")
     assert make_hook(spec, seed=7) == make_hook(Spec.parse("powersgd:rank=2,seed=7"))
     assert make_hook(spec, seed=7) != make_hook(spec, seed=8)
+
+
+def test_results_of_another_version_of_a_task_and_under_another_run_s_name_are_not_taken(tmp_path: Path) -> None:
+    one, folder = dataclasses.replace(result(), source="of its file"), tmp_path / "results"
+    folder.mkdir()
+    one.write(folder)
+    asked, label = one.settings, one.settings.task.label
+    assert finished(tmp_path, [asked], {label: one.source}) == {asked: one}
+    with pytest.raises(ValueError, match=f"task '{label}' has changed since .* cannot be compared; .*--overwrite"):
+        finished(tmp_path, [asked], {label: "of its file now"})
+    other = dataclasses.replace(asked, seed=7)
+    (folder / one.file_name).rename(folder / f"{other.name}.json")
+    with pytest.raises(ValueError, match="holds the run of other settings than its name says"):
+        finished(tmp_path, [other], {label: one.source})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import make_compressor
+from commhooks import devices, make_compressor
 from commhooks.communicators import LockstepGroup
 from commhooks.devices import SideStream, future_on, mark_of
 from commhooks.engine.guards import keep_what_is_unused, take_part_with_zeros
@@ -37,9 +37,9 @@ class Run:
         self.gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         self.memory = torch.empty(self.gradient.numel(), device=DEVICE)
         self.compressor = make_compressor("powersgd", rank=2)
-        parameter, table = torch.zeros(SHAPE, device=DEVICE), StateTable(0, 1, storage)
-        self.bucket = bucket_of([parameter], self.memory, table, self.compressor)
-        self.kept = table.of(parameter)["residual"]
+        self.parameter, self.table = torch.zeros(SHAPE, device=DEVICE), StateTable(0, 1, storage)
+        self.bucket = bucket_of([self.parameter], self.memory, self.table, self.compressor)
+        self.kept = self.table.of(self.parameter)["residual"]
         self.stream = torch.cuda.Stream()
         torch.cuda.synchronize()
 
@@ -103,6 +103,24 @@ def test_the_loss_scale_multiplies_what_was_committed(storage: str) -> None:
     expected = Run(storage)
     expected.step(1.0)
     assert torch.equal(run.residual(), 8 * expected.residual())
+
+
+def test_a_residual_on_the_host_is_loaded_after_what_was_committed() -> None:
+    run = Run("host")
+    run.step(1.0)
+    torch.cuda.current_stream().wait_stream(run.stream)  # as after a backward pass
+    run.table.load({}, {"weights.0": {"residual": torch.full(SHAPE, 7.0)}}, run.table.kinds())
+    assert set(run.residual().tolist()) == {7.0}
+
+
+def test_what_is_known_of_copies_does_not_grow_with_memory_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_EVENTS_TO_KEEP", 8)
+    monkeypatch.setattr(devices, "_last", {})
+    kept, value = [torch.zeros(1, pin_memory=True) for _ in range(100)], torch.ones(1, device=DEVICE)
+    for one in kept:
+        devices.queue_copy(one, value)
+        torch.cuda.synchronize()
+    assert len(devices._last) <= 8
 
 
 def test_a_scaler_that_is_disabled_multiplies_nothing() -> None:

@@ -523,6 +523,29 @@ def gradients_are_averaged_once_if_every_module_is_reduced_in_a_nested_backward_
 
 
 @two
+def means_of_two_backward_passes_add_up(rank: int, policy: str) -> None:
+    model, _, attachment = replica(alone(), "all-reduce", policy)
+    found: list[dict[str, Tensor]] = []
+    for _ in range(2):
+        model(batch(rank, 0)[0]).sum().backward()
+        gradients: dict[str, Any] = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
+        found.append({name: gradient.to_local().clone() for name, gradient in gradients.items()})
+    once, twice = found
+    assert all(torch.equal(2 * gradient, twice[name]) for name, gradient in once.items())
+    attachment.close()
+
+
+@two
+def a_gradient_that_no_average_was_taken_of_is_named(rank: int) -> None:
+    model, optimizer, attachment = replica(alone(), "int8", "fused")
+    train(model, optimizer, rank, 0, 1)
+    model.head.weight.grad = torch.ones_like(model.head.weight)  # as a backward pass before attaching leaves it
+    told = told_by(lambda: model(batch(rank, 1)[0]).sum().backward())
+    assert "head.weight had a gradient before this backward pass that this attachment has not averaged" in told.text
+    attachment.close()
+
+
+@two
 def what_acts_on_one_replica_alone_is_named(rank: int) -> None:
     """From after attaching: a hook on a gradient, a parameter in another's place, a new head."""
     changes: list[tuple[Callable[[Any], Any], str]] = [
