@@ -283,7 +283,8 @@ class AtTheEnd:
         if unit is not None and unit.is_in_backward_pass:
             self._exchanger.fail(
                 "the last backward pass never came to its end, so FSDP2 would not end the next one either: after an "
-                "exception in it, call reset_iter_state() on the root FSDP module."
+                "exception in it, resume from a checkpoint. (reset_iter_state() on the root FSDP module lets training "
+                "continue, but FSDP2 then adds the root's gradients of the failed pass to the next ones.)"
             )
         if self._was_early:
             self._exchanger.fail(
