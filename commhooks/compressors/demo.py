@@ -139,8 +139,9 @@ class DeMo(Compressor):
 
     def _place(self, slot: Slot) -> _Transformed:
         tiling = Tiling.of(slot.parameter, self.chunk)
-        left, right = (cosines(side, slot.room) * shrinking(side) for side in (tiling.a, tiling.b))
-        return _Transformed(slot, tiling, left, right)
+        left, right = (cosines(side, slot.room) for side in (tiling.a, tiling.b))
+        a, b = shrinking(tiling.a), shrinking(tiling.b)
+        return _Transformed(slot, tiling, (left * a, right * b), (left / a, right / b))
 
     def _largest(self, C: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest coefficients [T, k] of C [T, ab] and their places; zeros come last: they have no sign."""
@@ -156,37 +157,33 @@ class DeMo(Compressor):
 
 
 class _Transformed(NamedTuple):
-    """A parameter's place in a bucket, its tiles, and the bases of their sides, times powers of two."""
+    """A parameter's place in a bucket, its tiles, and the bases of their two sides, times powers of two."""
 
     slot: Slot
     tiling: Tiling
-    left: Tensor
-    right: Tensor
+    forward: tuple[Tensor, Tensor]
+    inverse: tuple[Tensor, Tensor]
+    """Each undoes the shrinking of its own side: so nothing overflows between the two sides."""
 
     @property
     def shrunk(self) -> float:
         """The power of two by which coefficients are multiplied, so that the largest gradients have finite ones."""
         return shrinking(self.tiling.a) * shrinking(self.tiling.b)
 
-    @property
-    def back(self) -> tuple[Tensor, Tensor]:
-        """The bases for the transform back, which undo `shrunk` side by side: nothing overflows after the first."""
-        return self.left / shrinking(self.tiling.a) ** 2, self.right / shrinking(self.tiling.b) ** 2
-
     def coefficients(self) -> Tensor:
         """Return the transform [T, ab] of gradient + momentum, times `shrunk`."""
-        return transform(self.tiling.cut(self.slot.form()), self.left, self.right).flatten(1)
+        return transform(self.tiling.cut(self.slot.form()), *self.forward).flatten(1)
 
     def extracted(self, values: Tensor, places: Tensor) -> Tensor:
         """Return what this rank's coefficients [T, k] represent, 1-D."""
         C = self._sum(values.unsqueeze(0), places.unsqueeze(0), "ranks")
-        left, right = self.back
+        left, right = self.inverse
         return self.tiling.join(transform(C, left.t(), right.t()))
 
     def mean(self, values: Tensor, places: Tensor, over: MeanOver) -> Tensor:
         """Return the mean that the ranks' coefficients [W, T, k] represent, 1-D, the same on every processor."""
         C = self._sum(values, places, over)
-        return self.tiling.join(inverse_alike(C, *self.back))
+        return self.tiling.join(inverse_alike(C, *self.inverse))
 
     def _sum(self, values: Tensor, places: Tensor, over: MeanOver) -> Tensor:
         """Return the mean coefficients [T, a, b], added up in rank order."""

@@ -87,9 +87,8 @@ class Hierarchical(Wrapper):
         carrier = _Carrier(self.size, place, among_machines.world_size)
         yield from map_requests(carrier.carry, self.inner.compress(bucket, among_machines))
 
-    scatter: ClassVar[Callable[..., Exchange]] = (
-        Compressor.scatter
-    )  # refuses: a shard belongs to one rank, not to a machine
+    # Refuses: a shard belongs to one rank, not to a machine.
+    scatter: ClassVar[Callable[..., Exchange]] = Compressor.scatter
 
 
 def is_hierarchical(compressor: Compressor) -> bool:

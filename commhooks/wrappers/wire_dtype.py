@@ -54,9 +54,8 @@ class WireDtype(Wrapper):
         narrowed = dataclasses.replace(context, wire=context.wire or self.dtype)  # if nested, the outer one decides
         return map_requests(self._carry, self.inner.compress(bucket, narrowed))
 
-    scatter: ClassVar[Callable[..., Exchange]] = (
-        Compressor.scatter
-    )  # refuses: `Cast` averages shards in a narrower dtype
+    # Refuses: `Cast` averages shards in a narrower dtype.
+    scatter: ClassVar[Callable[..., Exchange]] = Compressor.scatter
 
     def _carry(self, asked: Asked) -> Generator[Asked, Any, Any]:
         if isinstance(asked, Judge):
